@@ -1,0 +1,2 @@
+"""mpishard."""
+from mpishard.communication import *

@@ -1,0 +1,48 @@
+"""The array module of an array, and what depends on it: one path for NumPy and CuPy."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Array", "array_namespace", "chunk_length", "is_device_array", "to_host"]
+
+Array = Any
+"""A NumPy or CuPy array. The two share an interface and no base class."""
+
+_CHUNK_BYTES = 128 * 1024
+
+
+def array_namespace(array: Array) -> ModuleType:
+    """The module, ``numpy`` or ``cupy``, whose functions work on ``array``."""
+    if isinstance(array, np.ndarray | np.generic):
+        return np
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return cupy
+    raise TypeError(f"expected a NumPy or CuPy array, got {type(array).__qualname__}")
+
+
+def is_device_array(array: Array) -> bool:
+    """Whether ``array`` lies in GPU memory."""
+    return array_namespace(array) is not np
+
+
+def to_host(array: Array) -> np.ndarray[Any, Any]:
+    """``array`` as a NumPy array: itself, or a copy from the GPU."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+
+
+def chunk_length(array: Array) -> int:
+    """How many elements an element-wise pass should take at a time.
+
+    On the CPU a handful of operands of a chunk fit the L2 cache together, so that a chain of
+    operations reads memory once; on a GPU every launch costs more than it saves, and the whole
+    array is one chunk.
+    """
+    if is_device_array(array):
+        return max(1, int(array.size))
+    return max(1, _CHUNK_BYTES // int(array.dtype.itemsize))

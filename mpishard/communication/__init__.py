@@ -1,0 +1,14 @@
+"""How ranks talk: the contract, threads in memory, MPI."""
+
+from mpishard.communication.backend import CommunicationBackend, Work
+from mpishard.communication.memory import InMemoryCommunicationBackend
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.threads import run_in_threads
+
+__all__ = [
+    "CommunicationBackend",
+    "InMemoryCommunicationBackend",
+    "ReductionOperation",
+    "Work",
+    "run_in_threads",
+]

@@ -1,0 +1,496 @@
+"""Threads of one process as ranks: every rank reads its peers' arrays in place.
+
+A collective is a chain of *meetings*. At a meeting each rank leaves a value, and goes on when
+all have come. Between the first meeting and the last a rank's arrays are readable by all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication.backend import CommunicationBackend, Steps, Waitable, Work
+from mpishard.communication.call import Call, Kind
+from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
+from mpishard.layout import ShardLayout
+
+__all__ = ["InMemoryCommunicationBackend"]
+
+
+@dataclass(slots=True)
+class _Failure:
+    rank: int
+    message: str
+
+
+class _Meeting:
+    """One point that all ranks pass: what each has left there, and how many have."""
+
+    __slots__ = ("arrived", "values")
+
+    def __init__(self, world_size: int) -> None:
+        self.values: list[Any] = [None] * world_size
+        self.arrived = 0
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _World:
+    """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
+
+    Worlds that were split from one another share ``changed`` and ``failures``, so that a
+    failure anywhere wakes every rank.
+    """
+
+    name: str
+    world_size: int
+    global_ranks: tuple[int, ...]
+    changed: threading.Condition
+    failures: list[_Failure]
+    meetings: dict[tuple[int, int], _Meeting] = field(default_factory=dict)
+    messages: dict[tuple[int, int, int], deque[Array]] = field(default_factory=dict)
+    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    children: list[weakref.ref[_World]] = field(default_factory=list)
+
+
+class _Arrival(Waitable):
+    """A meeting that is not complete yet."""
+
+    __slots__ = ("meeting",)
+
+    def __init__(self, meeting: _Meeting) -> None:
+        self.meeting = meeting
+
+    def test(self) -> bool:
+        return self.meeting.arrived == len(self.meeting.values)
+
+    def missing(self) -> list[int]:
+        return [r for r, value in enumerate(self.meeting.values) if value is None]
+
+
+_environments: dict[str, _World] = {}
+_environments_lock = threading.Lock()
+
+
+class InMemoryCommunicationBackend(CommunicationBackend):
+    """One thread as one rank of a world that lives in this process.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, in ``[0, world_size)``.
+    world_size : int
+        Number of ranks, 1 or more.
+    environment_id : str
+        Backends of one id meet. `run_in_threads` makes ids of its own.
+    timeout : float
+        Seconds to wait for the others before `CollectiveTimeoutError`; 0 is for ever.
+
+    Raises
+    ------
+    ValueError
+        For a rank outside the world, a world below 1, or a blank id.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        environment_id: str = "default",
+        *,
+        timeout: float = settings.MEMORY_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        if world_size < 1:
+            raise ValueError(f"world_size must be 1 or more, got {world_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside [0, {world_size})")
+        if not environment_id.strip():
+            raise ValueError("environment_id must not be blank")
+        self._rank = rank
+        self._world_size = world_size
+        self._environment_id = environment_id
+        self._timeout = timeout
+        self._world: _World | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @staticmethod
+    def clear_environment(environment_id: str) -> None:
+        """Forget an environment, so that its id can be used for a new world."""
+        with _environments_lock:
+            _environments.pop(environment_id, None)
+
+    # ------------------------------------------------------------------------------- life cycle
+
+    def _on_initialize(self) -> None:
+        if self._world is None:
+            with _environments_lock:
+                world = _environments.get(self._environment_id)
+                if world is None:
+                    world = _new_world(self._environment_id, self._world_size)
+                    _environments[self._environment_id] = world
+            self._world = world
+        world = self._world
+        with world.changed:
+            if world.world_size != self._world_size:
+                raise ValueError(
+                    f"environment {self._environment_id!r} has {world.world_size} ranks, "
+                    f"this backend was made for {self._world_size}"
+                )
+            if self._rank in world.members:
+                raise CommunicationError(
+                    f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
+                    "another environment_id, or clear_environment() after a finished run"
+                )
+            world.members[self._rank] = self
+            world.left.pop(self._rank, None)
+
+    def _on_shutdown(self) -> None:
+        world = self._joined()
+        with world.changed:
+            self._leave(world)
+            world.changed.notify_all()
+        if len(world.left) == world.world_size:
+            with _environments_lock:
+                if _environments.get(self._environment_id) is world:
+                    del _environments[self._environment_id]
+
+    def _leave(self, world: _World) -> None:
+        """Mark this rank as gone, here and in every world split from this one."""
+        world.members.pop(self._rank, None)
+        world.left[self._rank] = self._sequence
+        me = world.global_ranks[self._rank]
+        for reference in world.children:
+            child = reference()
+            if child is not None and me in child.global_ranks:
+                local = child.global_ranks.index(me)
+                member = child.members.get(local)
+                if member is not None:
+                    member._leave(child)
+                    member._initialized = False
+
+    def abort(self, error: BaseException) -> None:
+        """Make every other rank's present or next collective raise `PeerError`."""
+        world = self._joined()
+        where = next(reversed(list(self.call_log)), None)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        after = f"after collective {where.sequence}, {where}" if where else "before any collective"
+        rank = world.global_ranks[self._rank]
+        with world.changed:
+            world.failures.append(
+                _Failure(
+                    rank,
+                    f"rank {rank} failed {after}, with {type(error).__name__}: {error}\n"
+                    f"--- traceback of rank {rank} ---\n{text}",
+                )
+            )
+            world.changed.notify_all()
+
+    def _joined(self) -> _World:
+        self._ready()
+        assert self._world is not None
+        return self._world
+
+    # ------------------------------------------------------------------------------- the meeting
+
+    def _meet(self, call: Call, phase: int, value: Any) -> _Arrival:
+        """Leave ``value`` at a meeting; the arrival tells when all ranks have.
+
+        A meeting is known by (collective, phase) and not by a running number, because ranks
+        may issue the next collective before or after they finish this one.
+        """
+        world = self._joined()
+        key = (call.sequence, phase)
+        with world.changed:
+            meeting = world.meetings.get(key)
+            if meeting is None:
+                meeting = world.meetings[key] = _Meeting(world.world_size)
+            meeting.values[self._rank] = (value,)
+            meeting.arrived += 1
+            if meeting.arrived == world.world_size:
+                del world.meetings[key]
+                world.changed.notify_all()
+        return _Arrival(meeting)
+
+    def _drive(self, work: Work) -> None:
+        world = self._joined()
+        deadline = time.monotonic() + self._timeout if self._timeout else None
+        while not work.done:
+            for pending in tuple(self._pending):
+                pending.advance()
+            self._forget_done()
+            if work.done:
+                break
+            with world.changed:
+                if not self._anything_ready():
+                    self._raise_if_hopeless(work)
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise CollectiveTimeoutError(self._timeout_message(work))
+                    world.changed.wait(left)
+
+    def _anything_ready(self) -> bool:
+        return any(
+            pending.waitable is not None and pending.waitable.test() for pending in self._pending
+        )
+
+    def _raise_if_hopeless(self, work: Work) -> None:
+        """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
+        world = self._joined()
+        if world.failures:
+            failure = world.failures[0]
+            raise PeerError(
+                f"collective {work.call.sequence}, {work.call}, cannot complete: {failure.message}",
+                failure.rank,
+            )
+        arrival = work.waitable
+        assert isinstance(arrival, _Arrival)
+        for rank in arrival.missing():
+            if rank in world.left:
+                raise PeerError(
+                    f"rank {rank} left after collective {world.left[rank]}, while rank "
+                    f"{self._rank} waits for it in collective {work.call.sequence}, {work.call}, "
+                    f"called at {work.call.site}. A collective is called by every rank: look for "
+                    "a loop or a branch that ends earlier on that rank",
+                    rank,
+                )
+
+    def _timeout_message(self, work: Work) -> str:
+        world = self._joined()
+        arrival = work.waitable
+        assert isinstance(arrival, _Arrival)
+        lines = []
+        for rank in range(world.world_size):
+            member = world.members.get(rank)
+            log = member.call_log.tail(2) if member else "    not initialised"
+            lines.append(f"  rank {rank}:\n{log}")
+        return (
+            f"rank {self._rank} waited {self._timeout:g} s in collective {work.call.sequence}, "
+            f"{work.call}, called at {work.call.site}; ranks {arrival.missing()} did not arrive. "
+            "Last collectives of each rank:\n" + "\n".join(lines)
+        )
+
+    # ------------------------------------------------------------------------------- collectives
+
+    def _open(self, call: Call, value: Any) -> Steps:
+        """First meeting of a collective: check the calls, give back the ranks' values."""
+        arrival = self._meet(call, 0, (call, value))
+        yield arrival
+        pairs = [left[0] for left in arrival.meeting.values]
+        self._verify([peer for peer, _ in pairs])
+        return [other for _, other in pairs]
+
+    def _exchange(self, call: Call, value: Any) -> Steps:
+        """The second meeting: the ranks' values."""
+        arrival = self._meet(call, 1, value)
+        yield arrival
+        return [left[0] for left in arrival.meeting.values]
+
+    def _steps_barrier(self, call: Call) -> Steps:
+        yield from self._open(call, None)
+
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        arrays = yield from self._open(call, array)
+        flat = [a.reshape(-1) for a in arrays]
+        layout = ShardLayout(int(array.size), self._world_size)
+        mine = layout.slice(self._rank)
+        piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
+        assert call.operation is not None
+        self._reducer.reduce([a[mine] for a in flat], call.operation, piece)
+        pieces = yield from self._exchange(call, piece)
+        result = out.reshape(-1)
+        for rank, other in enumerate(pieces):
+            result[layout.slice(rank)] = other
+        self._count_reduce_scatter(call, layout.sizes)
+        self.traffic.count(Kind.ALL_GATHER.label, piece.nbytes * (self._world_size - 1))
+        return out
+
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        arrays = yield from self._open(call, array)
+        start = sum(counts[: self._rank])
+        mine = slice(start, start + counts[self._rank])
+        assert call.operation is not None
+        xp = array_namespace(array)
+        piece = xp.empty(out.size, out.dtype) if xp.may_share_memory(array, out) else out
+        self._reducer.reduce(
+            [a[mine].reshape(-1) for a in arrays], call.operation, piece.reshape(-1)
+        )
+        yield from self._exchange(call, None)
+        if piece is not out:
+            out[...] = piece.reshape(out.shape)
+        self._count_reduce_scatter(call, counts)
+        return out
+
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        arrays = yield from self._open(call, array)
+        rows = sum(a.shape[0] for a in arrays)
+        if out is None:
+            out = array_namespace(array).empty((rows, *array.shape[1:]), array.dtype)
+        start = 0
+        for rank, other in enumerate(arrays):
+            part = out[start : start + other.shape[0]]
+            if rank != self._rank or not _same_memory(part, other):
+                part[...] = other
+            start += other.shape[0]
+        yield from self._exchange(call, None)
+        self.traffic.count(call.kind.label, array.nbytes * (self._world_size - 1))
+        return out
+
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        arrays = yield from self._open(call, array)
+        sent = arrays[root]
+        if self._rank != root:
+            if array is None:
+                array = array_namespace(sent).empty(sent.shape, sent.dtype)
+            array[...] = sent
+        yield from self._exchange(call, None)
+        nbytes = sent.nbytes * (self._world_size - 1) if self._rank == root else 0
+        self.traffic.count(call.kind.label, nbytes)
+        return array
+
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        values = yield from self._open(call, (array, counts) if self._rank == root else None)
+        sent, pieces = values[root]
+        start = sum(pieces[: self._rank])
+        piece = sent[start : start + pieces[self._rank]].copy()
+        yield from self._exchange(call, None)
+        nbytes = sent.nbytes - piece.nbytes if self._rank == root else 0
+        self.traffic.count(call.kind.label, nbytes)
+        return piece
+
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        arrays = yield from self._open(call, array)
+        result = None
+        if self._rank == root:
+            result = array_namespace(array).concatenate(arrays, axis=0)
+        yield from self._exchange(call, None)
+        self.traffic.count(call.kind.label, 0 if self._rank == root else array.nbytes)
+        return result
+
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        values = yield from self._open(call, parts)
+        received = [sent[self._rank].copy() for sent in values]
+        yield from self._exchange(call, None)
+        nbytes = sum(p.nbytes for rank, p in enumerate(parts) if rank != self._rank)
+        self.traffic.count(call.kind.label, nbytes)
+        return received
+
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        wishes = yield from self._open(call, (color, key))
+        world = self._joined()
+        member: InMemoryCommunicationBackend | None = None
+        worlds: dict[int, _World] | None = None
+        if self._rank == 0:
+            worlds = _split_worlds(world, wishes, call.sequence)
+        shared = yield from self._exchange(call, worlds)
+        if color is not None:
+            child = shared[0][color]
+            local = child.global_ranks.index(world.global_ranks[self._rank])
+            member = InMemoryCommunicationBackend(
+                local, child.world_size, child.name, timeout=self._timeout
+            )
+            member._world = child
+        return member
+
+    def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
+        rows = sum(counts)
+        row_bytes = call.nbytes // rows if rows else 0
+        self.traffic.count(
+            Kind.REDUCE_SCATTER.label, (rows - counts[self._rank]) * row_bytes
+        )
+
+    # ---------------------------------------------------------------------------- point to point
+
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        world = self._joined()
+        message = array.copy()
+        with world.changed:
+            queue = world.messages.setdefault((self._rank, destination, tag), deque())
+            queue.append(message)
+            world.changed.notify_all()
+
+    def _receive(self, source: int, count: int, tag: int) -> Array:
+        world = self._joined()
+        key = (source, self._rank, tag)
+        deadline = time.monotonic() + self._timeout if self._timeout else None
+        with world.changed:
+            while not world.messages.get(key):
+                if world.failures:
+                    failure = world.failures[0]
+                    raise PeerError(
+                        f"receive from rank {source} cannot complete: {failure.message}",
+                        failure.rank,
+                    )
+                if source in world.left:
+                    raise PeerError(
+                        f"rank {source} left after collective {world.left[source]}, and sent no "
+                        f"message with tag {tag} to rank {self._rank}",
+                        source,
+                    )
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise CollectiveTimeoutError(
+                        f"rank {self._rank} waited {self._timeout:g} s for a message with tag "
+                        f"{tag} from rank {source}"
+                    )
+                world.changed.wait(left)
+            queue = world.messages[key]
+            if queue[0].size != count:
+                raise CommunicationError(
+                    f"the next message with tag {tag} from rank {source} has {queue[0].size} "
+                    f"elements, {count} were expected; it stays queued"
+                )
+            message = queue.popleft()
+            if not queue:
+                del world.messages[key]
+        return message
+
+
+def _new_world(name: str, world_size: int) -> _World:
+    return _World(name, world_size, tuple(range(world_size)), threading.Condition(), [])
+
+
+def _split_worlds(
+    world: _World, wishes: Sequence[tuple[int | None, int]], sequence: int
+) -> dict[int, _World]:
+    """One new world per color; its members ordered by (key, old rank)."""
+    worlds: dict[int, _World] = {}
+    for color in sorted({c for c, _ in wishes if c is not None}):
+        ranks = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
+        child = _World(
+            f"{world.name}/{sequence}.{color}",
+            len(ranks),
+            tuple(world.global_ranks[rank] for _, rank in ranks),
+            world.changed,
+            world.failures,
+        )
+        worlds[color] = child
+        world.children.append(weakref.ref(child))
+    return worlds
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.ctypes.data == b.ctypes.data
+    return a is b

@@ -1,0 +1,103 @@
+"""Every exception that mpishard raises on purpose, and where it hangs.
+
+::
+
+    MpishardError (Exception)
+    |-- CommunicationError (RuntimeError)
+    |   |-- NotInitializedError            a collective before initialize() or after shutdown()
+    |   |-- CollectiveMismatchError        the ranks called different collectives
+    |   |-- PeerError                      another rank raised, or left
+    |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
+    |   `-- MPIUnavailableError            MPI was asked for and is not there, or is not the launcher's
+    |-- ShardingError (RuntimeError)       a sharded model was used in a way its strategy has no meaning for
+    |   `-- StructureOnlyError             parameters were asked of a model that a wrapper took them from
+    |-- NonFiniteLossError (ArithmeticError)
+    |-- MissingMemberError (NotImplementedError)   a user's model lacks a member that is needed now
+    `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
+
+What a user gets wrong in an argument is a plain ``TypeError`` or ``ValueError``, raised before
+anything is communicated, written or changed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationError",
+    "MPIUnavailableError",
+    "MissingMemberError",
+    "MpishardError",
+    "NonFiniteLossError",
+    "NotInitializedError",
+    "PeerError",
+    "ShardingError",
+    "StructureOnlyError",
+]
+
+
+class MpishardError(Exception):
+    """Root of every exception that mpishard defines."""
+
+
+class CommunicationError(MpishardError, RuntimeError):
+    """Raised when ranks cannot talk to each other as asked."""
+
+
+class NotInitializedError(CommunicationError):
+    """Raised when a backend is used before ``initialize()`` or after ``shutdown()``."""
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Raised on every rank when the ranks called collectives that do not belong together.
+
+    No data was mixed when it is raised. The message lists each rank's call and where in the
+    script it was made. Cause: a branch that depends on the rank, or arrays whose dtype or shape
+    does. Mend: make the call on all ranks, with the arguments that the collective's table entry
+    says must match.
+    """
+
+
+class PeerError(CommunicationError):
+    """Raised on a rank because another rank failed or left.
+
+    Parameters
+    ----------
+    message : str
+        What happened, naming the origin rank and the collective.
+    rank : int
+        The rank where the failure began.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CollectiveTimeoutError(CommunicationError, TimeoutError):
+    """Raised when a rank waited longer than the time limit for the others to arrive."""
+
+
+class MPIUnavailableError(CommunicationError):
+    """Raised when MPI was asked for and mpi4py, the library or the launcher does not fit."""
+
+
+class ShardingError(MpishardError, RuntimeError):
+    """Raised when a sharded model or optimizer is used in a way its strategy cannot mean."""
+
+
+class StructureOnlyError(ShardingError):
+    """Raised when parameters are asked of a model whose wrapper holds them now."""
+
+
+class NonFiniteLossError(MpishardError, ArithmeticError):
+    """Raised on every rank, before the update, when the loss or its gradient is not finite."""
+
+
+class MissingMemberError(MpishardError, NotImplementedError):
+    """Raised when a user's model lacks a member at the moment it is needed."""
+
+
+class CheckpointError(MpishardError, OSError):
+    """Raised when a checkpoint is incomplete, corrupt, or does not fit the model."""

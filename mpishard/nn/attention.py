@@ -1,0 +1,127 @@
+"""The core of causal self-attention.
+
+Shape suffixes: B batch, T time of the queries, S time of the keys, D width, H heads, K size of
+a head (D = H K), R queries of one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.nn.layer import Context, Layer, Parameters
+
+__all__ = ["CausalAttention"]
+
+# Blocks of fewer queries make matrix products too small to be fast.
+_MINIMUM_BLOCK_ROWS = 64
+
+
+class CausalAttention(Layer):
+    """Scaled dot-product attention in which a position sees itself and what came before.
+
+    The input holds queries, keys and values side by side, x_BT3D = [q | k | v], each of H heads
+    of K elements; y = softmax(q k^T / sqrt(K) + mask) v for each head: Vaswani et al.,
+    "Attention is all you need", 2017 (arXiv:1706.03762), eq. 1. It has no parameters; the
+    projections before and after it are `Linear` layers, and the one before has no bias: softmax
+    cannot see a bias of the keys, whose gradient would be rounding noise.
+
+    Scores are made for a block of queries at a time, up to the block's last key, and never
+    kept: the backward pass makes them again from the saved row sums, so that memory grows with
+    T and not with T^2 (Dao et al., "FlashAttention", 2022, arXiv:2205.14135, section 3.1).
+
+    Parameters
+    ----------
+    heads : int
+        Number H of heads; must divide the width D.
+
+    Raises
+    ------
+    ValueError
+        For ``heads`` below 1.
+    """
+
+    def __init__(self, heads: int) -> None:
+        if heads < 1:
+            raise ValueError(f"CausalAttention needs heads >= 1, got {heads}")
+        self.heads = heads
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T, 3 D) -> (T, D)."""
+        if len(input_shape) != 2 or input_shape[1] == 0 or input_shape[1] % (3 * self.heads):
+            raise ValueError(
+                f"CausalAttention({self.heads}) needs samples of shape (T, 3 * heads * K) = "
+                f"(T, {3 * self.heads} * K), got {input_shape}"
+            )
+        return (input_shape[0], input_shape[1] // 3)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Attend: x_BT3D -> y_BTD; saves x, y and the log of each softmax's denominator."""
+        xp = array_namespace(x)
+        y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
+        if not y.size:
+            return y, (x, y, None)
+        q_BHTK, k_BHSK, v_BHSK = self._split(x)
+        y_BHTK = self._by_head(y)
+        logsum_BHT1 = xp.empty((*y_BHTK.shape[:3], 1), dtype=x.dtype)
+        mask_TS = _causal_mask(xp, x)
+        scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
+        for which, queries in self._blocks(x):
+            keys = slice(0, queries.stop)
+            q = q_BHTK[which][..., queries, :] * scale
+            scores = xp.matmul(q, k_BHSK[which][..., keys, :].swapaxes(-1, -2))
+            scores[..., queries] += mask_TS[queries, queries]
+            largest = scores.max(axis=-1, keepdims=True)
+            scores -= largest
+            xp.exp(scores, out=scores)
+            total = scores.sum(axis=-1, keepdims=True)
+            y_block = y_BHTK[which][..., queries, :]
+            xp.matmul(scores, v_BHSK[which][..., keys, :], out=y_block)
+            y_block /= total
+            xp.log(total, out=total)
+            xp.add(total, largest, out=logsum_BHT1[which][..., queries, :])
+        return y, (x, y, logsum_BHT1) if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The gradient of x_BT3D.
+
+        With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_K(dy y)):
+        FlashAttention, appendix B.2, eq. 4.
+        """
+        x, y, logsum_BHT1 = saved
+        xp = array_namespace(x)
+        dx = xp.empty(x.shape, dtype=x.dtype)
+        if not y.size:
+            return dx, None
+        q_BHTK, k_BHSK, v_BHSK = self._split(x)
+        dq_BHTK, dk_BHSK, dv_BHSK = self._split(dx)
+        dy_BHTK = self._by_head(dy)
+        mask_TS = _causal_mask(xp, x)
+        scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
+        y *= dy
+        inner_BHT1 = self._by_head(y).sum(axis=-1, keepdims=True)
+        for which, queries in self._blocks(x):
+            keys = slice(0, queries.stop)
+            k, v = k_BHSK[which][..., keys, :], v_BHSK[which][..., keys, :]
+            dk, dv = dk_BHSK[which][..., keys, :], dv_BHSK[which][..., keys, :]
+            d = dy_BHTK[which][..., queries, :]
+            q = q_BHTK[which][..., queries, :] * scale
+            scores = xp.matmul(q, k.swapaxes(-1, -2))
+            scores[..., queries] += mask_TS[queries, queries]
+            scores -= logsum_BHT1[which][..., queries, :]
+            xp.exp(scores, out=scores)
+            dscores = xp.matmul(d, v.swapaxes(-1, -2))
+            dscores -= inner_BHT1[which][..., queries, :]
+            dscores *= scores
+            dq = dq_BHTK[which][..., queries, :]
+            xp.matmul(dscores, k, out=dq)
+            dq *= scale
+            if queries.stop == x.shape[1]:
+                xp.matmul(scores.swapaxes(-1, -2), d, out=dv)
+                xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
+            else:
+                dv += xp.matmul(scores.swapaxes(-1, -2), d)
+                dk += xp.matmul(dscores.swapaxes(-1, -2), q)
+        return dx, None

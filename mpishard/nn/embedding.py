@@ -1,0 +1,176 @@
+"""Lookup tables: token numbers to vectors, and positions to vectors.
+
+Shape suffixes: B batch, T time, D width, V vocabulary, C context length, N all tokens of the
+input in one dim, U distinct tokens among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.nn.initializers import normal
+from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
+
+__all__ = ["Embedding", "PositionalEmbedding"]
+
+
+class Embedding(Layer):
+    """A vector for each token: y = W[tokens].
+
+    Parameters
+    ----------
+    vocabulary_size, width : int
+        Sizes V and D of the table W of shape (V, D).
+    initializer : Initializer, optional
+        Of W; normal with standard deviation 0.02 where not given, as in GPT-2.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1.
+    """
+
+    def __init__(
+        self, vocabulary_size: int, width: int, initializer: Initializer | None = None
+    ) -> None:
+        if vocabulary_size < 1 or width < 1:
+            raise ValueError(
+                f"Embedding needs sizes >= 1, got vocabulary_size={vocabulary_size}, width={width}"
+            )
+        self.vocabulary_size = vocabulary_size
+        self.width = width
+        self._weight = ParameterSpec((vocabulary_size, width), initializer or normal(0.02))
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (vocabulary_size, width)."""
+        return {"weight": self._weight}
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(...) -> (..., width): each token becomes a vector."""
+        return (*input_shape, self.width)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Look up integer tokens of any shape; saves them.
+
+        Raises
+        ------
+        TypeError
+            Where ``x`` is not of an integer dtype.
+        ValueError
+            For a token outside [0, V).
+        """
+        if x.dtype.kind not in "iu":
+            raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
+        if x.size:
+            for token in (int(x.min()), int(x.max())):
+                if not 0 <= token < self.vocabulary_size:
+                    raise ValueError(
+                        f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
+                    )
+        return p["weight"].take(x, axis=0), x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """None: token numbers have no gradient."""
+        return None, (saved, dy)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add each row of dy into the row of the token it came from.
+
+        Rows of one token are summed in the order of the batch, so that the result is the same
+        in every run, which adding by scattered index is not on a GPU.
+        """
+        tokens, dy = pending
+        if not tokens.size:
+            return
+        dw_VD = g["weight"]
+        dy_ND = dy.reshape(-1, self.width)
+        if array_namespace(dy) is np:
+            rows_U, sums_UD = _sums_by_sorting(tokens.reshape(-1), dy_ND)
+        else:
+            rows_U, sums_UD = _sums_by_product(tokens.reshape(-1), dy_ND)
+        dw_VD[rows_U] += sums_UD
+
+
+class PositionalEmbedding(Layer):
+    """A learned vector for each position: y = x + P[:T].
+
+    Parameters
+    ----------
+    context_length, width : int
+        Sizes C and D of the table P of shape (C, D); inputs have T <= C.
+    initializer : Initializer, optional
+        Of P; normal with standard deviation 0.02 where not given, as in GPT-2.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1.
+    """
+
+    def __init__(
+        self, context_length: int, width: int, initializer: Initializer | None = None
+    ) -> None:
+        if context_length < 1 or width < 1:
+            raise ValueError(
+                "PositionalEmbedding needs sizes >= 1, got "
+                f"context_length={context_length}, width={width}"
+            )
+        self.context_length = context_length
+        self.width = width
+        self._weight = ParameterSpec((context_length, width), initializer or normal(0.02))
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (context_length, width)."""
+        return {"weight": self._weight}
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T, width) -> (T, width), with T at most the context length."""
+        if (
+            len(input_shape) != 2
+            or input_shape[0] > self.context_length
+            or input_shape[1] != self.width
+        ):
+            raise ValueError(
+                f"PositionalEmbedding needs samples of shape (T <= {self.context_length}, "
+                f"{self.width}), got {input_shape}"
+            )
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Add P[:T] to each sample of x_BTD; saves nothing."""
+        self.output_shape(x.shape[1:])
+        return x + p["weight"][: x.shape[1]], None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
+        return dy, dy.sum(axis=0)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the sum over the batch into the first T rows."""
+        dw_TD = g["weight"][: pending.shape[0]]
+        dw_TD += pending
+
+
+def _sums_by_sorting(tokens_N: Array, dy_ND: Array) -> tuple[Array, Array]:
+    """(distinct tokens, sum of the rows of dy of each): runs of the sorted tokens."""
+    order_N = np.argsort(tokens_N, kind="stable")
+    sorted_N = tokens_N[order_N]
+    first_N = np.empty(sorted_N.shape, dtype=bool)
+    first_N[0] = True
+    np.not_equal(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
+    starts_U = np.flatnonzero(first_N)
+    return sorted_N[starts_U], np.add.reduceat(dy_ND[order_N], starts_U, axis=0)
+
+
+def _sums_by_product(tokens_N: Array, dy_ND: Array) -> tuple[Array, Array]:
+    """As `_sums_by_sorting`, as a product with a 0/1 matrix: the GPU's fastest ordered sum."""
+    xp = array_namespace(dy_ND)
+    distinct_U = xp.unique(tokens_N)
+    member_UN = (distinct_U[:, None] == tokens_N).astype(dy_ND.dtype)
+    return distinct_U, xp.matmul(member_UN, dy_ND)

@@ -1,0 +1,139 @@
+"""What a layer is: a description of parameters and of three functions, and no arrays.
+
+Shape suffixes in ``nn``: B batch, T time (position in the sequence), D width, V vocabulary,
+H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has shape (B, T, D).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = ["Context", "Gradients", "Initializer", "Layer", "ParameterSpec", "Parameters"]
+
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
+"""``initializer(generator, shape) -> float64 array of that shape``."""
+
+Parameters = Mapping[str, Any]
+"""A layer's parameters: name -> read-only array; for a composite, child name -> its parameters."""
+
+Gradients = Mapping[str, Any]
+"""As `Parameters`, with writable arrays that gradients are *added* to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of a layer, before it exists.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Its shape.
+    initializer : Initializer
+        Makes its first value from a generator that is keyed by (seed, parameter name).
+    tied_to : str, optional
+        Full name of another parameter of the model that this one *is*. It then adds nothing to
+        the parameter table, and its shape must be the other's.
+    """
+
+    shape: tuple[int, ...]
+    initializer: Initializer
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a forward pass may depend on beside parameters and input.
+
+    Parameters
+    ----------
+    training : bool
+        Whether a backward pass may follow. Where False, ``forward`` need save nothing.
+    seed, step : int
+        With a layer's name and the global sample index, the key of any randomness.
+    sample_start : int
+        Index in the global batch of this rank's first sample.
+    """
+
+    training: bool = True
+    seed: int = 0
+    step: int = 0
+    sample_start: int = 0
+
+
+class Layer(ABC):
+    """A layer holds no arrays: parameters, gradients and what is saved all belong to the call.
+
+    Any number of threads, micro-batches and recomputations may therefore share one layer. A
+    leaf layer gives `parameters`, `forward`, `backward_input` and `backward_weight`; `backward`
+    runs the two halves.
+    """
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Own parameters, name -> description, in the order they take in the flat vector."""
+        return {}
+
+    @property
+    def children(self) -> Mapping[str, Layer]:
+        """Inner layers of a composite, name -> layer, in order; empty for a leaf."""
+        return {}
+
+    def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:
+        """Yield (dotted name, description) of own and inner parameters, in table order."""
+        for name, spec in self.parameters.items():
+            yield prefix + name, spec
+        for name, child in self.children.items():
+            yield from child.walk_parameters(f"{prefix}{name}.")
+
+    @abstractmethod
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of one sample's output for one sample's input, without the batch dim.
+
+        Raises
+        ------
+        ValueError
+            Where the layer cannot take ``input_shape``; the message says what it takes.
+        """
+
+    @abstractmethod
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Compute the output.
+
+        Returns
+        -------
+        y : Array
+            The output. May be a view of, or ``x`` itself; ``x`` must not be changed.
+        saved : object
+            What the backward pass needs; None where ``context.training`` is False.
+        """
+
+    @abstractmethod
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """Gradient with respect to the input, from the gradient ``dy`` of the output.
+
+        ``dy`` belongs to the callee, which may overwrite it.
+
+        Returns
+        -------
+        dx : Array
+            The gradient of the input; None where the input has none (token numbers).
+        pending : object
+            What `backward_weight` needs. No array in it may be one that ``dx`` shares memory
+            with, for ``dx`` goes on to be overwritten.
+        """
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the gradients of the layer's parameters into ``g``."""
+
+    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
+        """Both halves, leaf by leaf: add into ``g`` and return the input's gradient."""
+        dx, pending = self.backward_input(p, saved, dy)
+        self.backward_weight(pending, g)
+        return dx

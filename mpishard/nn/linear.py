@@ -1,0 +1,107 @@
+"""The linear layer, y = x W^T + b.
+
+Shape suffixes: N all leading dims taken together, I inputs, O outputs; ``...`` leading dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.nn.initializers import kaiming_uniform, zeros
+from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
+
+__all__ = ["Linear"]
+
+# A weight gradient is made in blocks of at least so many output rows: fewer and the matrix
+# product packs x anew too often, more and the scratch block leaves the cache.
+_MINIMUM_BLOCK_ROWS = 256
+
+
+class Linear(Layer):
+    """Linear map of the last dim: y = x W^T + b.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Sizes I and O of the last dim of the input and of the output.
+    bias : bool
+        Whether there is a bias b of shape (O,), first 0.
+    initializer : Initializer, optional
+        Of the weight W of shape (O, I); `kaiming_uniform` of I where not given.
+    tied_to : str, optional
+        Full name of another parameter of shape (O, I) that serves as W.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+        tied_to: str | None = None,
+    ) -> None:
+        if inputs < 1 or outputs < 1:
+            raise ValueError(f"Linear needs sizes >= 1, got inputs={inputs}, outputs={outputs}")
+        self.inputs = inputs
+        self.outputs = outputs
+        self.bias = bias
+        weight = ParameterSpec((outputs, inputs), initializer or kaiming_uniform(inputs), tied_to)
+        self._parameters = {"weight": weight}
+        if bias:
+            self._parameters["bias"] = ParameterSpec((outputs,), zeros())
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (outputs, inputs) and, with a bias, ``bias`` of shape (outputs,)."""
+        return self._parameters
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., inputs) -> (..., outputs)."""
+        if not input_shape or input_shape[-1] != self.inputs:
+            raise ValueError(
+                f"Linear({self.inputs}, {self.outputs}) needs an input whose last dim is "
+                f"{self.inputs}, got sample shape {input_shape}"
+            )
+        return (*input_shape[:-1], self.outputs)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Map x of shape (..., I) to (..., O); saves x itself."""
+        xp = array_namespace(x)
+        x_NI = x.reshape(-1, self.inputs)
+        y_NO = xp.matmul(x_NI, p["weight"].T)
+        if self.bias:
+            y_NO += p["bias"]
+        return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient dy W, of shape (..., I)."""
+        xp = array_namespace(dy)
+        dx_NI = xp.matmul(dy.reshape(-1, self.outputs), p["weight"])
+        return dx_NI.reshape(saved.shape), (saved, dy)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""
+        x, dy = pending
+        xp = array_namespace(dy)
+        x_NI = x.reshape(-1, self.inputs)
+        dy_NO = dy.reshape(-1, self.outputs)
+        if x_NI.shape[0] == 0:
+            return
+        dw_OI = g["weight"]
+        rows = min(self.outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // self.inputs))
+        scratch = xp.empty((rows, self.inputs), dtype=dw_OI.dtype)
+        for start in range(0, self.outputs, rows):
+            block = slice(start, min(start + rows, self.outputs))
+            product = scratch[: block.stop - start]
+            xp.matmul(dy_NO[:, block].T, x_NI, out=product)
+            dw_OI[block] += product
+        if self.bias:
+            db_O = g["bias"]
+            db_O += dy_NO.sum(axis=0)

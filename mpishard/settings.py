@@ -1,0 +1,93 @@
+"""Every environment variable that mpishard reads, and the limits that are not worth one."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "CALL_LOG_LENGTH",
+    "MAXIMUM_DIMS",
+    "MAXIMUM_TAG",
+    "MEMORY_TIMEOUT",
+    "cpus_per_task",
+    "launched_world_size",
+    "launcher_variable",
+    "log_level",
+    "mpi_timeout",
+    "mpi_warning",
+]
+
+MAXIMUM_DIMS = 8
+"""Dims that an array on the wire may have."""
+
+MAXIMUM_TAG = 16383
+"""Half of the tag bound that MPI guarantees; the other half belongs to the package."""
+
+CALL_LOG_LENGTH = 64
+"""Collectives that a rank's call log remembers."""
+
+MEMORY_TIMEOUT = 30.0
+"""Seconds that a thread-rank waits for the others before `CollectiveTimeoutError`."""
+
+_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launcher_variable() -> str | None:
+    """Name of the variable that shows that a launcher started this process, or None.
+
+    SLURM_NTASKS alone is no launcher: it is set in the batch script too.
+    """
+    for name in (*_LAUNCHERS, "PMIX_RANK"):
+        if name in os.environ:
+            return name
+    return None
+
+
+def launched_world_size() -> int | None:
+    """Number of processes that the launcher started, where it says so."""
+    for name in _LAUNCHERS:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def cpus_per_task() -> int | None:
+    """SLURM_CPUS_PER_TASK, where it is set."""
+    value = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(value) if value.isdecimal() else None
+
+
+def blas_threads_are_set() -> bool:
+    """Whether the user chose the number of BLAS threads."""
+    return any(
+        name in os.environ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    )
+
+
+def log_level() -> str:
+    """MPISHARD_LOG: ``debug``, ``info``, ``warning`` (default) or ``error``."""
+    return os.environ.get("MPISHARD_LOG", "warning").lower()
+
+
+def mpi_timeout() -> float:
+    """MPISHARD_TIMEOUT: seconds that an MPI rank waits for the others; 0 is for ever."""
+    return _seconds("MPISHARD_TIMEOUT", 300.0)
+
+
+def mpi_warning() -> float:
+    """MPISHARD_WARN_AFTER: seconds of waiting after which an MPI rank says so; 0 is never."""
+    return _seconds("MPISHARD_WARN_AFTER", 30.0)
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds, 0 or more; got {text!r}")
+    return value
