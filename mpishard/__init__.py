@@ -1,2 +1,57 @@
-"""mpishard."""
-from mpishard.communication import *
+"""Distributed training for models whose parameters are plain vectors.
+
+>>> import mpishard as ms
+>>> ms.ShardLayout(10, 3).sizes
+(4, 3, 3)
+"""
+
+from mpishard import checkpoint, data, nn, optimizers
+from mpishard.adapters import FunctionModel
+from mpishard.communication import (
+    CommunicationBackend,
+    InMemoryCommunicationBackend,
+    MPICommunicationBackend,
+    ReductionOperation,
+    init,
+    run_in_threads,
+)
+from mpishard.distributed import DistributedStrategy, as_distributed, launch
+from mpishard.layout import ShardLayout
+from mpishard.models import DDPModel, FSDPModel, ShardedModelBase
+from mpishard.optimizers import (
+    DDPOptimizer,
+    FSDPOptimizer,
+    OptimizationInputData,
+    OptimizationResult,
+    ShardedOptimizerBase,
+)
+from mpishard.sharding import ShardingConfiguration
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommunicationBackend",
+    "DDPModel",
+    "DDPOptimizer",
+    "DistributedStrategy",
+    "FSDPModel",
+    "FSDPOptimizer",
+    "FunctionModel",
+    "InMemoryCommunicationBackend",
+    "MPICommunicationBackend",
+    "OptimizationInputData",
+    "OptimizationResult",
+    "ReductionOperation",
+    "ShardLayout",
+    "ShardedModelBase",
+    "ShardedOptimizerBase",
+    "ShardingConfiguration",
+    "as_distributed",
+    "checkpoint",
+    "data",
+    "init",
+    "launch",
+    "nn",
+    "optimizers",
+    "run_in_threads",
+]

@@ -9,10 +9,10 @@
     |   |-- PeerError                      another rank raised, or left
     |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
     |   `-- MPIUnavailableError            MPI was asked for and is not there, or is not the launcher's
-    |-- ShardingError (RuntimeError)       a sharded model was used in a way its strategy has no meaning for
-    |   `-- StructureOnlyError             parameters were asked of a model that a wrapper took them from
+    |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
+    |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- NonFiniteLossError (ArithmeticError)
-    |-- MissingMemberError (NotImplementedError)   a user's model lacks a member that is needed now
+    |-- MissingMemberError (NotImplementedError)  a user's model lacks a member
     `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
 
 What a user gets wrong in an argument is a plain ``TypeError`` or ``ValueError``, raised before

@@ -2,13 +2,17 @@
 
 from mpishard.communication.backend import CommunicationBackend, Work
 from mpishard.communication.memory import InMemoryCommunicationBackend
+from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.start import init
 from mpishard.communication.threads import run_in_threads
 
 __all__ = [
     "CommunicationBackend",
     "InMemoryCommunicationBackend",
+    "MPICommunicationBackend",
     "ReductionOperation",
     "Work",
+    "init",
     "run_in_threads",
 ]

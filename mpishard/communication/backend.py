@@ -76,8 +76,12 @@ class Work:
                 self._waitable = next(self._steps)
             except StopIteration as stop:
                 self._done, self._result, self._waitable = True, stop.value, None
-            except BaseException as error:
+            except Exception as error:
                 self._done, self._error, self._waitable = True, error, None
+            except BaseException as error:
+                # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
+                self._done, self._error, self._waitable = True, error, None
+                raise
         return True
 
     def wait(self) -> Any:
@@ -125,7 +129,7 @@ class CommunicationBackend(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This rank, in ``[0, world_size)``."""
+        """The rank of this thread, in ``[0, world_size)``."""
 
     @property
     @abstractmethod
@@ -134,7 +138,7 @@ class CommunicationBackend(ABC):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among the ranks of its node."""
+        """The rank's number among the ranks of its node."""
         return self.rank
 
     @property
@@ -180,6 +184,15 @@ class CommunicationBackend(ABC):
         """Print on rank 0 only. Not collective."""
         if self.rank == 0:
             print(*values, flush=True)
+
+    def progress(self) -> None:
+        """Let collectives that were issued go on as far as they can. Never blocks.
+
+        Worth calling between pieces of a long computation, where a `Work` should advance.
+        """
+        for pending in tuple(self._pending):
+            pending.advance()
+        self._forget_done()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -730,6 +743,37 @@ class CommunicationBackend(ABC):
             raise ValueError(f"rank {rank} cannot send to or receive from itself")
         if not 0 <= tag <= settings.MAXIMUM_TAG:
             raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")
+
+    # The bytes that a rank is booked with, the same on every backend.
+
+    def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
+        rows = sum(counts)
+        row_bytes = call.nbytes // rows if rows else 0
+        self.traffic.count(Kind.REDUCE_SCATTER.label, (rows - counts[self.rank]) * row_bytes)
+
+    def _count_all_reduce(self, call: Call, counts: Sequence[int]) -> None:
+        self._count_reduce_scatter(call, counts)
+        rows = sum(counts)
+        piece = counts[self.rank] * (call.nbytes // rows) if rows else 0
+        self.traffic.count(Kind.ALL_GATHER.label, piece * (self.world_size - 1))
+
+    def _count_all_gather(self, array: Array) -> None:
+        self.traffic.count(Kind.ALL_GATHER.label, array.nbytes * (self.world_size - 1))
+
+    def _count_broadcast(self, array: Array, root: int) -> None:
+        nbytes = array.nbytes * (self.world_size - 1) if self.rank == root else 0
+        self.traffic.count(Kind.BROADCAST.label, nbytes)
+
+    def _count_scatter(self, sent: Array | None, piece: Array) -> None:
+        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
+        self.traffic.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
+
+    def _count_gather(self, array: Array, root: int) -> None:
+        self.traffic.count(Kind.GATHER.label, 0 if self.rank == root else array.nbytes)
+
+    def _count_all_to_all(self, parts: Sequence[Array]) -> None:
+        nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        self.traffic.count(Kind.ALL_TO_ALL.label, nbytes)
 
     def _counts(
         self, rows: int, counts: Sequence[int] | None, strict: bool, name: str

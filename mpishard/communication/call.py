@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,7 @@ _FIXED = 8
 HEADER_LENGTH = _FIXED + settings.MAXIMUM_DIMS
 """Number of int64 values that describe a call on the wire."""
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 class Kind(IntEnum):

@@ -20,7 +20,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend, Steps, Waitable, Work
-from mpishard.communication.call import Call, Kind
+from mpishard.communication.call import Call
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
@@ -318,8 +318,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         result = out.reshape(-1)
         for rank, other in enumerate(pieces):
             result[layout.slice(rank)] = other
-        self._count_reduce_scatter(call, layout.sizes)
-        self.traffic.count(Kind.ALL_GATHER.label, piece.nbytes * (self._world_size - 1))
+        self._count_all_reduce(call, layout.sizes)
         return out
 
     def _steps_reduce_scatter(
@@ -352,7 +351,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 part[...] = other
             start += other.shape[0]
         yield from self._exchange(call, None)
-        self.traffic.count(call.kind.label, array.nbytes * (self._world_size - 1))
+        self._count_all_gather(array)
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -363,8 +362,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 array = array_namespace(sent).empty(sent.shape, sent.dtype)
             array[...] = sent
         yield from self._exchange(call, None)
-        nbytes = sent.nbytes * (self._world_size - 1) if self._rank == root else 0
-        self.traffic.count(call.kind.label, nbytes)
+        self._count_broadcast(array, root)
         return array
 
     def _steps_scatter(
@@ -375,8 +373,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
         yield from self._exchange(call, None)
-        nbytes = sent.nbytes - piece.nbytes if self._rank == root else 0
-        self.traffic.count(call.kind.label, nbytes)
+        self._count_scatter(sent if self._rank == root else None, piece)
         return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
@@ -385,15 +382,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if self._rank == root:
             result = array_namespace(array).concatenate(arrays, axis=0)
         yield from self._exchange(call, None)
-        self.traffic.count(call.kind.label, 0 if self._rank == root else array.nbytes)
+        self._count_gather(array, root)
         return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts)
         received = [sent[self._rank].copy() for sent in values]
         yield from self._exchange(call, None)
-        nbytes = sum(p.nbytes for rank, p in enumerate(parts) if rank != self._rank)
-        self.traffic.count(call.kind.label, nbytes)
+        self._count_all_to_all(parts)
         return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
@@ -412,13 +408,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             )
             member._world = child
         return member
-
-    def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
-        rows = sum(counts)
-        row_bytes = call.nbytes // rows if rows else 0
-        self.traffic.count(
-            Kind.REDUCE_SCATTER.label, (rows - counts[self._rank]) * row_bytes
-        )
 
     # ---------------------------------------------------------------------------- point to point
 

@@ -7,7 +7,8 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import threadpoolctl
 
@@ -15,10 +16,14 @@ from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.errors import PeerError
 
-__all__ = ["run_in_threads"]
+__all__ = ["current_backend", "run_in_threads"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
+
+current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
+    "current_backend", default=None
+)
+"""The backend of the thread-rank that asks; None outside `run_in_threads`."""
 
 _numbers = itertools.count()
 
@@ -35,11 +40,11 @@ def _one_blas_thread(world_size: int) -> AbstractContextManager[Any]:
 
 def run_in_threads(
     world_size: int,
-    fn: Callable[Concatenate[InMemoryCommunicationBackend, P], T],
+    fn: Callable[..., T],
     /,
-    *args: P.args,
+    *args: Any,
     timeout: float = settings.MEMORY_TIMEOUT,
-    **kwargs: P.kwargs,
+    **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(backend, *args, **kwargs)`` on ``world_size`` thread-ranks.
 
@@ -79,6 +84,7 @@ def run_in_threads(
 
     def run(rank: int) -> None:
         backend = backends[rank]
+        current_backend.set(backend)
         try:
             results[rank] = fn(backend, *args, **kwargs)
         except BaseException as error:
@@ -104,8 +110,8 @@ def run_in_threads(
         InMemoryCommunicationBackend.clear_environment(environment)
     if failures:
         # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
-        rank, error = next((f for f in failures if not isinstance(f[1], PeerError)), failures[0])
+        rank, first = next((f for f in failures if not isinstance(f[1], PeerError)), failures[0])
         if world_size > 1:
-            error.add_note(f"raised on rank {rank} of {world_size}")
-        raise error
+            first.add_note(f"raised on rank {rank} of {world_size}")
+        raise first
     return results

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace, chunk_length
@@ -62,7 +63,7 @@ class CausalAttention(Layer):
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         if not y.size:
-            return y, (x, y, None)
+            return y, (x, y, None) if context.training else None
         q_BHTK, k_BHSK, v_BHSK = self._split(x)
         y_BHTK = self._by_head(y)
         logsum_BHT1 = xp.empty((*y_BHTK.shape[:3], 1), dtype=x.dtype)
@@ -97,11 +98,9 @@ class CausalAttention(Layer):
             return dx, None
         q_BHTK, k_BHSK, v_BHSK = self._split(x)
         dq_BHTK, dk_BHSK, dv_BHSK = self._split(dx)
-        dy_BHTK = self._by_head(dy)
+        y_BHTK, dy_BHTK = self._by_head(y), self._by_head(dy)
         mask_TS = _causal_mask(xp, x)
         scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
-        y *= dy
-        inner_BHT1 = self._by_head(y).sum(axis=-1, keepdims=True)
         for which, queries in self._blocks(x):
             keys = slice(0, queries.stop)
             k, v = k_BHSK[which][..., keys, :], v_BHSK[which][..., keys, :]
@@ -113,7 +112,7 @@ class CausalAttention(Layer):
             scores -= logsum_BHT1[which][..., queries, :]
             xp.exp(scores, out=scores)
             dscores = xp.matmul(d, v.swapaxes(-1, -2))
-            dscores -= inner_BHT1[which][..., queries, :]
+            dscores -= (d * y_BHTK[which][..., queries, :]).sum(axis=-1, keepdims=True)
             dscores *= scores
             dq = dq_BHTK[which][..., queries, :]
             xp.matmul(dscores, k, out=dq)
@@ -125,3 +124,36 @@ class CausalAttention(Layer):
                 dv += xp.matmul(scores.swapaxes(-1, -2), d)
                 dk += xp.matmul(dscores.swapaxes(-1, -2), q)
         return dx, None
+
+    def _split(self, x: Array) -> tuple[Array, Array, Array]:
+        """Views of x_BT3D as queries, keys and values, each of shape (B, H, T, K)."""
+        parts = x.reshape(*x.shape[:2], 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+        return parts[0], parts[1], parts[2]
+
+    def _by_head(self, y: Array) -> Array:
+        """A view of y_BTD of shape (B, H, T, K)."""
+        return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
+
+    def _blocks(self, x: Array) -> Iterator[tuple[tuple[slice, slice], slice]]:
+        """Yield ((samples, heads), queries) whose scores make up about one chunk.
+
+        The blocks of one group of samples and heads come last queries first, so that the first
+        of them reaches all keys.
+        """
+        batch, length = x.shape[:2]
+        limit = chunk_length(x)
+        rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * length)))
+        heads = max(1, min(self.heads, limit // (rows * length)))
+        whole = rows == length and heads == self.heads
+        samples = max(1, limit // (heads * rows * length)) if whole else 1
+        for b in range(0, batch, samples):
+            for h in range(0, self.heads, heads):
+                for t in reversed(range(0, length, rows)):
+                    which = (slice(b, b + samples), slice(h, h + heads))
+                    yield which, slice(t, min(t + rows, length))
+
+
+def _causal_mask(xp: ModuleType, x: Array) -> Array:
+    """Shape (T, T) for x_BT3D: 0 where the key is not after the query, else -infinity."""
+    length = x.shape[1]
+    return xp.triu(xp.full((length, length), -xp.inf, dtype=x.dtype), k=1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mpishard.arrays import Array, array_namespace
 from mpishard.nn.initializers import normal
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
@@ -81,19 +79,22 @@ class Embedding(Layer):
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add each row of dy into the row of the token it came from.
 
-        Rows of one token are summed in the order of the batch, so that the result is the same
-        in every run, which adding by scattered index is not on a GPU.
+        Rows of one token are brought together by a stable sort and summed in the order of the
+        batch, so that the result is the same in every run; adding at scattered indices is slow
+        on a CPU and without order on a GPU.
         """
         tokens, dy = pending
         if not tokens.size:
             return
-        dw_VD = g["weight"]
-        dy_ND = dy.reshape(-1, self.width)
-        if array_namespace(dy) is np:
-            rows_U, sums_UD = _sums_by_sorting(tokens.reshape(-1), dy_ND)
-        else:
-            rows_U, sums_UD = _sums_by_product(tokens.reshape(-1), dy_ND)
-        dw_VD[rows_U] += sums_UD
+        xp = array_namespace(dy)
+        tokens_N = tokens.reshape(-1)
+        order_N = xp.argsort(tokens_N, kind="stable")
+        tokens_N = tokens_N[order_N]
+        first_N = xp.ones(tokens_N.shape, dtype=bool)
+        first_N[1:] = tokens_N[1:] != tokens_N[:-1]
+        starts_U = xp.flatnonzero(first_N)
+        dy_ND = dy.reshape(-1, self.width)[order_N]
+        g["weight"][tokens_N[starts_U]] += xp.add.reduceat(dy_ND, starts_U, axis=0)
 
 
 class PositionalEmbedding(Layer):
@@ -155,22 +156,3 @@ class PositionalEmbedding(Layer):
         """Add the sum over the batch into the first T rows."""
         dw_TD = g["weight"][: pending.shape[0]]
         dw_TD += pending
-
-
-def _sums_by_sorting(tokens_N: Array, dy_ND: Array) -> tuple[Array, Array]:
-    """(distinct tokens, sum of the rows of dy of each): runs of the sorted tokens."""
-    order_N = np.argsort(tokens_N, kind="stable")
-    sorted_N = tokens_N[order_N]
-    first_N = np.empty(sorted_N.shape, dtype=bool)
-    first_N[0] = True
-    np.not_equal(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
-    starts_U = np.flatnonzero(first_N)
-    return sorted_N[starts_U], np.add.reduceat(dy_ND[order_N], starts_U, axis=0)
-
-
-def _sums_by_product(tokens_N: Array, dy_ND: Array) -> tuple[Array, Array]:
-    """As `_sums_by_sorting`, as a product with a 0/1 matrix: the GPU's fastest ordered sum."""
-    xp = array_namespace(dy_ND)
-    distinct_U = xp.unique(tokens_N)
-    member_UN = (distinct_U[:, None] == tokens_N).astype(dy_ND.dtype)
-    return distinct_U, xp.matmul(member_UN, dy_ND)

@@ -46,12 +46,12 @@ def parameter_generator(seed: int, name: str) -> np.random.Generator:
 
 def zeros() -> Initializer:
     """All elements 0."""
-    return lambda generator, shape: np.zeros(shape)
+    return lambda _, shape: np.zeros(shape)
 
 
 def ones() -> Initializer:
     """All elements 1."""
-    return lambda generator, shape: np.ones(shape)
+    return lambda _, shape: np.ones(shape)
 
 
 def normal(std: float) -> Initializer:

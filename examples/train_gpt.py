@@ -1,0 +1,230 @@
+"""Train a byte-level GPT on the English text that ships with CPython.
+
+Runs alone, on threads, or under MPI, with the same results:
+
+    mpishard run -n 2 examples/train_gpt.py
+    mpirun -n 2 python examples/train_gpt.py
+    srun -n 2 python examples/train_gpt.py
+    python examples/train_gpt.py --backend memory -n 4
+    python examples/train_gpt.py --resume runs/NAME        # at any world size
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from pydoc_data import topics
+
+import numpy as np
+
+import mpishard as ms
+from mpishard.observe import plot_loss_curve, read_metrics
+
+# What a run is made of: kept in settings.json, so that --resume builds the same model.
+DEFAULTS = {
+    "layers": 4,
+    "width": 128,
+    "heads": 4,
+    "context": 128,
+    "batch": 16,
+    "steps": 1600,
+    "learning_rate": 3e-3,
+    "warm_up": 100,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "seed": 0,
+    "dtype": "float32",
+    "validate_every": 200,
+    "checkpoint_every": 400,
+}
+PROMPT = "The "
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; refuses what does not go together."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=["auto", "mpi", "memory"], default="auto")
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=None,
+        metavar="N",
+        help="thread-ranks, where no launcher started this process (default 1)",
+    )
+    parser.add_argument(
+        "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
+    )
+    parser.add_argument("--name", help="results go to runs/NAME (default: gpt- and the time)")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="runs/NAME",
+        help="go on where that run was; settings are its own, --steps may grow",
+    )
+    for name, value in DEFAULTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=None,
+                            help=f"default {value}")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.resume is not None:
+        changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
+        if changed or arguments.name:
+            parser.error(f"--resume takes the run's own settings; remove {changed or '--name'}")
+        if not (arguments.resume / "settings.json").is_file():
+            parser.error(f"--resume: there is no run in {arguments.resume}")
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace) -> dict:
+    """Defaults or the resumed run's settings, and over them what was given."""
+    settings = dict(DEFAULTS)
+    if arguments.resume is not None:
+        settings = json.loads((arguments.resume / "settings.json").read_text())
+    given = {k: getattr(arguments, k) for k in DEFAULTS if getattr(arguments, k) is not None}
+    return settings | given
+
+
+def load_text() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes for training, and the last tenth for validation."""
+    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    cut = len(tokens) - len(tokens) // 10
+    return tokens[:cut], tokens[cut:]
+
+
+def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
+    """Nats per byte of an add-one bigram model: what looking one byte back achieves."""
+    counts = np.ones((256, 256))
+    np.add.at(counts, (train[:-1], train[1:]), 1)
+    log_probabilities = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return float(-log_probabilities[validation[:-1], validation[1:]].mean())
+
+
+def run_directory(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Path:
+    """The directory of this run, the same on every rank."""
+    if arguments.resume is not None:
+        return arguments.resume
+    name = arguments.name
+    if name is None:
+        now = int(backend.broadcast(np.array([int(time.time())]))[0])  # rank 0's clock
+        name = time.strftime("gpt-%Y%m%d-%H%M%S", time.localtime(now))
+    directory = Path("runs") / name
+    taken = backend.all_reduce(np.array([int(directory.exists())]), ms.ReductionOperation.MAX)
+    if taken[0]:
+        raise SystemExit(f"{directory} is there already; --resume {directory} goes on with it")
+    return directory
+
+
+def report_memory(model: ms.ShardedModelBase) -> None:
+    """Print what each rank holds. Collective."""
+    kinds = ("parameters", "gradients", "optimizer_state")
+    held = model.memory.as_dict()
+    rows = model.backend.all_gather(np.array([[held.get(kind, 0) for kind in kinds]]))
+    for rank, row in enumerate(rows):
+        model.backend.print(
+            f"rank {rank} holds: "
+            + ", ".join(f"{kind.replace('_', ' ')} {n / 1e6:.2f} MB" for kind, n in
+                        zip(kinds, row, strict=True))
+        )  # fmt: skip
+
+
+def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
+    """What each rank does."""
+    settings = settings_of(arguments)
+    directory = run_directory(backend, arguments)
+    train, validation = load_text()
+    baseline = bigram_loss(train, validation)
+    backend.print(
+        f"{len(train):,} bytes to train on, {len(validation):,} to validate; "
+        f"an add-one bigram model reaches {baseline:.3f} nats per byte"
+    )
+    model = ms.as_distributed(
+        ms.nn.GPT(
+            vocabulary_size=256,
+            context_length=settings["context"],
+            width=settings["width"],
+            heads=settings["heads"],
+            layers=settings["layers"],
+            seed=settings["seed"],
+            dtype=settings["dtype"],
+        ),
+        backend,
+        strategy=arguments.strategy,
+    )
+    schedule = ms.optimizers.WarmUp(
+        settings["warm_up"],
+        ms.optimizers.Cosine(
+            settings["learning_rate"],
+            max(1, settings["steps"] - settings["warm_up"]),
+            minimum=settings["learning_rate"] / 20,
+        ),
+    )
+    optimizer = ms.as_distributed(
+        ms.optimizers.AdamW(
+            schedule,
+            beta2=0.99,
+            weight_decay=settings["weight_decay"],
+            clip_global_norm=settings["clip"],
+            parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
+        ),
+        backend,
+        strategy=arguments.strategy,
+    )
+    if backend.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    context = settings["context"]
+    windows = ms.data.TokenWindows
+    result = optimizer.optimize(
+        ms.OptimizationInputData(
+            model=model,
+            x_train=windows(train[:-1], context),
+            y_train=windows(train[1:], context),
+            x_validation=windows(validation[:-1], context, stride=context),
+            y_validation=windows(validation[1:], context, stride=context),
+            batch_size=settings["batch"],
+            max_steps=settings["steps"],
+            seed=settings["seed"],
+            validate_every=settings["validate_every"],
+            checkpoint=directory / "checkpoint",
+            checkpoint_every=settings["checkpoint_every"],
+            resume=None if arguments.resume is None else directory / "checkpoint",
+            metrics=directory / "metrics.jsonl",
+            throughput_unit="tokens",
+        )
+    )
+    with model.unsharded(root=0) as plain:
+        if plain is not None:
+            finish(plain, directory, baseline, settings)
+    backend.print(f"{model.parameter_count:,} parameters, {arguments.strategy} on "
+                  f"{backend.world_size} rank(s)")  # fmt: skip
+    report_memory(model)
+    loss = result.validation_history[-1][1]
+    backend.print(
+        f"{result.iterations} steps, of which this run made {len(result.loss_history)} in "
+        f"{result.seconds:.1f} s, {result.weight / max(result.seconds, 1e-9):,.0f} tokens/s\n"
+        f"validation loss {loss:.3f} nats per byte, {baseline - loss:.3f} below the bigram model\n"
+        f"{directory}"
+    )
+
+
+def finish(plain: ms.nn.GPT, directory: Path, baseline: float, settings: dict) -> None:
+    """Write the loss curve and a sample. On rank 0."""
+    rows = read_metrics(directory / "metrics.jsonl")
+    plot_loss_curve(
+        directory / "loss.png",
+        [(row["step"], row["loss"]) for row in rows if "loss" in row],
+        [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row],
+        baseline=("add-one bigram model", baseline),
+        title="GPT on the text of CPython's help topics",
+        unit="nats per byte",
+    )
+    prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int64)
+    generated = plain.generate(prompt, 400, temperature=0.8, seed=settings["seed"])
+    sample = bytes(int(token) for token in generated).decode(errors="replace")
+    (directory / "sample.txt").write_text(sample + "\n")
+    print("sample:", " ".join(sample.split())[:200], flush=True)
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    ms.launch(main, arguments, backend=arguments.backend, world_size=arguments.n)

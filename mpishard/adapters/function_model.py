@@ -1,0 +1,113 @@
+"""A model from one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.contracts import IFullModel, ILossFunction
+from mpishard.errors import MissingMemberError
+from mpishard.sharding import ParameterEntry
+
+__all__ = ["FunctionModel"]
+
+
+class FunctionModel(PlainModelFiles, IFullModel):
+    """A model from ``fun(theta, x, y) -> (loss, gradient)``, as ``scipy.optimize``'s ``jac=True``.
+
+    Parameters
+    ----------
+    loss_and_gradient : callable
+        ``fun(theta, x, y)`` returns the *mean* loss over the samples of ``x``, a float, and its
+        gradient, an array of theta's shape. It must not change theta.
+    initial_parameters : array_like
+        First parameters, shape (n,), floating.
+    predict : callable, optional
+        ``predict(theta, x)``, for `predict`.
+
+    Raises
+    ------
+    TypeError
+        Where a function cannot be called.
+    ValueError
+        For parameters that are not a non-empty 1-D floating vector.
+    """
+
+    def __init__(
+        self,
+        loss_and_gradient: Callable[[Array, Array, Array], tuple[float, Array]],
+        initial_parameters: Any,
+        predict: Callable[[Array, Array], Array] | None = None,
+    ) -> None:
+        if not callable(loss_and_gradient):
+            raise TypeError("loss_and_gradient must be fun(theta, x, y) -> (loss, gradient)")
+        if predict is not None and not callable(predict):
+            raise TypeError("predict must be predict(theta, x)")
+        theta = initial_parameters if hasattr(initial_parameters, "dtype") else None
+        theta = np.array(initial_parameters) if theta is None else theta.copy()
+        if theta.ndim != 1 or theta.size == 0 or theta.dtype.kind != "f":
+            raise ValueError(
+                "initial_parameters must be a non-empty 1-D floating vector, got "
+                f"{theta.dtype.name} of shape {theta.shape}"
+            )
+        self._function = loss_and_gradient
+        self._predict = predict
+        self._theta = theta
+
+    @property
+    def parameter_count(self) -> int:
+        return int(self._theta.size)
+
+    def get_parameters(self) -> Array:
+        return self._theta.copy()
+
+    def set_parameters(self, parameters: Array) -> None:
+        if parameters.shape != self._theta.shape:
+            raise ValueError(
+                f"expected {self._theta.size} parameters, got a vector of shape {parameters.shape}"
+            )
+        self._theta[...] = parameters
+
+    def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
+        """Mean loss over the samples, and its gradient of shape (parameter_count,)."""
+        loss, gradient = self._function(self._theta, x, y)
+        shape = getattr(gradient, "shape", None)
+        if shape != self._theta.shape:
+            raise ValueError(
+                f"the function returned a gradient of shape {shape} for parameters of shape "
+                f"{self._theta.shape}; it must return (loss, gradient)"
+            )
+        return float(loss), gradient
+
+    def compute_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> Array:
+        if loss_function is not None:
+            raise ValueError("a FunctionModel's loss is its function's; pass no loss_function")
+        return self.compute_loss_and_gradients(x, y)[1]
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        self._theta -= learning_rate * gradients
+
+    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
+        """One step of plain gradient descent; the loss before it."""
+        loss, gradient = self.compute_loss_and_gradients(x, y)
+        self.apply_gradients(gradient, learning_rate)
+        return loss
+
+    def predict(self, x: Array) -> Array:
+        if self._predict is None:
+            raise MissingMemberError(
+                "this FunctionModel was made without predict; pass predict=lambda theta, x: ..."
+            )
+        return self._predict(self._theta, x)
+
+    def _flat_vector(self) -> Array:
+        return self._theta
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return (ParameterEntry("parameters", (self.parameter_count,), 0),)

@@ -1,0 +1,73 @@
+"""Succeeding on all ranks or raising on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.errors import CheckpointError, CommunicationError
+
+__all__ = ["gather_texts", "share_text", "together"]
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        FileNotFoundError,
+        OSError,
+        PermissionError,
+        TypeError,
+        ValueError,
+    )
+}
+
+
+@contextmanager
+def together(backend: CommunicationBackend | None) -> Iterator[None]:
+    """Leave the body on every rank, or raise on every rank. Collective.
+
+    A rank whose body raised raises that again. The others raise an error of the same kind, with
+    the message of the first rank that failed. Where nobody failed, only headers travel.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except CommunicationError:  # all ranks have it already
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again below, when the others know of it
+        failure = error
+    if backend is not None:
+        text = ""
+        if failure is not None:
+            record = [backend.rank, type(failure).__name__, str(failure)]
+            text = json.dumps(record) + "\n"
+        failures = backend.all_gather(_encode(text)).tobytes().decode().splitlines()
+        if failures and failure is None:
+            rank, kind, message = json.loads(failures[0])
+            raise _KINDS.get(kind, CheckpointError)(f"rank {rank}: {message}")
+    if failure is not None:
+        raise failure
+
+
+def share_text(backend: CommunicationBackend | None, text: str) -> str:
+    """Rank 0's ``text``, on every rank. Collective."""
+    if backend is None:
+        return text
+    shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
+    return shared.tobytes().decode()  # type: ignore[no-any-return]
+
+
+def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
+    """Every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
+    if backend is None:
+        return [text]
+    lines = backend.gather(_encode(text + "\n"))
+    return [] if lines is None else lines.tobytes().decode().splitlines()
+
+
+def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(text.encode(), np.uint8).copy()

@@ -1,0 +1,82 @@
+"""What a model and an optimizer show of themselves to be saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = [
+    "CheckpointState",
+    "Checkpointable",
+    "CheckpointableOptimizer",
+    "Pieces",
+]
+
+Pieces = Mapping[str, Sequence[tuple[int, Array]]]
+"""Kind -> (flat start, 1-D array) of each piece.
+
+A kind is ``"parameters"`` or ``"optimizer/<state name>"``; each is a vector as long as the flat
+vector of parameters. The kinds are the same on every rank, also where a rank has no piece.
+"""
+
+
+class CheckpointState(Protocol):
+    """Arrays along the flat vector, and a few words beside them."""
+
+    def arrays_to_write(self) -> Pieces:
+        """The pieces that this rank writes.
+
+        All ranks' pieces of a kind together are the whole vector, each element once: of
+        replicated arrays each rank gives its part, or one rank everything.
+        """
+        ...
+
+    def arrays_to_read(self) -> Pieces:
+        """The pieces, writable and in place, that this rank needs filled. They may overlap."""
+        ...
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """What else must be restored, as JSON knows it: step, schedule. Rank 0's is saved."""
+        ...
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Called on every rank when the arrays of all ranks are filled. May communicate.
+
+        Parameters
+        ----------
+        metadata : mapping
+            What `checkpoint_metadata` gave when it was saved.
+        """
+        ...
+
+
+class Checkpointable(CheckpointState, Protocol):
+    """A model whose parameters can be saved and restored."""
+
+    @property
+    def checkpoint_backend(self) -> CommunicationBackend | None:
+        """The ranks that save and load together; None for a model of one process."""
+        ...
+
+    @property
+    def checkpoint_dtype(self) -> np.dtype[Any]:
+        """The dtype of the parameters."""
+        ...
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        """The parameters along the flat vector, in order and without gaps."""
+        ...
+
+
+class CheckpointableOptimizer(Protocol):
+    """An optimizer whose state can be saved and restored beside its model's parameters."""
+
+    def checkpoint_view(self, model: Any) -> CheckpointState:
+        """The optimizer's state along the flat vector of ``model``."""
+        ...

@@ -1,0 +1,274 @@
+"""Reading any range of a checkpoint, whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.manifest import KindRecord, Manifest, PieceRecord
+from mpishard.checkpoint.writer import IDENTITY, MANIFEST, crc32_of, previous_of
+from mpishard.errors import CheckpointError
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = ["CheckpointReader"]
+
+_BLOCK = 1 << 22  # elements that are read at a time
+_NAMED = 10  # differences, or neighbours, that a message lists
+
+
+class CheckpointReader:
+    """A checkpoint that is open for reading. Not collective: each rank opens its own.
+
+    Opening reads the manifest and compares the files' lengths; arrays stay on disk until `read`.
+    Use as a context manager, or `close`.
+
+    Parameters
+    ----------
+    path : path
+        The directory. Where it is missing because a save was killed between two renames, the
+        one that was being replaced is opened.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no checkpoint; the message lists what is there instead.
+    CheckpointError
+        Where it is torn, corrupt or of a newer version.
+
+    Attributes
+    ----------
+    path : Path
+        The directory that is read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _find(path)
+        manifest = self.path / MANIFEST
+        try:
+            self._manifest = Manifest.from_json(manifest.read_text(encoding="utf-8"))
+        except (CheckpointError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot use {manifest}: {error}") from error
+        self._files: dict[str, Any] = {}  # safe_open has no types
+        self._check_sizes()
+
+    @property
+    def parameters(self) -> tuple[ParameterEntry, ...]:
+        """The parameters along the flat vector."""
+        return self._manifest.parameters
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the parameters."""
+        return self._manifest.dtype
+
+    @property
+    def length(self) -> int:
+        """Length of the flat vector."""
+        return self._manifest.length
+
+    @property
+    def kinds(self) -> dict[str, np.dtype[Any]]:
+        """The vectors that it holds, and their dtypes."""
+        return {kind: record.dtype for kind, record in self._manifest.arrays.items()}
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was saved beside the arrays."""
+        return self._manifest.metadata
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file, by name."""
+        return {name: file.nbytes for name, file in self._manifest.files.items()}
+
+    def read(self, kind: str, start: int, out: Array) -> None:
+        """Fill ``out`` with the elements ``[start, start + out.size)`` of a vector.
+
+        Only what lies in the range is read from disk.
+
+        Parameters
+        ----------
+        kind : str
+            ``"parameters"`` or ``"optimizer/<state name>"``.
+        start : int
+            First element.
+        out : Array
+            1-D, of the vector's dtype; in host or GPU memory.
+
+        Raises
+        ------
+        ValueError
+            As `check_readable`.
+        CheckpointError
+            Where a file is torn, or belongs to another save.
+        """
+        self.check_readable(kind, start, out)
+        stop = start + int(out.size)
+        for piece in self._manifest.arrays[kind].overlapping(start, stop):
+            values = self._slice(piece, self._manifest.arrays[kind])
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            for low in range(first, last, _BLOCK):
+                high = min(low + _BLOCK, last)
+                block = values[low - piece.start : high - piece.start]
+                out[low - start : high - start] = array_namespace(out).asarray(block)
+
+    def check_readable(self, kind: str, start: int, out: Array) -> None:
+        """Raise what `read` would raise for these arguments, and read nothing.
+
+        Raises
+        ------
+        ValueError
+            Where the checkpoint has no such kind, the range is outside the vector, or ``out``
+            is not 1-D or has another dtype.
+        """
+        if kind not in self._manifest.arrays:
+            raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")
+        if out.ndim != 1:
+            raise ValueError(f"{kind}: out must be 1-D, got shape {out.shape}")
+        dtype = self._manifest.arrays[kind].dtype
+        if out.dtype != dtype:
+            raise ValueError(
+                f"{kind}: the checkpoint {self.path} has dtype {dtype.name}, out has "
+                f"{out.dtype.name}"
+            )
+        if start < 0 or start + out.size > self.length:
+            raise ValueError(
+                f"{kind}: elements {start} to {start + out.size} are outside [0, {self.length})"
+            )
+
+    def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+        """Refuse a model that the checkpoint does not fit.
+
+        Parameters
+        ----------
+        parameters : sequence of ParameterEntry
+            The model's.
+        dtype : dtype
+            The model's.
+
+        Raises
+        ------
+        CheckpointError
+            Where names, shapes, order or dtype differ; the message lists the differences.
+        """
+        saved = {entry.name: entry for entry in self.parameters}
+        wanted = {entry.name: entry for entry in parameters}
+        differences = [
+            f"{name}: {entry.shape} in the checkpoint, not in the model"
+            for name, entry in saved.items()
+            if name not in wanted
+        ]
+        for name, entry in wanted.items():
+            if name not in saved:
+                differences.append(f"{name}: {entry.shape} in the model, not in the checkpoint")
+            elif saved[name].shape != entry.shape:
+                differences.append(
+                    f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
+                )
+        if not differences and tuple(parameters) != self.parameters:
+            differences.append("the parameters come in another order")
+        if self.dtype != dtype:
+            differences.insert(
+                0,
+                f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
+            )
+        if differences:
+            more = len(differences) - _NAMED
+            lines = differences[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError(
+                f"the checkpoint {self.path} does not fit the model:\n  " + "\n  ".join(lines)
+            )
+
+    def verify(self) -> None:
+        """Read every file and compare it with its checksum.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the files whose content has changed since they were written.
+        """
+        self._check_sizes()
+        files = self._manifest.files.items()
+        changed = [name for name, file in files if crc32_of(self.path / name) != file.crc32]
+        if changed:
+            raise CheckpointError(
+                f"{self.path} is corrupt: the content of {', '.join(changed)} does not have the "
+                "checksum that it was written with"
+            )
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent; a later `read` opens them again."""
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_sizes(self) -> None:
+        torn = []
+        for name, record in self._manifest.files.items():
+            file = self.path / name
+            if not file.is_file():
+                torn.append(f"{name} is missing")
+            elif file.stat().st_size != record.nbytes:
+                torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
+        if torn:
+            raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
+
+    def _slice(self, piece: PieceRecord, record: KindRecord) -> Any:
+        """The tensor of a piece, not read yet."""
+        try:
+            values = self._open(piece.file).get_slice(piece.key)
+        except (SafetensorError, OSError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"cannot read {self.path / piece.file}: {error}") from error
+        shape = [piece.stop - piece.start]
+        if values.get_shape() != shape:
+            raise CheckpointError(
+                f"{self.path / piece.file}: {piece.key} has shape {values.get_shape()}, the "
+                f"manifest says {shape} of {record.dtype.name}"
+            )
+        return values
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            file: Any = safe_open(self.path / name, framework="numpy")
+            identity = (file.metadata() or {}).get(IDENTITY)
+            if identity != self._manifest.identity:
+                raise CheckpointError(
+                    f"{self.path / name} belongs to another save than the manifest; the "
+                    "checkpoint was replaced while it was read, or its files were mixed"
+                )
+            self._files[name] = file
+        return self._files[name]
+
+
+def _find(path: str | os.PathLike[str]) -> Path:
+    """The directory of the checkpoint ``path``."""
+    target = Path(path).resolve()
+    if (target / MANIFEST).is_file():
+        return target
+    if not target.exists() and (previous_of(target) / MANIFEST).is_file():
+        return previous_of(target)
+    if target.is_dir():
+        place, what = target, f"{target} holds no {MANIFEST}"
+    elif target.exists():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
+    else:
+        place, what = target.parent, f"there is no checkpoint {target}"
+    names = sorted(entry.name for entry in place.iterdir()) if place.is_dir() else None
+    if names is None:
+        raise FileNotFoundError(f"{what}; {place} does not exist")
+    listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    raise FileNotFoundError(f"{what}; {place} holds: {listed or 'nothing'}")

@@ -1,0 +1,125 @@
+"""Where the ranks of a node read each other's last collectives, without the owner's help.
+
+One file for the node, mapped by its ranks and unlinked as soon as all have it, so that nothing
+stays behind however the job ends. A rank that computes, sleeps or is stuck needs not answer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.communication.call import HEADER_LENGTH, Call, CallLog
+
+__all__ = ["CallBoard", "SharedCallLog"]
+
+_SITE_LENGTH = 16
+_ROW_LENGTH = HEADER_LENGTH + _SITE_LENGTH
+_SITE_BYTES = 8 * _SITE_LENGTH
+_ROWS = settings.CALL_LOG_LENGTH
+
+
+class CallBoard:
+    """The last collectives of each rank of this node.
+
+    Parameters
+    ----------
+    node_comm : mpi4py.MPI.Intracomm
+        The ranks of the node. The constructor is collective over it.
+    ranks : sequence of int
+        The world rank of each rank of ``node_comm``.
+    """
+
+    def __init__(self, node_comm: Any, ranks: list[int]) -> None:
+        self.ranks = ranks
+        self._local = node_comm.Get_rank()
+        shape = (len(ranks), 1 + _ROWS, _ROW_LENGTH)
+        nbytes = 8 * int(np.prod(shape))
+        path = None
+        if self._local == 0:
+            handle, path = tempfile.mkstemp(prefix="mpishard-calls-")
+            os.ftruncate(handle, nbytes)
+            os.close(handle)
+        path = node_comm.bcast(path)
+        # Opened by each rank for itself: a lock belongs to the opening, not to the file.
+        self._file = open(path, "r+b")  # noqa: SIM115 - lives as long as the process
+        self._rows = np.ndarray(shape, np.int64, mmap.mmap(self._file.fileno(), nbytes))
+        self._rows[self._local, 0, 1] = os.getpid()
+        node_comm.Barrier()
+        if self._local == 0:
+            os.unlink(path)
+        self._sites: dict[tuple[str, int, str], bytes] = {}
+
+    def record(self, call: Call, group: str) -> None:
+        """Write down ``call`` of this rank in the world that reports call ``group``."""
+        mine = self._rows[self._local]
+        number = int(mine[0, 0])
+        row = mine[1 + number % _ROWS]
+        call.encode(row)
+        key = (call.filename, call.line, group)
+        site = self._sites.get(key)
+        if site is None:
+            text = (call.site if not group else f"{call.site} ({group})").encode()
+            site = self._sites[key] = text[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
+        row[HEADER_LENGTH:] = np.frombuffer(site, np.int64)
+        mine[0, 0] = number + 1
+
+    def claim_report(self) -> bool:
+        """Whether this rank is the first of its node to report the end of the job."""
+        import fcntl  # not on every system that only trains in memory
+
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def dead_rank(self) -> int | None:
+        """The first rank of this node whose process is gone, or None."""
+        if not os.path.isdir("/proc/self"):
+            return None
+        for local, rank in enumerate(self.ranks):
+            try:
+                with open(f"/proc/{self._rows[local, 0, 1]}/stat", "rb") as stat:
+                    state = stat.read().rpartition(b")")[2].split()[0]
+            except OSError:
+                return rank
+            if state in b"ZX":
+                return rank
+        return None
+
+    def table(self, world_size: int, count: int = 3) -> str:
+        """The last ``count`` collectives of each rank, newest last."""
+        lines = []
+        for rank in range(world_size):
+            if rank not in self.ranks:
+                lines.append(f"  rank {rank}: on another node")
+                continue
+            rows = self._rows[self.ranks.index(rank)]
+            number = int(rows[0, 0])
+            lines.append(f"  rank {rank}:" + ("" if number else " no collective yet"))
+            for index in range(max(0, number - count), number):
+                row = rows[1 + index % _ROWS]
+                call = Call.decode(row[:HEADER_LENGTH])
+                site = row[HEADER_LENGTH:].tobytes().rstrip(b"\0").decode(errors="replace")
+                lines.append(f"    collective {call.sequence}, {call}, at {site}")
+        return "\n".join(lines)
+
+
+class SharedCallLog(CallLog):
+    """A call log that the other ranks of the node can read."""
+
+    def __init__(self, board: CallBoard, group: str) -> None:
+        super().__init__()
+        self._board = board
+        self._group = group
+
+    def record(self, call: Call, frame: FrameType | None) -> None:
+        super().record(call, frame)
+        self._board.record(call, self._group)

@@ -1,0 +1,137 @@
+"""The communicators of one MPI world or sub-world, and how its ranks leave it.
+
+A rank that leaves answers every later collective with a LEAVE header, so that the others are told
+by the collective itself. A rank that waits in a receive, or in a collective that not all have
+reached, is told by a *notice*: a message that the leaving rank sends when the others do not leave
+soon after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.header import ROW_LENGTH, Headers, make_row
+from mpishard.communication.lanes import Lane, Pending
+from mpishard.errors import PeerError
+
+__all__ = ["Group"]
+
+_NOTICE_TAG = 2 * settings.MAXIMUM_TAG
+
+
+class Group:
+    """What the ranks of one world talk through.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        A communicator that belongs to this group alone. It carries headers and point to point.
+    name : str
+        How reports call it.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, name: str) -> None:
+        self.mpi = mpi
+        self.comm = comm
+        self.name = name
+        self.rank: int = comm.Get_rank()
+        self.world_size: int = comm.Get_size()
+        self.lanes = (Lane(comm.Dup()), Lane(comm.Dup()))
+        self._elements = {
+            1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T,
+            16: mpi.C_DOUBLE_COMPLEX,
+        }  # fmt: skip
+        self.in_flight: set[Pending] = set()
+        self.sequence = 0
+        self.broken: PeerError | None = None
+        self._open_headers = 0
+        self._answered_leave = False
+        self._leaving: Pending | None = None
+        self._leave_rows: Any = None
+        self._left = False
+        self._notified = False
+        self._noticed: dict[int, int] = {}
+
+    def element(self, itemsize: int) -> Any:
+        """An MPI type of ``itemsize`` bytes. What the bytes mean is nobody's business here."""
+        return self._elements[itemsize]
+
+    # ----------------------------------------------------------------------------------- headers
+
+    def post_header(self, row: Any) -> tuple[Pending, Any]:
+        """Send this rank's header; the rows are complete when the request is."""
+        rows = np.empty((self.world_size, ROW_LENGTH), np.int64)
+        kind = self.mpi.INT64_T
+        request = self.comm.Iallgather([row, ROW_LENGTH, kind], [rows, ROW_LENGTH, kind])
+        self._open_headers += 1
+        return Pending(request, self.in_flight, row, rows), rows
+
+    def read_headers(self, rows: Any, own: Call) -> Headers:
+        """The headers that have come."""
+        self._open_headers -= 1
+        headers = Headers(rows, own, self.rank)
+        if not headers.identical and any(c.kind is Kind.LEAVE for c in headers.calls):
+            self._answered_leave = True
+        return headers
+
+    # ----------------------------------------------------------------------------------- leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank has left, or waits for the others to."""
+        return self._left or self._leaving is not None
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank left in good order: the communicators are of no more use."""
+        rows = self._leave_rows
+        return self._left and rows is not None and bool((rows[:, 1] == Kind.LEAVE).all())
+
+    def leave(self) -> None:
+        """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
+        if self.is_leaving:
+            return
+        if self._answered_leave or (self.broken and self._open_headers):
+            # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
+            self._left = True
+            return
+        call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
+        self._leaving, self._leave_rows = self.post_header(make_row(call, None))
+
+    def has_left(self) -> bool:
+        """Whether every other rank has answered the LEAVE. Never blocks."""
+        if not self._left and self._leaving is not None and self._leaving.test():
+            self._left = True
+        return self._left
+
+    def notify(self) -> None:
+        """Tell the others, wherever they wait, that this rank has left. Idempotent."""
+        if self._notified or self._left or self._leaving is None:
+            return
+        self._notified = True
+        notice = np.array([self.sequence], np.int64)
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
+                Pending(request, self.in_flight, notice)
+
+    def departures(self) -> dict[int, int]:
+        """The ranks that sent a notice, each with the number of its last collective."""
+        status = self.mpi.Status()
+        while self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG, status):
+            notice = np.empty(1, np.int64)
+            rank = status.Get_source()
+            self.comm.Recv([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
+            self._noticed[rank] = int(notice[0])
+        return self._noticed
+
+    def free(self) -> None:
+        """Give the communicators back to MPI. Only where `all_left`."""
+        for comm in (*(lane.comm for lane in self.lanes), self.comm):
+            comm.Free()

@@ -1,0 +1,172 @@
+"""What all worlds of one MPI process share: how the job ends, in good order or not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import weakref
+from typing import Any, NoReturn
+
+from mpishard import settings
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.call_board import CallBoard
+from mpishard.communication.group import Group
+
+__all__ = ["Job"]
+
+_NOTICE_SECONDS = 0.2
+_REPORT_GRACE_SECONDS = 1.0
+_DOZE_SECONDS = 1e-3
+
+
+class Job:
+    """One root world of this process, with every world that was split from it.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        The root world. The constructor is collective over it.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self.mpi = mpi
+        self.rank: int = comm.Get_rank()
+        self.world_size: int = comm.Get_size()
+        self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
+
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
+        ranks = node.allgather(self.rank)
+        leaders = comm.allgather(ranks[0])
+        numbers = {leader: number for number, leader in enumerate(dict.fromkeys(leaders))}
+        self.nodes = tuple(numbers[leader] for leader in leaders)
+        """The number of the node that each rank runs on."""
+        cores = [tuple(cores) for cores in node.allgather(_affinity())]
+        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
+        """This rank's part of the cores that it may run on."""
+        self.crowded = self.cores_per_rank < 1
+        self.board = CallBoard(node, ranks) if self.world_size > 1 else None
+        node.Free()
+
+    # ---------------------------------------------------------------------------------- worlds
+
+    def join(self, group: Group, backend: CommunicationBackend) -> None:
+        """Take a world into the account of this job."""
+        self._groups[group] = weakref.ref(backend)
+
+    def tidy(self) -> None:
+        """Leave the worlds whose backend nobody holds any more; free those that all have left."""
+        for group, reference in list(self._groups.items()):
+            if reference() is None:
+                group.leave()
+            if group.has_left():
+                del self._groups[group]
+                if group.all_left:
+                    group.free()
+
+    def progress(self) -> None:
+        """Let the collectives of every world go on: a rank may wait in any of them."""
+        for reference in tuple(self._groups.values()):
+            backend = reference()
+            if backend is not None:
+                backend.progress()
+
+    # ------------------------------------------------------------------------------------ ends
+
+    def leave(self) -> None:
+        """Leave every world, and wait until the others have left, or were told.
+
+        There is no time limit: another rank may have work of its own to finish. Their collectives
+        that this rank takes part in go on meanwhile.
+        """
+        self.flush()
+        groups = list(self._groups)
+        for group in groups:
+            group.leave()
+        start = time.monotonic()
+        polls = 0
+        while not all([group.has_left() for group in groups]):
+            self.progress()
+            polls += 1
+            if polls < 1000:
+                os.sched_yield()
+                continue
+            time.sleep(_DOZE_SECONDS)
+            if time.monotonic() - start > _NOTICE_SECONDS:
+                for group in groups:
+                    group.notify()
+        self._groups.clear()
+
+    def fail(self, error: BaseException, where: str) -> NoReturn:
+        """End the job because ``error`` was raised on this rank and nobody caught it."""
+        if isinstance(error, KeyboardInterrupt):
+            self.end(
+                f"mpishard: rank {self.rank} of {self.world_size} was interrupted {where}",
+                settings.EXIT_INTERRUPT,
+            )
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self.end(
+            f"mpishard: rank {self.rank} of {self.world_size} failed {where}; the job ends\n"
+            f"{type(error).__name__}: {error}\n"
+            f"--- traceback of rank {self.rank} ---\n{text}",
+            settings.EXIT_FAILURE,
+        )
+
+    def dead_rank(self) -> int | None:
+        """A rank of this node whose process is gone, as after SIGKILL."""
+        return None if self.board is None else self.board.dead_rank()
+
+    def mourn(self, rank: int, where: str) -> NoReturn:
+        """End the job because the process of ``rank`` is gone."""
+        self.end(
+            f"mpishard: the process of rank {rank} of {self.world_size} is gone (killed, or out "
+            f"of memory?), while rank {self.rank} waits {where}; the job ends",
+            settings.EXIT_FAILURE,
+        )
+
+    def warn(self, text: str, give_up_after: float) -> None:
+        """Say that this rank has waited for long."""
+        then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
+        print(f"mpishard: {text}{then if give_up_after else ''}", file=sys.stderr, flush=True)
+
+    def give_up(self, text: str) -> NoReturn:
+        """End the job because this rank has waited for too long."""
+        table = "" if self.board is None else self.board.table(self.world_size)
+        self.end(
+            f"mpishard: {text}; the job ends (MPISHARD_TIMEOUT)\n"
+            f"Last collectives of each rank:\n{table}",
+            settings.EXIT_TIMEOUT,
+        )
+
+    def end(self, report: str, code: int) -> NoReturn:
+        """Print ``report`` unless a rank of this node has printed one, and end all ranks."""
+        self.flush()
+        if self.board is None or self.board.claim_report():
+            print(report, file=sys.stderr, flush=True)
+        else:
+            # The rank that reports ends this one too.
+            time.sleep(_REPORT_GRACE_SECONDS)
+        self.mpi.COMM_WORLD.Abort(code)
+        # MPICH's may return while the launcher still ends the others.
+        os._exit(code)
+
+    @staticmethod
+    def flush() -> None:
+        """Write out what was printed: an aborted process does not."""
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
+    """Each core counts by the share of it that this rank has."""
+    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)

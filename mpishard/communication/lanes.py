@@ -1,0 +1,117 @@
+"""The order in which ranks post their data, and what they wait for.
+
+MPI asks that all ranks post the nonblocking collectives of one communicator in one order. Data
+can only be posted when the headers have come, and when that is differs from rank to rank. So each
+phase of data has a communicator of its own, a *lane*, and on a lane every rank posts in the order
+in which the collectives were issued: nobody overtakes, and different phases do not wait for each
+other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpishard.communication.backend import Waitable
+
+__all__ = ["Condition", "Lane", "Pending", "ScratchPool", "Turn"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Pending(Waitable):
+    """An MPI request under way.
+
+    Stands in ``in_flight`` until it is complete, so that what the library still reads and writes
+    outlives a collective that nobody waits for.
+    """
+
+    __slots__ = ("_in_flight", "_keep", "_request")
+
+    def __init__(self, request: Any, in_flight: set[Pending], *keep: object) -> None:
+        self._request = request
+        self._in_flight = in_flight
+        self._keep = keep
+        in_flight.add(self)
+
+    def test(self) -> bool:
+        if self._request.Test():
+            self._in_flight.discard(self)
+            return True
+        return False
+
+
+class Condition(Waitable):
+    """Anything that can be asked whether it has happened."""
+
+    __slots__ = ("_happened",)
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        self._happened = happened
+
+    def test(self) -> bool:
+        return self._happened()
+
+
+class Turn(Waitable):
+    """One collective's place on a lane: true when all that were issued before have posted.
+
+    Used as a context manager by the collective, which gives the place up when it has posted, or
+    when it ends without.
+    """
+
+    __slots__ = ("_queue", "comm")
+
+    def __init__(self, comm: Any, queue: deque[Turn]) -> None:
+        self.comm = comm
+        self._queue = queue
+        queue.append(self)
+
+    def test(self) -> bool:
+        return self._queue[0] is self
+
+    def release(self) -> None:
+        """Let the next collective post. Idempotent."""
+        if self in self._queue:
+            self._queue.remove(self)
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Lane:
+    """A communicator for one phase of data, and the collectives that will post on it."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self._queue: deque[Turn] = deque()
+
+    def turn(self) -> Turn:
+        """A place behind all that were asked for before."""
+        return Turn(self.comm, self._queue)
+
+
+class ScratchPool:
+    """Byte buffers that grow and are kept, one for each operation under way."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """A buffer of at least ``nbytes``, out of the pool until `give`."""
+        if self._free:
+            best = max(self._free, key=lambda buffer: buffer.size)
+            self._free = [buffer for buffer in self._free if buffer is not best]
+            if best.size >= nbytes:
+                return best
+        return np.empty(nbytes, np.uint8)
+
+    def give(self, buffer: Bytes) -> None:
+        """Return a buffer that nothing reads or writes any more."""
+        self._free.append(buffer)

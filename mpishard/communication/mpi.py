@@ -1,0 +1,291 @@
+"""Processes as ranks, over MPI: the life of a world, waiting, point to point, sub-worlds.
+
+mpi4py is imported here, when the first backend is made, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.arrays import Array
+from mpishard.communication import exit_hooks
+from mpishard.communication.backend import Steps, Work
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.call_board import SharedCallLog
+from mpishard.communication.group import Group
+from mpishard.communication.job import Job
+from mpishard.communication.lanes import Condition
+from mpishard.communication.launcher import check_launched_world, not_launched_error
+from mpishard.communication.messages import Incoming, Messages
+from mpishard.communication.mpi_collectives import MPICollectives
+from mpishard.communication.patience import Patience
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
+
+__all__ = ["MPICommunicationBackend", "load_mpi"]
+
+
+def load_mpi() -> ModuleType:
+    """``mpi4py.MPI``, which starts MPI on first import.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where mpi4py or the MPI library that it needs is not installed.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MPIUnavailableError(
+            f"MPI was asked for, and mpi4py cannot be loaded ({error}). Mend: "
+            "pip install 'mpishard[mpi]' brings mpi4py and an MPICH of its own; on a cluster, "
+            "pip install 'mpishard[mpi4py]' with the site's MPI module loaded"
+        ) from error
+    return MPI
+
+
+class MPICommunicationBackend(MPICollectives):
+    """One process as one rank of an MPI world.
+
+    The world is a duplicate of the communicator given, so that its messages never meet the
+    user's. `initialize` and `shutdown` are called by every rank. `shutdown` waits until the
+    others shut down too; those that still wait for this rank raise `PeerError`. An exception that
+    nobody catches ends the job, with a report that names the rank; so does a rank that waits
+    longer than `settings.mpi_timeout`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: ``COMM_WORLD``.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where mpi4py is missing, or, for the default, no launcher started this process or the
+        launcher belongs to another MPI library.
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        super().__init__()
+        if comm is None and settings.launcher_variable() is None:
+            raise not_launched_error()
+        self._mpi: Any = load_mpi()
+        if comm is None:
+            comm = self._mpi.COMM_WORLD
+            check_launched_world(comm.Get_size(), self._mpi.Get_library_version())
+        self._comm = comm
+        self._rank: int = comm.Get_rank()
+        self._world_size: int = comm.Get_size()
+        self._job: Job | None = None
+        self._group: Group | None = None
+        self._is_root = True
+        self._nodes: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of the node that each rank runs on; nodes are numbered by first rank."""
+        self._ready()
+        return self._nodes
+
+    @property
+    def local_rank(self) -> int:
+        nodes = self.nodes
+        return nodes[: self._rank].count(nodes[self._rank])
+
+    @property
+    def node_count(self) -> int:
+        return len(set(self.nodes))
+
+    @property
+    def cores_per_rank(self) -> float:
+        """This rank's part of the cores that it may run on; below 1 where ranks share them."""
+        return self._joined()[0].cores_per_rank
+
+    # ------------------------------------------------------------------------------- life cycle
+
+    def _on_initialize(self) -> None:
+        if self._job is None:
+            self._job = Job(self._mpi, self._comm)
+            self._nodes = self._job.nodes
+        if self._group is None or self._group.is_leaving:
+            if not self._is_root:
+                raise CommunicationError("a world that was split off cannot be entered again")
+            self._group = Group(self._mpi, self._comm.Dup(), "")
+            self._sequence = 0
+            self._pending.clear()
+        self._messages = Messages(self._group)
+        self._job.join(self._group, self)
+        if self._job.board is not None:
+            self.call_log = SharedCallLog(self._job.board, self._group.name)
+        if self._is_root:
+            exit_hooks.install(self)
+
+    def _on_shutdown(self) -> None:
+        job, group = self._joined()
+        if self._is_root:
+            job.leave()
+            exit_hooks.remove(self)
+        else:
+            group.leave()
+
+    def abort(self, error: BaseException) -> None:
+        """End the job, with a report of ``error`` that names this rank, and exit code 1.
+
+        Ctrl-C ends it with 130. Does not return, except in a world of one: there nobody waits,
+        and the exception can go its way.
+        """
+        job, _ = self._joined()
+        if job.world_size > 1:
+            last = next(reversed(list(self.call_log)), None)
+            job.fail(
+                error,
+                "before any collective"
+                if last is None
+                else f"in or after collective {last.sequence}, {last}, called at {last.site}",
+            )
+
+    @property
+    def _talk(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    def _joined(self) -> tuple[Job, Group]:
+        self._ready()
+        assert self._job is not None
+        return self._job, self._talk
+
+    def _call(
+        self,
+        kind: Kind,
+        array: Array | None,
+        *,
+        operation: ReductionOperation | None = None,
+        root: int = -1,
+        counts: tuple[int, ...] | None = None,
+        out_rows: int = -1,
+    ) -> Call:
+        _, group = self._joined()
+        if group.broken is not None:
+            raise group.broken
+        call = super()._call(
+            kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
+        )
+        group.sequence = call.sequence
+        return call
+
+    # ---------------------------------------------------------------------------------- waiting
+
+    def _drive(self, work: Work) -> None:
+        self.progress()
+        if work.done:
+            return
+        call = work.call
+        job, _ = self._joined()
+        patience = self._patience(
+            f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
+        )
+        while not work.done:
+            patience.pause()
+            job.progress()
+
+    def _patience(
+        self, where: str, sequence: int | None = None, source: int | None = None
+    ) -> Patience:
+        """The way this rank waits ``where``: for all in a collective, or for ``source``."""
+        job, group = self._joined()
+        warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
+        warned = False
+
+        def look(waited: float) -> None:
+            nonlocal warned
+            self._messages.reap()
+            for rank, last in group.departures().items():
+                if rank == source or (sequence is not None and last < sequence):
+                    group.broken = PeerError(
+                        f"rank {rank} left after collective {last}, while rank {self._rank} "
+                        f"waits {where}. Look for a loop or a branch that ends earlier on "
+                        f"rank {rank}",
+                        rank,
+                    )
+                    raise group.broken
+            dead = job.dead_rank()
+            if dead is not None:
+                job.mourn(dead, where)
+            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {where}"
+            if warn_after and waited > warn_after and not warned:
+                warned = True
+                job.warn(text, give_up_after)
+            if give_up_after and waited > give_up_after:
+                job.give_up(text)
+
+        return Patience(job.crowded, look)
+
+    # -------------------------------------------------------------------------------- sub-worlds
+
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        job, group = self._joined()
+        with self._turn(0) as turn:
+            wish = np.array([-1 if color is None else color, key], np.int64)
+            headers = yield from self._open(call, turn, wish)
+            # MPI_Comm_split blocks: what was issued before must not need this rank any more.
+            yield Condition(lambda: self._pending[0].call is call)
+            wishes = headers.integers(2)
+            job.tidy()
+            colors = sorted({c for c, _ in wishes if c >= 0})
+            members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+            comm = group.comm.Split(
+                self._mpi.UNDEFINED if color is None else colors.index(color),
+                0 if color is None else members.index((key, self._rank)),
+            )
+        if color is None:
+            return None
+        child = MPICommunicationBackend(comm)
+        child._is_root = False
+        child._job = job
+        child._nodes = tuple(self._nodes[rank] for _, rank in members)
+        ranks = ", ".join(str(rank) for _, rank in members[:8])
+        more = ", .." if len(members) > 8 else ""
+        inside = f" of {group.name}" if group.name else ""
+        child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}")
+        return child
+
+    # ---------------------------------------------------------------------------- point to point
+
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        self._messages.send(array, destination, tag)
+
+    def _receive(self, source: int, count: int, tag: int) -> Array:
+        job, _ = self._joined()
+        where = f"for a message with tag {tag} from rank {source}"
+        incoming = self._messages.poll(source, tag)
+        patience = self._patience(where, source=source)
+        while incoming is None:
+            patience.pause()
+            job.progress()
+            incoming = self._messages.poll(source, tag)
+        self._refuse_other_size(incoming, source, count, tag)
+        array, request = self._messages.take(source, tag)
+        while request is not None and not request.test():
+            patience.pause()
+            job.progress()
+        return array
+
+    @staticmethod
+    def _refuse_other_size(incoming: Incoming, source: int, count: int, tag: int) -> None:
+        if incoming.size != count:
+            raise CommunicationError(
+                f"the next message with tag {tag} from rank {source} has {incoming.size} "
+                f"elements, {count} were expected; it stays queued"
+            )

@@ -1,0 +1,441 @@
+"""The collectives over MPI, as generators that post and yield.
+
+Each begins with one small all-gather, in which every rank says what it calls; arrays of up to
+`INLINE_BYTES` travel in it. Larger data follow as bytes, so that any dtype does, and are combined
+by `TreeReducer`: no reduction of the library is used, whose order nobody knows.
+
+=================  ==============================  =====================
+collective         first phase                     second phase
+=================  ==============================  =====================
+all_reduce         all-to-all of pieces, combine   all-gather of pieces
+reduce_scatter     all-to-all of pieces, combine
+all_gather         all-gather
+broadcast          broadcast
+gather             gather
+scatter            scatter of lengths              scatter
+all_to_all         all-to-all of shapes            all-to-all
+=================  ==============================  =====================
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.arrays import Array, array_namespace, is_device_array, to_host
+from mpishard.communication.backend import CommunicationBackend, Steps
+from mpishard.communication.call import Call
+from mpishard.communication.group import Group
+from mpishard.communication.header import INLINE_BYTES, Headers, make_row
+from mpishard.communication.lanes import Pending, ScratchPool, Turn
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.errors import CollectiveMismatchError, PeerError
+from mpishard.layout import ShardLayout
+
+__all__ = ["MPICollectives"]
+
+_SCRATCH_BYTES = 1 << 28
+_SITE_BYTES = 256
+_SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
+
+
+class MPICollectives(CommunicationBackend):
+    """The part of the MPI backend that moves data. Its subclass has the life cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool = ScratchPool()
+
+    @property
+    @abstractmethod
+    def _talk(self) -> Group:
+        """The group of an initialised backend."""
+
+    # ----------------------------------------------------------------------------------- headers
+
+    def _turn(self, phase: int) -> Turn:
+        return self._talk.lanes[phase].turn()
+
+    def _open(self, call: Call, turn: Turn, payload: Array | None = None) -> Steps:
+        """Exchange headers and refuse what does not match; return the `Headers`."""
+        row = make_row(call, payload)
+        group = self._talk
+        if self.world_size == 1:
+            headers = Headers(row[np.newaxis], call, 0)
+        else:
+            request, rows = group.post_header(row)
+            yield request
+            headers = group.read_headers(rows, call)
+        if not headers.identical or call.out_rows >= 0:
+            try:
+                self._verify(headers.calls)
+                mismatch = False
+            except PeerError as error:
+                group.broken = error
+                raise
+            except CollectiveMismatchError:
+                mismatch = True
+            if mismatch:
+                yield from self._name_sites(headers.calls, call, turn)
+                self._verify(headers.calls)
+        return headers
+
+    def _name_sites(self, calls: Sequence[Call], own: Call, turn: Turn) -> Steps:
+        """Learn where each rank's call stands in its script. All ranks come here or none."""
+        site = own.site.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
+        sites = np.empty((self.world_size, _SITE_BYTES), np.uint8)
+        yield turn
+        yield self._post(
+            turn,
+            turn.comm.Iallgather(
+                self._spec(np.frombuffer(site, np.uint8), _SITE_BYTES),
+                self._spec(sites, _SITE_BYTES),
+            ),
+            site,
+            sites,
+        )
+        for call, encoded in zip(calls, sites, strict=True):
+            text = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
+            call.filename, _, line = text.rpartition(":")
+            call.line = int(line) if line.isdecimal() else 0
+
+    # ---------------------------------------------------------------------------- what MPI takes
+
+    def _spec(self, array: Array, count: int, *, itemsize: int = 1) -> list[Any]:
+        """``count`` elements of ``array``, whatever its dtype, for mpi4py."""
+        return [_as_bytes(array), count, self._talk.element(itemsize)]
+
+    def _parts(
+        self, array: Array, sizes: Sequence[int], starts: Sequence[int], *, itemsize: int
+    ) -> list[Any]:
+        """Each rank's part of ``array``, in elements of ``itemsize`` bytes, for mpi4py."""
+        return [_as_bytes(array), sizes, starts, self._talk.element(itemsize)]
+
+    def _post(self, turn: Turn, request: Any, *keep: object) -> Pending:
+        turn.release()
+        return Pending(request, self._talk.in_flight, *keep)
+
+    # -------------------------------------------------------------------------------- reductions
+
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        if is_device_array(array):
+            host = to_host(array)
+            yield from self._steps_all_reduce(call, host, host)
+            out.set(host)
+            return out
+        with self._turn(0) as first, self._turn(1) as second:
+            assert call.operation is not None
+            result = out.reshape(-1)
+            layout = ShardLayout(result.size, self.world_size)
+            if self.check_collectives or array.nbytes <= INLINE_BYTES:
+                headers = yield from self._open(call, first, array)
+                if headers.all_inline:
+                    self._combine_inline(headers, call.operation, result)
+                    self._count_all_reduce(call, layout.sizes)
+                    return out
+            if _overlap_askew(array, out):
+                array = array.copy()
+            yield from self._combine_pieces(
+                first, array.reshape(-1), layout.sizes, call.operation,
+                result[layout.slice(self.rank)],
+            )  # fmt: skip
+            if self.world_size > 1:
+                yield second
+                parts = self._parts(
+                    result, layout.sizes, _starts(layout.sizes), itemsize=result.itemsize
+                )
+                request = second.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts)
+                yield self._post(second, request, result)
+            self._count_all_reduce(call, layout.sizes)
+            return out
+
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        if is_device_array(array):
+            host = np.empty(out.shape, out.dtype)
+            yield from self._steps_reduce_scatter(call, to_host(array), counts, host)
+            out.set(host)
+            return out
+        with self._turn(0) as turn:
+            assert call.operation is not None
+            row = int(np.prod(array.shape[1:], dtype=np.int64))
+            sizes = [count * row for count in counts]
+            start = sum(sizes[: self.rank])
+            mine = slice(start, start + sizes[self.rank])
+            piece = result = out.reshape(-1)
+            if np.may_share_memory(array, out):
+                piece = np.empty_like(result)
+            inline = False
+            if self.check_collectives or array.nbytes <= INLINE_BYTES:
+                headers = yield from self._open(call, turn, array)
+                inline = headers.all_inline
+            if inline:
+                self._combine_inline(headers, call.operation, piece, mine)
+            else:
+                yield from self._combine_pieces(
+                    turn, array.reshape(-1), sizes, call.operation, piece
+                )
+            if piece is not result:
+                result[...] = piece
+            self._count_reduce_scatter(call, counts)
+            return out
+
+    def _combine_inline(
+        self,
+        headers: Headers,
+        operation: ReductionOperation,
+        out: Array,
+        part: slice = slice(None),
+    ) -> None:
+        arrays = [headers.inline(rank).reshape(-1)[part] for rank in range(self.world_size)]
+        self._reducer.reduce(arrays, operation, out)
+
+    def _combine_pieces(
+        self,
+        turn: Turn,
+        array: Array,
+        sizes: Sequence[int],
+        operation: ReductionOperation,
+        piece: Array,
+    ) -> Steps:
+        """Send each rank its piece of ``array``, shape (n,), and combine those that come.
+
+        Large pieces go in rounds, so that scratch is bounded. ``piece`` may lie in ``array``,
+        where this rank's own piece is.
+        """
+        if self.world_size == 1:
+            self._reducer.reduce([array], operation, piece)
+            return
+        itemsize = array.itemsize
+        starts = _starts(sizes)
+        own = array[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
+        step = max(1, _SCRATCH_BYTES // (itemsize * self.world_size))
+        yield turn
+        for low in range(0, max(*sizes, 1), step):
+            outgoing = [max(0, min(step, size - low)) for size in sizes]
+            length = outgoing[self.rank]
+            outgoing[self.rank] = 0
+            incoming = [length] * self.world_size
+            incoming[self.rank] = 0
+            buffer = self._pool.take(length * itemsize * (self.world_size - 1))
+            request = turn.comm.Ialltoallv(
+                self._parts(array, outgoing, [s + low for s in starts], itemsize=itemsize),
+                self._parts(buffer, incoming, _starts(incoming), itemsize=itemsize),
+            )
+            if low + step >= max(sizes):
+                turn.release()
+            yield Pending(request, self._talk.in_flight, array, buffer)
+            received = iter(
+                buffer[: length * itemsize * (self.world_size - 1)]
+                .view(array.dtype)
+                .reshape(self.world_size - 1, length)
+            )
+            contributions = [
+                own[low : low + length] if rank == self.rank else next(received)
+                for rank in range(self.world_size)
+            ]
+            self._reducer.reduce(contributions, operation, piece[low : low + length])
+            self._pool.give(buffer)
+
+    # ---------------------------------------------------------------------------------- movement
+
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        if is_device_array(array):
+            host = yield from self._steps_all_gather(call, to_host(array), None)
+            return _to_device(host, array, out)
+        with self._turn(0) as turn:
+            headers = yield from self._open(call, turn, array)
+            rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+            if out is None:
+                out = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+            row = int(np.prod(array.shape[1:], dtype=np.int64))
+            sizes = [count * row for count in rows]
+            starts = _starts(sizes)
+            result = out.reshape(-1)
+            if headers.all_inline:
+                arrays = [headers.inline(rank) for rank in range(self.world_size)]
+                np.concatenate([a.reshape(-1) for a in arrays], out=result)
+            elif self.world_size == 1:
+                if not _same_start(result, array):
+                    result[...] = array.reshape(-1)
+            else:
+                mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
+                if not _same_start(mine, array):
+                    mine[...] = array.reshape(-1)
+                yield turn
+                request = turn.comm.Iallgatherv(
+                    self._talk.mpi.IN_PLACE,
+                    self._parts(result, sizes, starts, itemsize=array.itemsize),
+                )
+                yield self._post(turn, request, result)
+            self._count_all_gather(array)
+            return out
+
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        if array is not None and is_device_array(array):
+            host = yield from self._steps_broadcast(call, to_host(array), root)
+            if self.rank != root:
+                array.set(host)
+            return array
+        with self._turn(0) as turn:
+            payload = array if self.rank == root else None
+            headers = yield from self._open(call, turn, payload)
+            sent = headers.calls[root]
+            if array is None:
+                array = np.empty(sent.shape or (), sent.dtype)
+            if sent.nbytes <= INLINE_BYTES:
+                if self.rank != root:
+                    array[...] = headers.inline(root)
+            elif self.world_size > 1:
+                yield turn
+                spec = self._spec(array, array.size, itemsize=array.itemsize)
+                yield self._post(turn, turn.comm.Ibcast(spec, root), array)
+            self._count_broadcast(array, root)
+            return array
+
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        if array is not None and is_device_array(array):
+            host = yield from self._steps_scatter(call, to_host(array), counts, root)
+            return _to_device(host, array, None)
+        with self._turn(0) as first, self._turn(1) as second:
+            headers = yield from self._open(call, first)
+            sent = headers.calls[root]
+            assert sent.dtype is not None
+            assert sent.shape is not None
+            if self.rank != root:
+                array = counts = None
+            if self.world_size == 1:
+                assert array is not None
+                piece = array.copy()
+            else:
+                lengths = None if counts is None else np.array(counts, np.int64)
+                length = np.empty(1, np.int64)
+                yield first
+                request = first.comm.Iscatter(
+                    None if lengths is None else self._spec(lengths, 1, itemsize=8),
+                    self._spec(length, 1, itemsize=8),
+                    root,
+                )
+                yield self._post(first, request, lengths, length)
+                piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
+                parts = None
+                if array is not None and counts is not None:
+                    row = int(np.prod(sent.shape[1:], dtype=np.int64))
+                    sizes = [count * row for count in counts]
+                    parts = self._parts(array, sizes, _starts(sizes), itemsize=array.itemsize)
+                yield second
+                request = second.comm.Iscatterv(
+                    parts, self._spec(piece, piece.size, itemsize=piece.itemsize), root
+                )
+                yield self._post(second, request, array, piece)
+            self._count_scatter(array if self.rank == root else None, piece)
+            return piece
+
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        if is_device_array(array):
+            host = yield from self._steps_gather(call, to_host(array), root)
+            return None if host is None else _to_device(host, array, None)
+        with self._turn(0) as turn:
+            headers = yield from self._open(call, turn, array)
+            result = parts = None
+            rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+            if self.rank == root:
+                result = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+            if headers.all_inline:
+                if result is not None:
+                    arrays = [headers.inline(rank) for rank in range(self.world_size)]
+                    np.concatenate(arrays, axis=0, out=result)
+            elif self.world_size == 1:
+                assert result is not None
+                result[...] = array
+            else:
+                if result is not None:
+                    row = int(np.prod(array.shape[1:], dtype=np.int64))
+                    sizes = [count * row for count in rows]
+                    parts = self._parts(result, sizes, _starts(sizes), itemsize=array.itemsize)
+                yield turn
+                spec = self._spec(array, array.size, itemsize=array.itemsize)
+                yield self._post(turn, turn.comm.Igatherv(spec, parts, root), array, result)
+            self._count_gather(array, root)
+            return result
+
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        if is_device_array(parts[0]):
+            hosts = yield from self._steps_all_to_all(call, [to_host(part) for part in parts])
+            return [_to_device(host, parts[0], None) for host in hosts]
+        with self._turn(0) as first, self._turn(1) as second:
+            yield from self._open(call, first)
+            dtype = parts[0].dtype
+            if self.world_size == 1:
+                received = [parts[0].copy()]
+            else:
+                outgoing = np.zeros((self.world_size, _SHAPE_LENGTH), np.int64)
+                for row, part in zip(outgoing, parts, strict=True):
+                    row[: 1 + part.ndim] = part.ndim, *part.shape
+                incoming = np.empty_like(outgoing)
+                yield first
+                request = first.comm.Ialltoall(
+                    self._spec(outgoing, _SHAPE_LENGTH, itemsize=8),
+                    self._spec(incoming, _SHAPE_LENGTH, itemsize=8),
+                )
+                yield self._post(first, request, outgoing, incoming)
+                shapes = [tuple(dims[:ndim]) for ndim, *dims in incoming.tolist()]
+                sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+                starts = _starts(sizes)
+                target = np.empty(sum(sizes), dtype)
+                source = np.concatenate([part.reshape(-1) for part in parts])
+                lengths = [int(part.size) for part in parts]
+                yield second
+                request = second.comm.Ialltoallv(
+                    self._parts(source, lengths, _starts(lengths), itemsize=dtype.itemsize),
+                    self._parts(target, sizes, starts, itemsize=dtype.itemsize),
+                )
+                yield self._post(second, request, source, target)
+                received = [
+                    target[start : start + size].reshape(shape)
+                    for start, size, shape in zip(starts, sizes, shapes, strict=True)
+                ]
+            self._count_all_to_all(parts)
+            return received
+
+    def _steps_barrier(self, call: Call) -> Steps:
+        with self._turn(0) as turn:
+            if self.check_collectives or self.world_size == 1:
+                yield from self._open(call, turn)
+            else:
+                yield turn
+                yield self._post(turn, turn.comm.Ibarrier())
+
+
+def _as_bytes(array: Array) -> Array:
+    # MPI gets bytes, because NumPy exports no buffer of bfloat16.
+    return array.reshape(-1).view(np.uint8)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes[:-1])]
+
+
+def _same_start(a: Array, b: Array) -> bool:
+    return bool(a.ctypes.data == b.ctypes.data)
+
+
+def _overlap_askew(array: Array, out: Array) -> bool:
+    """Whether two arrays of one shape share memory and are not the same."""
+    return not _same_start(array, out) and bool(np.may_share_memory(array, out))
+
+
+def _to_device(host: Array, like: Array, out: Array | None) -> Array:
+    """``host`` on the device of ``like``, in ``out`` or a new array."""
+    if out is None:
+        out = array_namespace(like).empty(host.shape, host.dtype)
+    out.set(host)
+    return out

@@ -1,0 +1,145 @@
+"""The backend of this process: found out, made, and set up once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from typing import Literal
+
+import threadpoolctl
+
+from mpishard import settings
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.launcher import launcher_name, not_launched_error
+from mpishard.communication.memory import InMemoryCommunicationBackend
+from mpishard.communication.mpi import MPICommunicationBackend, load_mpi
+from mpishard.communication.threads import current_backend
+from mpishard.errors import CommunicationError
+
+__all__ = ["init", "is_launched", "refuse_worlds_of_one"]
+
+_logger = logging.getLogger("mpishard")
+
+# One process is one rank of one MPI world: this is a fact of the process and not of a thread.
+_process_backend: CommunicationBackend | None = None
+
+
+def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
+    """The initialised backend of this process. Called twice, the same one.
+
+    Under MPI it is collective, and prepares the process: an exception that nobody catches ends
+    the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
+    the environment says how many.
+
+    Parameters
+    ----------
+    backend : {"auto", "mpi", "memory"}
+        ``auto`` is MPI where a launcher started this process (mpiexec, mpirun, srun), and one
+        rank in memory elsewhere. Inside `run_in_threads`, ``auto`` and ``memory`` are the
+        thread's own backend.
+
+    Returns
+    -------
+    CommunicationBackend
+        Ready for collectives.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where MPI is asked for and there is no launcher, no mpi4py, or an MPI library that the
+        launcher does not belong to. Never a silent world of one.
+    CommunicationError
+        Where ``memory`` is asked for under a launcher of several processes, or the process has a
+        backend of the other sort.
+    """
+    global _process_backend
+    if backend not in ("auto", "mpi", "memory"):
+        raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    threads = current_backend.get()
+    if threads is not None and threads.is_initialized and backend != "mpi":
+        return threads
+    present = _process_backend
+    if present is not None and present.is_initialized:
+        sort = "mpi" if isinstance(present, MPICommunicationBackend) else "memory"
+        if backend not in ("auto", sort):
+            raise CommunicationError(
+                f"init({backend!r}): this process has {present.describe()} already"
+            )
+        return present
+    made: CommunicationBackend
+    if backend == "mpi" or (backend == "auto" and is_launched()):
+        made = _mpi_backend()
+    else:
+        refuse_worlds_of_one()
+        made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
+    _process_backend = made
+    made.initialize()
+    if isinstance(made, MPICommunicationBackend):
+        _set_up_logging(made)
+        _limit_blas_threads(made)
+    return made
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process as a rank."""
+    if settings.launcher_variable() is None:
+        return False
+    # A job step of one process (a shell on a compute node is one) needs no MPI.
+    return settings.launched_world_size() != 1 or importlib.util.find_spec("mpi4py") is not None
+
+
+def _mpi_backend() -> MPICommunicationBackend:
+    if settings.launcher_variable() is None:
+        # A launcher that sets no variable we know is seen by what MPI itself says.
+        if "mpi4py.MPI" not in sys.modules:
+            raise not_launched_error()
+        world = load_mpi().COMM_WORLD
+        if world.Get_size() == 1:
+            raise not_launched_error()
+        return MPICommunicationBackend(world)
+    return MPICommunicationBackend()
+
+
+def refuse_worlds_of_one() -> None:
+    """Refuse thread-ranks where a launcher started several processes.
+
+    Raises
+    ------
+    CommunicationError
+        Saying what each process would do alone.
+    """
+    launched = settings.launched_world_size()
+    if launched is not None and launched > 1:
+        raise CommunicationError(
+            f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
+            "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"
+        )
+
+
+def _set_up_logging(backend: MPICommunicationBackend) -> None:
+    """Messages of the package come from rank 0; at level debug every rank writes a file."""
+    level = settings.log_level()
+    _logger.setLevel(level.upper())
+    if level == "debug":
+        handler: logging.Handler = logging.FileHandler(f"mpishard-rank{backend.rank}.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        _logger.addHandler(handler)
+    elif backend.rank != 0:
+        _logger.addHandler(logging.NullHandler())
+        _logger.propagate = False
+    elif not _logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("mpishard: %(message)s"))
+        _logger.addHandler(handler)
+
+
+def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
+    if settings.blas_threads_are_set():
+        return
+    asked = settings.cpus_per_task()
+    threads = asked if asked else max(1, int(backend.cores_per_rank))
+    threadpoolctl.threadpool_limits(threads)
+    if backend.rank == 0:
+        source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"
+        _logger.info("%d BLAS threads for each rank (%s)", threads, source)

@@ -1,0 +1,7 @@
+"""Data sets, and the order in which their samples are seen."""
+
+from mpishard.data.dataset import check_dataset, take
+from mpishard.data.sampler import GlobalBatchSampler
+from mpishard.data.windows import TokenWindows
+
+__all__ = ["GlobalBatchSampler", "TokenWindows", "check_dataset", "take"]

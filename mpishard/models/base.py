@@ -1,0 +1,546 @@
+"""The surface that every sharded model shows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import safetensors.numpy
+
+from mpishard import checkpoint
+from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.plain import named_arrays, packed_vector
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import (
+    ILayeredModel,
+    ILossFunction,
+    IShardedModel,
+    ModelMetadata,
+    PathLike,
+)
+from mpishard.errors import ShardingError
+from mpishard.models.engine import Engine, StepReport, Update
+from mpishard.models.gradient_store import ReplicatedGradients, ShardedGradients
+from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.models.policy import Policy
+from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
+from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit, owned_pieces
+
+__all__ = ["ShardedModelBase"]
+
+_log = logging.getLogger("mpishard")
+_owners_lock = threading.Lock()
+_OWNER = "_mpishard_owner"
+
+
+class ShardedModelBase(IShardedModel):
+    """A model whose parameters, gradients and optimizer state live on several ranks.
+
+    Life cycle. Construction is collective: rank 0's first values are dealt to the ranks, unit by
+    unit, and a layered model gives its arrays up. A step gathers each unit when it is needed,
+    reduces its gradient as soon as backward is through with it, and updates what the rank owns.
+
+    A subclass says what is sharded (`policy`) and what it is called (`strategy`).
+
+    Parameters
+    ----------
+    wrapped_model : object
+        A model of `mpishard.nn`, anything that implements `ILayeredModel`, or a black box with
+        ``get_parameters``, ``set_parameters`` and ``compute_gradients``, whose parameters stay
+        whole on every rank.
+    config : ShardingConfiguration
+        Backend and choices.
+
+    Raises
+    ------
+    TypeError
+        For None, or a configuration of another type.
+    ValueError
+        Where the ranks' models differ in length, units or dtype; on every rank.
+    ShardingError
+        Where another rank of this process, or another wrapper, has wrapped the same object.
+    """
+
+    policy: ClassVar[Policy]
+    strategy: ClassVar[str]
+
+    def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
+        if wrapped_model is None:
+            raise TypeError("wrapped_model must be a model, got None")
+        if not isinstance(config, ShardingConfiguration):
+            raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
+        if isinstance(wrapped_model, IShardedModel):
+            raise TypeError(f"the model is sharded already, as {type(wrapped_model).__name__}")
+        self._wrapped_model = wrapped_model
+        self._config = config
+        self.backend.initialize()
+        if isinstance(wrapped_model, ILayeredModel):
+            # Raises, on every rank, where another wrapper has taken the parameters.
+            wrapped_model.fill_parameters(0, np.empty(0, wrapped_model.dtype))
+        program = _program_of(wrapped_model, config)
+        self._is_layered = isinstance(program, LayeredProgram)
+        _claim(wrapped_model, self)
+        self._ledger = MemoryLedger()
+        self._require_same_on_all_ranks(program)
+        self._engine = self._build_engine(program)
+        self._initialize_sharding(program)
+        self._said_train = False
+
+    # ----------------------------------------------------------------------------- construction
+
+    def _effective_policy(self) -> Policy:
+        """The policy; a black box keeps its parameters whole whatever the strategy says."""
+        if self._is_layered or not self.policy.shards_parameters:
+            return self.policy
+        return Policy(False, self.policy.shards_gradients, self.policy.shards_state)
+
+    def _build_engine(self, program: Program) -> Engine:
+        policy = self._effective_policy()
+        common = (program.units, self.backend, program.dtype, self._ledger)
+        if policy.shards_parameters:
+            parameters: Any = ShardedParameters(*common, kept=program.kept)
+        else:
+            parameters = ReplicatedParameters(*common)
+        gradients = (ShardedGradients if policy.shards_gradients else ReplicatedGradients)(*common)
+        config = self._config
+        return Engine(
+            program, parameters, gradients, policy, self.default_loss_function,
+            allow_nonfinite=lambda: config.allow_nonfinite,
+        )  # fmt: skip
+
+    def _initialize_sharding(self, program: Program) -> None:
+        """Deal rank 0's values, unit by unit, so that no rank holds two full units."""
+        longest = max(unit.length for unit in program.units)
+        full = np.empty(longest if self.rank == 0 else 0, program.dtype)
+        for unit in program.units:
+            values = None
+            if self.rank == 0:
+                values = full[: unit.length]
+                program.fill(unit, values)
+            self._engine.parameters.fill(unit, values)
+        if isinstance(self._wrapped_model, ILayeredModel):
+            self._wrapped_model.release_parameters(f"a {type(self).__name__}")
+        else:
+            program.changed(self._engine.parameters)
+            if self.policy.shards_parameters and self.rank == 0:
+                _log.warning(
+                    "%s: the parameters of %s stay whole on every rank, because it is a black "
+                    "box; gradients and optimizer state are sharded. A model that implements "
+                    "ILayeredModel (mpishard.nn) has its parameters sharded too",
+                    type(self).__name__, type(self._wrapped_model).__name__,
+                )  # fmt: skip
+
+    def _require_same_on_all_ranks(self, program: Program) -> None:
+        bounds = repr([(u.start, u.stop) for u in program.units]).encode()
+        strategy = zlib.crc32(f"{self.strategy}/{program.dtype.name}".encode())
+        mine = np.array([program.length, len(program.units), zlib.crc32(bounds), strategy])
+        everyone = self.backend.all_gather(mine.reshape(1, -1))
+        if (everyone != everyone[0]).any():
+            rows = "; ".join(
+                f"rank {rank}: {row[0]} parameters in {row[1]} units"
+                for rank, row in enumerate(everyone)
+            )
+            raise ValueError(
+                f"every rank must wrap the same model in the same strategy and dtype: {rows}"
+                + ("" if (everyone[:, :3] != everyone[0, :3]).any()
+                   else " (strategy or dtype differ)")
+            )  # fmt: skip
+
+    # -------------------------------------------------------------------------------- properties
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """How the ranks talk."""
+        return self._config.communication_backend
+
+    @property
+    def wrapped_model(self) -> Any:
+        return self._wrapped_model
+
+    @property
+    def sharding_configuration(self) -> ShardingConfiguration:
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.backend.world_size
+
+    @property
+    def engine(self) -> Engine:
+        """The one way in which the parameters change."""
+        return self._engine
+
+    @property
+    def memory(self) -> MemoryLedger:
+        """Bytes that this rank holds for this model, by category."""
+        return self._ledger
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered and reduced as one."""
+        return self._engine.program.units
+
+    @property
+    def parameter_entries(self) -> tuple[ParameterEntry, ...]:
+        """Name, shape and start of each parameter; of a black box one, called "parameters"."""
+        if self._is_layered:
+            entries: tuple[ParameterEntry, ...] = self._wrapped_model.parameter_table.entries
+            return entries
+        return (ParameterEntry("parameters", (self.parameter_count,), 0),)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the flat vector."""
+        return self._engine.program.dtype
+
+    @property
+    def parameter_count(self) -> int:
+        return self._engine.program.length
+
+    @property
+    def default_loss_function(self) -> ILossFunction | None:
+        return getattr(self._wrapped_model, "default_loss_function", None)
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of what this rank holds, its pieces end to end; all where replicated."""
+        return self._engine.parameters.shard.copy()
+
+    @property
+    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
+        if not self._engine.policy.shards_parameters:
+            return ((0, self.parameter_count),)
+        return tuple((piece.start, piece.stop) for piece in self._pieces())
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        return owned_pieces(self.units, self.world_size, self.rank)
+
+    def get_model_metadata(self) -> ModelMetadata:
+        policy = self._engine.policy
+        return ModelMetadata(
+            type(self._wrapped_model).__name__,
+            complexity=self.parameter_count,
+            properties={
+                "IsDistributed": True,
+                "Strategy": self.strategy,
+                "WorldSize": self.world_size,
+                "Rank": self.rank,
+                "ShardSize": int(self._engine.parameters.shard.size),
+                "ParametersSharded": policy.shards_parameters,
+                "GradientsSharded": policy.shards_gradients,
+                "OptimizerStateSharded": policy.shards_state,
+            },
+        )
+
+    # ------------------------------------------------------------------- computing, collectively
+
+    def predict(self, x: Array) -> Array:
+        """Outputs for this rank's inputs; the number of rows may differ between ranks.
+
+        Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
+        """
+        return self._engine.predict(x)
+
+    def train(self, x: Array, y: Array) -> float:
+        """One step of plain gradient descent on this rank's batch. Collective.
+
+        The step size is ``config.learning_rate``. Optimizers do better: see
+        `mpishard.optimizers`.
+
+        Returns
+        -------
+        float
+            The mean loss over all ranks' samples, before the update.
+        """
+        rate = self._config.learning_rate
+        if not self._said_train and self.rank == 0:
+            _log.info("train: plain gradient descent with learning rate %g", rate)
+            self._said_train = True
+
+        def descend(updates: list[Update], report: StepReport) -> None:
+            for update in updates:
+                parameters = update.parameters
+                parameters -= (rate / report.weight) * update.gradients
+
+        return self._engine.step(x, y, descend).loss
+
+    @contextlib.contextmanager
+    def accumulate(self, *, defer: bool = False) -> Iterator[None]:
+        """Inside the block steps add up and update nothing; the first step after it does.
+
+        Equal to one step on all the batches together. Collective in that every rank enters and
+        leaves together. An exception discards what was added.
+
+        Parameters
+        ----------
+        defer : bool
+            Keep the full gradients local until the update: no messages meanwhile, for memory of
+            the size of the parameters. Otherwise sharded gradients are reduced at once.
+        """
+        with self._engine.accumulate(defer=defer):
+            yield
+
+    @contextlib.contextmanager
+    def unsharded(self, root: int | None = None) -> Iterator[Any]:
+        """The plain model with all parameters, for sampling, plotting, export. Collective.
+
+        Parameters
+        ----------
+        root : int, optional
+            The only rank that gets it; the others get None. Default: every rank gets one.
+
+        Yields
+        ------
+        object or None
+            A plain model, let go on exit. Changes to its parameters are not taken back.
+        """
+        if root is not None and not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside [0, {self.world_size})")
+        full = self._engine.gather() if root is None else self._gather_on(root)
+        if full is None:
+            yield None
+            return
+        model = self._wrapped_model
+        if hasattr(model, "with_parameters"):
+            model = model.with_parameters(full)
+        else:
+            model = copy.deepcopy(model)
+            model.set_parameters(full)
+        del full
+        try:
+            yield model
+        finally:
+            if isinstance(model, ILayeredModel):
+                model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
+
+    def _gather_on(self, root: int) -> Array | None:
+        """All parameters on one rank: each unit's pieces travel to it alone."""
+        store = self._engine.parameters
+        full = np.empty(self.parameter_count, self.dtype) if self.rank == root else None
+        if not self._engine.policy.shards_parameters:
+            if full is not None:
+                full[...] = store.shard
+            return full
+        for piece, owned in zip(self._pieces(), store.owned(self._pieces()), strict=True):
+            unit = self.backend.gather(owned, root=root)
+            if full is not None:
+                full[piece.unit.start : piece.unit.stop] = unit
+        return full
+
+    def gather_full_parameters(self) -> Array:
+        """All parameters in layer order, a new vector on every rank. Collective."""
+        return self._engine.gather()
+
+    def get_parameters(self) -> Array:
+        """As `gather_full_parameters`. Collective."""
+        return self._engine.gather()
+
+    def set_parameters(self, parameters: Array) -> None:
+        """Take parameters from a full vector, the same on every rank. Collective.
+
+        Raises
+        ------
+        ValueError
+            For another length, or vectors that differ between ranks.
+        """
+        self._engine.take(self._agreed(parameters, "set_parameters"))
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A copy with these parameters. Collective."""
+        vector = self._agreed(parameters, "with_parameters")
+        model = self.deep_copy()
+        model._engine.take(vector)
+        return model
+
+    def compute_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> Array:
+        """Gradient of the mean loss of *this rank's* batch, full length, not reduced.
+
+        The one exception to sharding: every rank holds a full vector for it. Collective where
+        parameters are sharded.
+        """
+        if loss_function is None and self._is_layered and self.default_loss_function is None:
+            raise RuntimeError(
+                f"{type(self._wrapped_model).__name__} has no default loss; pass loss_function"
+            )
+        return self._engine.local_gradient(x, y, loss_function)[1]
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
+
+        Collective. Each rank updates what it owns.
+        """
+        vector = self._agreed(gradients, "apply_gradients")
+        engine = self._engine
+        for piece, owned in zip(
+            engine.owned_pieces, engine.parameters.owned(engine.owned_pieces), strict=True
+        ):
+            target = owned
+            target -= learning_rate * vector[piece.start : piece.stop]
+        if engine.policy.shards_state:
+            engine.parameters.publish(engine.owned_pieces)
+        engine.program.changed(engine.parameters)
+
+    def synchronize_gradients(self) -> None:
+        """Wait until every rank has finished its step. Collective.
+
+        Every step reduces its gradients, so there is nothing left to average; inside a round of
+        `accumulate` the step that ends it reduces them.
+
+        Raises
+        ------
+        ShardingError
+            Before the first step.
+        """
+        if self._engine.step_number == 0:
+            raise ShardingError("synchronize_gradients() before any gradient was computed")
+        self.backend.barrier()
+
+    def _agreed(self, vector: Array, name: str) -> Array:
+        array_namespace(vector)
+        shape = vector.shape
+        vector = np.ascontiguousarray(vector, dtype=self.dtype)
+        # A rank with a wrong length joins with a mark of its own, so that all refuse together.
+        mark = zlib.crc32(vector) if shape == (self.parameter_count,) else -1
+        marks = self.backend.all_gather(np.array([mark]))
+        if mark < 0:
+            raise ValueError(
+                f"{name}: expected a vector of shape ({self.parameter_count},), got {shape}"
+            )
+        if (marks != mark).any():
+            raise ValueError(
+                f"{name}: the vectors differ between ranks (checksums {marks.tolist()}; -1 is a "
+                "wrong length); every rank must pass the same values"
+            )
+        return vector
+
+    # ------------------------------------------------------------------------------------ copies
+
+    def clone(self) -> Self:
+        """A shallow copy, which shares parameters. Communicates nothing."""
+        return copy.copy(self)
+
+    def deep_copy(self) -> Self:
+        """A copy with parameters of its own. Communicates nothing."""
+        model = copy.copy(self)
+        if not self._is_layered:
+            model._wrapped_model = copy.deepcopy(self._wrapped_model)
+            if hasattr(model._wrapped_model, _OWNER):
+                delattr(model._wrapped_model, _OWNER)
+            program: Program = OpaqueProgram(model._wrapped_model)
+        else:
+            program = self._engine.program
+        model._ledger = MemoryLedger()
+        model._engine = model._build_engine(program)
+        model._engine.parameters.shard[...] = self._engine.parameters.shard
+        return model
+
+    # ------------------------------------------------------------------------------------- files
+
+    def serialize(self) -> bytes:
+        """The named parameters in safetensors format, the same bytes on every rank. Collective."""
+        full = self._engine.gather()
+        return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
+
+    def deserialize(self, data: bytes) -> None:
+        """Take parameters from what `serialize` gave at any world size. Collective."""
+        arrays = safetensors.numpy.load(data)
+        self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the parameters to a checkpoint directory. Collective."""
+        checkpoint.save(Path(path), self)
+
+    def load_model(self, path: PathLike) -> None:
+        """Take parameters from a checkpoint of any world size and strategy. Collective.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where nothing is there.
+        CheckpointError
+            Where it is torn or of another model; nothing has changed then.
+        """
+        checkpoint.load(Path(path), self)
+
+    @property
+    def checkpoint_backend(self) -> CommunicationBackend:
+        """Every rank writes its part."""
+        return self.backend
+
+    @property
+    def checkpoint_dtype(self) -> np.dtype[Any]:
+        """The dtype of what is written."""
+        return self.dtype
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        """Name, shape and start of each parameter."""
+        return self.parameter_entries
+
+    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """The rank's own pieces; of replicas each rank writes one part."""
+        pieces = self._pieces()
+        owned = self._engine.parameters.owned(pieces)
+        return {"parameters": [(p.start, a) for p, a in zip(pieces, owned, strict=True)]}
+
+    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """All that this rank holds."""
+        if self._engine.policy.shards_parameters:
+            return self.arrays_to_write()
+        return {"parameters": [(0, self._engine.parameters.shard)]}
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Where the checkpoint came from, for those who read it."""
+        return {"strategy": self.strategy, "world_size": self.world_size}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Hear that the parameters have been read."""
+        self._engine.program.changed(self._engine.parameters)
+
+    def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
+        """Zeros for an optimizer's state, one vector per name, as long as what is owned."""
+        length = sum(piece.length for piece in self._engine.owned_pieces)
+        state = {}
+        for name in names:
+            vector = self._ledger.allocate(MemoryCategory.OPTIMIZER_STATE, length, self.dtype)
+            vector.fill(0)
+            state[name] = vector
+        return state
+
+
+def _program_of(model: Any, config: ShardingConfiguration) -> Program:
+    if isinstance(model, ILayeredModel):
+        return LayeredProgram(model, config.minimum_parameter_group_size)
+    return OpaqueProgram(model)
+
+
+def _claim(model: Any, wrapper: ShardedModelBase) -> None:
+    """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
+
+    Two ranks that set parameters on one object would overwrite each other's.
+    """
+    with _owners_lock:
+        reference = getattr(model, _OWNER, None)
+        owner = reference() if reference is not None else None
+        if owner is not None:
+            raise ShardingError(
+                f"this {type(model).__name__} object is wrapped already, by rank {owner.rank}; "
+                "each rank wraps an object of its own: build the model inside main(backend)"
+            )
+        with contextlib.suppress(AttributeError):  # an object without a __dict__ cannot be marked
+            setattr(model, _OWNER, weakref.ref(wrapper))

@@ -1,0 +1,268 @@
+"""The one way in which parameters change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILossFunction
+from mpishard.errors import NonFiniteLossError
+from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
+from mpishard.models.parameter_store import ParameterStore
+from mpishard.models.policy import Policy
+from mpishard.models.program import Program
+from mpishard.nn.layer import Context
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.sharding import Piece, owned_pieces
+
+__all__ = ["Engine", "StepReport", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step found, the same on every rank.
+
+    ``loss`` is the mean over all samples of the round, ``weight`` their total weight,
+    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
+    that only accumulated.
+    """
+
+    loss: float
+    weight: float
+    gradient_norm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update rule gets for one owned piece.
+
+    ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
+    over samples, to be multiplied by ``1 / report.weight``.
+    """
+
+    piece: Piece
+    parameters: Array
+    gradients: Array
+
+
+class Engine:
+    """Runs the forward and backward passes of a program, reduces, checks, updates, publishes.
+
+    Parameters
+    ----------
+    program : Program
+        What is computed.
+    parameters, gradients : ParameterStore, GradientStore
+        Who holds what.
+    policy : Policy
+        What the strategy shards.
+    loss : ILossFunction or None
+        What is minimised; None where a black box knows.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: ParameterStore,
+        gradients: GradientStore,
+        policy: Policy,
+        loss: ILossFunction | None,
+        *,
+        allow_nonfinite: Callable[[], bool],
+    ) -> None:
+        self.program = program
+        self.parameters = parameters
+        self.gradients = gradients
+        self.policy = policy
+        self.loss = loss
+        self.step_number = 0
+        self._allow_nonfinite = allow_nonfinite
+        self._accumulates: bool = False
+        self._defers: bool = False
+        self._local = np.zeros(2)
+        self._round_is_open = False
+        world_size, rank = self.backend.world_size, self.backend.rank
+        self.owned_pieces: tuple[Piece, ...] = owned_pieces(
+            program.units, *((world_size, rank) if policy.shards_state else (1, 0))
+        )
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """How the ranks talk."""
+        return self.parameters.backend
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """Counts what is held."""
+        return self.parameters.ledger
+
+    def step(
+        self,
+        x: Array,
+        y: Array,
+        rule: Callable[[list[Update], StepReport], None],
+        *,
+        sample_start: int = 0,
+    ) -> StepReport:
+        """One synchronised update on this rank's batch; inside `accumulate`, none yet.
+
+        Nothing has changed where it raises.
+
+        Raises
+        ------
+        ValueError
+            For a batch that does not fit the model, before anything is communicated; on every
+            rank where no rank has a sample.
+        NonFiniteLossError
+            On every rank, where the loss or the gradient is not finite.
+        """
+        self.program.check(x, y)
+        try:
+            return self._step(x, y, rule, sample_start)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _step(
+        self,
+        x: Array,
+        y: Array,
+        rule: Callable[[list[Update], StepReport], None],
+        sample_start: int,
+    ) -> StepReport:
+        if not self._round_is_open:
+            self._local[:] = 0
+        loss, weight = self._pass(
+            x, y, self.gradients, is_first=not self._round_is_open,
+            is_last=not self._accumulates, sample_start=sample_start,
+        )  # fmt: skip
+        self._round_is_open = True
+        if self._accumulates:
+            total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
+            self._local += np.array([loss, weight])
+            return StepReport(total / max(total_weight, 1e-300), total_weight, None)
+        owned = self.gradients.owned(self.owned_pieces)
+        counts_here = self.policy.shards_state or self.backend.rank == 0
+        # One small all-reduce carries all three; a replicated norm is sent by rank 0 alone.
+        norm_part = squared_norm(owned) if counts_here else 0.0
+        message = np.array([self._local[0] + loss, self._local[1] + weight, norm_part])
+        total, total_weight, squared = self._totals(message, loss)
+        if total_weight == 0:
+            raise ValueError("no rank has a sample in this step")
+        report = StepReport(total / total_weight, total_weight, math.sqrt(squared) / total_weight)
+        updates = [
+            Update(piece, parameters, gradients)
+            for piece, parameters, gradients in zip(
+                self.owned_pieces, self.parameters.owned(self.owned_pieces), owned, strict=True
+            )
+        ]
+        rule(updates, report)
+        if self.policy.shards_state:
+            self.parameters.publish(self.owned_pieces)
+        self.program.changed(self.parameters)
+        self._round_is_open = False
+        self.step_number += 1
+        return report
+
+    def _pass(
+        self,
+        x: Array,
+        y: Array,
+        gradients: GradientStore,
+        *,
+        is_first: bool,
+        is_last: bool,
+        sample_start: int = 0,
+        loss: ILossFunction | None = None,
+    ) -> tuple[float, float]:
+        """One forward and backward pass; this rank's loss sum and weight."""
+        gradients.begin(is_first=is_first, is_last=is_last, defer=self._defers)
+        context = Context(step=self.step_number, sample_start=sample_start)
+        total, weight, tape = self.program.forward(
+            self.parameters, x, y, loss or self.loss, context
+        )
+        self.program.backward(self.parameters, gradients, tape)
+        gradients.settle()
+        return total, weight
+
+    def _totals(self, message: np.ndarray[Any, Any], own_loss: float) -> tuple[float, ...]:
+        totals = tuple(float(v) for v in self.backend.all_reduce(message))
+        if all(math.isfinite(v) for v in totals) or self._allow_nonfinite():
+            return totals
+        losses = self.backend.all_gather(np.array([own_loss]))
+        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
+        raise NonFiniteLossError(
+            f"step {self.step_number + 1}: {what} is not finite (loss sums by rank: "
+            f"{losses.tolist()}). The parameters are those of before the step. Lower the learning "
+            "rate, clip_global_norm=1.0, or look at the data; "
+            "ShardingConfiguration(allow_nonfinite=True) goes on regardless"
+        )
+
+    @contextmanager
+    def accumulate(self, *, defer: bool = False) -> Iterator[None]:
+        """Inside, `step` adds to the round and does not end it. See `ShardedModelBase`."""
+        if self._accumulates:
+            raise RuntimeError("accumulate() cannot be nested")
+        self._accumulates, self._defers = True, defer
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._accumulates = False
+
+    def abandon(self) -> None:
+        """Drop an unfinished round."""
+        self._round_is_open = False
+        self.gradients.abandon()
+        self.parameters.abandon()
+
+    def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
+        """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
+        self.program.check(x, y)
+        sink = ReplicatedGradients(
+            self.program.units, self.backend, self.program.dtype, self.ledger
+        )
+        total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+        if weight:
+            sink.vector[...] /= weight
+            total /= weight
+        return total, sink.vector
+
+    def predict(self, x: Array) -> Array:
+        """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        self.program.check(x, None)
+        return self.program.predict(self.parameters, x)
+
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of the loss over this rank's batch, without a gradient."""
+        self.program.check(x, y)
+        if self.loss is None:
+            total, weight, _ = self.program.forward(
+                self.parameters, x, y, None, Context(training=False)
+            )
+            return total, weight
+        total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
+        return total, weight
+
+    def take(self, full: Array) -> None:
+        """Take parameters from the full vector, which is the same on every rank."""
+        self.parameters.take(full)
+        self.program.changed(self.parameters)
+
+    def gather(self) -> Array:
+        """All parameters in layer order, a new array on every rank. Collective."""
+        full = np.empty(self.program.length, self.program.dtype)
+        for unit in self.program.units:
+            full[unit.start : unit.stop] = self.parameters.unshard(unit)
+            self.parameters.reshard(unit)
+        return full

@@ -1,0 +1,265 @@
+"""Who holds gradients, and when they are reduced."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.communication import CommunicationBackend, Work
+from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.sharding import Piece, Unit, owned_pieces
+
+__all__ = ["GradientStore", "ReplicatedGradients", "ShardedGradients", "squared_norm"]
+
+
+class GradientStore(ABC):
+    """Gradients by unit: `gradient` to add into, `reduce` when a backward pass is done with it.
+
+    A *round* is what one update uses: one backward pass, or several that accumulate. `begin`
+    opens a backward pass, `settle` ends it.
+
+    Parameters
+    ----------
+    units : sequence of Unit
+        The units, in order.
+    backend : CommunicationBackend
+        How the ranks talk.
+    dtype : numpy.dtype
+        Of the gradients.
+    ledger : MemoryLedger
+        Counts what is held.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        backend: CommunicationBackend,
+        dtype: np.dtype[Any],
+        ledger: MemoryLedger,
+    ) -> None:
+        self.units = tuple(units)
+        self.backend = backend
+        self.dtype = dtype
+        self.ledger = ledger
+        self._is_first = True
+        self._is_last = True
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        """Open a backward pass: whether it is its round's first, and its last.
+
+        ``defer`` keeps a pass's gradients local until the round's last.
+        """
+        self._is_first, self._is_last = is_first, is_last
+
+    @abstractmethod
+    def gradient(self, unit: Unit) -> Array:
+        """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
+
+    @abstractmethod
+    def reduce(self, unit: Unit) -> None:
+        """Say that this rank has added all that it will to ``unit`` in this pass."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for the reductions of this pass."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what the round has added, after an error; communicates nothing.
+
+        Reductions under way may still write to their buffers, so those are not used again.
+        """
+
+    @abstractmethod
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        """The reduced gradients of ``pieces``: sums over ranks and over the round's passes."""
+
+
+class ReplicatedGradients(GradientStore):
+    """Every rank holds the full gradient; it is all-reduced in the round's last pass.
+
+    Earlier passes only add locally, so that accumulation sends nothing.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        backend: CommunicationBackend,
+        dtype: np.dtype[Any],
+        ledger: MemoryLedger,
+    ) -> None:
+        super().__init__(units, backend, dtype, ledger)
+        self._vector: Array | None = None
+        self._touched: set[int] = set()
+        self._works: list[Work] = []
+
+    @property
+    def vector(self) -> Array:
+        """The full gradient, shape (length of the flat vector,)."""
+        if self._vector is None:
+            self._vector = self.ledger.allocate(
+                MemoryCategory.GRADIENTS, self.units[-1].stop, self.dtype
+            )
+        return self._vector
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        super().begin(is_first=is_first, is_last=is_last, defer=defer)
+        if is_first:
+            self._touched.clear()
+
+    def gradient(self, unit: Unit) -> Array:
+        view = self.vector[unit.start : unit.stop]
+        if unit.index not in self._touched:
+            self._touched.add(unit.index)
+            view.fill(0)
+        return view
+
+    def reduce(self, unit: Unit) -> None:
+        if self._is_last:
+            self._works.append(self.backend.all_reduce_async(self.gradient(unit)))
+
+    def settle(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def abandon(self) -> None:
+        if self._works:
+            self._works.clear()
+            self._vector = None
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return [self.vector[p.start : p.stop] for p in pieces]
+
+
+class ShardedGradients(GradientStore):
+    """Every rank holds the reduced gradient of its pieces.
+
+    A unit's full gradient lives in one of two pooled buffers from the first layer of backward
+    that touches it until its reduce-scatter is through; the full gradient of the model never
+    exists. With ``defer`` a round's passes add into full local gradients instead, which trades
+    memory for messages.
+    """
+
+    _SLOTS = 2
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        backend: CommunicationBackend,
+        dtype: np.dtype[Any],
+        ledger: MemoryLedger,
+    ) -> None:
+        super().__init__(units, backend, dtype, ledger)
+        self.pieces = owned_pieces(self.units, backend.world_size, backend.rank)
+        self._shard: Array | None = None
+        self._slot_length = max(unit.length for unit in self.units)
+        self._slot_count = 0
+        self._free: list[Array] = []
+        self._open: dict[int, Array] = {}
+        self._deferred: dict[int, Array] = {}
+        self._is_deferring = False
+        self._in_flight: deque[tuple[Unit, Work, Array | None, Array | None]] = deque()
+        self._scratch: list[Array] = []
+        self._reduced: set[int] = set()
+
+    @property
+    def shard(self) -> Array:
+        """Reduced gradients of all owned pieces, end to end."""
+        if self._shard is None:
+            length = sum(p.length for p in self.pieces)
+            self._shard = self.ledger.allocate(MemoryCategory.GRADIENTS, length, self.dtype)
+        return self._shard
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        super().begin(is_first=is_first, is_last=is_last, defer=defer)
+        self._is_deferring = defer and not is_last
+        if is_first:
+            self._reduced.clear()
+
+    def gradient(self, unit: Unit) -> Array:
+        buffer = self._deferred.get(unit.index)
+        if buffer is None:
+            buffer = self._open.get(unit.index)
+        if buffer is None:
+            if self._is_deferring:
+                buffer = self._deferred[unit.index] = self.ledger.allocate(
+                    MemoryCategory.FULL_GRADIENTS, unit.length, self.dtype
+                )
+            else:
+                buffer = self._open[unit.index] = self._take_slot()
+            buffer[: unit.length].fill(0)
+        return buffer[: unit.length]
+
+    def reduce(self, unit: Unit) -> None:
+        full = self.gradient(unit)
+        if self._is_deferring:
+            return
+        slot = self._open.pop(unit.index, None)
+        self._deferred.pop(unit.index, None)
+        target = self.shard[self.pieces[unit.index].in_shard]
+        extra = self._take_scratch() if unit.index in self._reduced else None
+        self._reduced.add(unit.index)
+        out = target if extra is None else extra[: target.size]
+        work = self.backend.reduce_scatter_async(full, out=out)
+        self._in_flight.append((unit, work, slot, extra))
+
+    def settle(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+
+    def abandon(self) -> None:
+        self._open.clear()
+        self._deferred.clear()
+        self._free.clear()
+        self._scratch.clear()
+        self._slot_count = 0
+        if self._in_flight:
+            self._in_flight.clear()
+            self._shard = None
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return [self.shard[p.in_shard] for p in pieces]
+
+    def _finish_oldest(self) -> None:
+        unit, work, slot, extra = self._in_flight.popleft()
+        work.wait()
+        if extra is not None:
+            target = self.shard[self.pieces[unit.index].in_shard]
+            target += extra[: target.size]
+            self._scratch.append(extra)
+        if slot is not None:
+            self._free.append(slot)
+
+    def _take_slot(self) -> Array:
+        # Two buffers suffice unless tied weights hold one open: then wait for the reduction
+        # that is under way before taking a third.
+        if not self._free and self._slot_count >= self._SLOTS and self._in_flight:
+            self._finish_oldest()
+        if self._free:
+            return self._free.pop()
+        self._slot_count += 1
+        return self.ledger.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length, self.dtype)
+
+    def _take_scratch(self) -> Array:
+        if self._scratch:
+            return self._scratch.pop()
+        length = max(p.length for p in self.pieces)
+        return self.ledger.allocate(MemoryCategory.SCRATCH, length, self.dtype)
+
+
+def squared_norm(arrays: Sequence[Array]) -> float:
+    """Sum of squares of all elements, chunk by chunk, the chunks added in float64."""
+    total = 0.0
+    for array in arrays:
+        xp = array_namespace(array)
+        step = chunk_length(array)
+        for start in range(0, int(array.size), step):
+            chunk = array[start : start + step]
+            total += float(xp.dot(chunk, chunk))
+    return total

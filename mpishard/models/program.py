@@ -1,0 +1,292 @@
+"""What is computed in a step: a chain of layers unit by unit, or one call of a black box."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.errors import MissingMemberError
+from mpishard.models.gradient_store import GradientStore
+from mpishard.models.parameter_store import ParameterStore
+from mpishard.nn.layer import Context
+from mpishard.sharding import ParameterTable, Unit, build_units, nested_views
+
+__all__ = ["LayeredProgram", "OpaqueProgram", "Program"]
+
+
+class Program(ABC):
+    """Forward and backward through stores that may have to gather and reduce.
+
+    Attributes
+    ----------
+    units : tuple of Unit
+        What is gathered and reduced as one.
+    kept : frozenset of int
+        Indices of the units that stay unsharded from forward to backward.
+    dtype : numpy.dtype
+        Of parameters and gradients.
+    """
+
+    units: tuple[Unit, ...]
+    kept: frozenset[int]
+    dtype: np.dtype[Any]
+
+    @property
+    def length(self) -> int:
+        """Length of the flat vector."""
+        return self.units[-1].stop
+
+    @abstractmethod
+    def check(self, x: Any, y: Any | None) -> None:
+        """Refuse inputs that cannot be computed with; communicates nothing."""
+
+    @abstractmethod
+    def fill(self, unit: Unit, out: Array) -> None:
+        """Write the model's own values of ``unit`` into ``out``."""
+
+    def changed(self, parameters: ParameterStore) -> None:
+        """Hear that parameters have changed."""
+
+    @abstractmethod
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        """Outputs. Makes the same calls of the store for any number of samples, 0 included."""
+
+    @abstractmethod
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        """Sum and weight of the loss, and the tape that `backward` needs."""
+
+    @abstractmethod
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
+
+
+class LayeredProgram(Program):
+    """A chain of layers. A unit is gathered when its first layer begins, let go after its last.
+
+    The last unit, and any unit that a later layer uses again, is kept from forward to backward.
+
+    Parameters
+    ----------
+    model : ILayeredModel
+        Structure, first parameters and loss.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`.
+    """
+
+    def __init__(self, model: ILayeredModel, minimum_unit_size: int) -> None:
+        infos = model.get_all_layer_info()
+        self._model = model
+        self._layers: Sequence[Any] = model.layers
+        self._table: ParameterTable = model.parameter_table
+        self._input_shape = infos[0].input_shape
+        self.dtype = model.dtype
+        self.units = build_units([info.parameter_count for info in infos], minimum_unit_size)
+        self._own_unit = [
+            next(u for u in self.units if u.first_layer <= i <= u.last_layer)
+            for i in range(len(infos))
+        ]
+        self._entries = [self._table.layer_entries(info.name) for info in infos]
+        self._uses = [self._units_of(entries) for entries in self._entries]
+        reused = {
+            unit.index
+            for layer, uses in enumerate(self._uses)
+            for unit in uses
+            if unit is not self._own_unit[layer]
+        }
+        self.kept = frozenset(reused | {self.units[-1].index})
+
+    def _units_of(self, entries: dict[str, Any]) -> tuple[Unit, ...]:
+        found = {
+            unit.index: unit
+            for entry in entries.values()
+            for unit in self.units
+            if unit.start <= entry.start < unit.stop
+        }
+        return tuple(found[index] for index in sorted(found))
+
+    def check(self, x: Any, y: Any | None) -> None:
+        shape = getattr(x, "shape", None)
+        if shape is None or len(shape) != 1 + len(self._input_shape):
+            raise ValueError(
+                f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
+                + (f"shape {tuple(shape)}" if shape is not None else type(x).__name__)
+            )
+        self._model.get_layer_info(0).layer.output_shape(tuple(shape[1:]))
+        if y is not None and len(y) != shape[0]:
+            raise ValueError(f"x has {shape[0]} samples and y has {len(y)}")
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        self._model.fill_parameters(unit.start, out)
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        y, _ = self._run(parameters, self._cast(x), Context(training=False))
+        for unit in self.units:
+            if unit.index in self.kept:
+                parameters.reshard(unit)
+        return y
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        assert loss is not None
+        prediction, tape = self._run(parameters, self._cast(x), context)
+        total, weight, saved = loss.forward(prediction, y)
+        tape.append((loss, saved))
+        return total, weight, tape
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        loss, saved = tape.pop()
+        dy = loss.backward(saved)
+        for index in reversed(range(len(self._layers))):
+            own = self._own_unit[index]
+            views = self._views(index, parameters, following=own.index - 1)
+            targets = self._targets(index, gradients)
+            dy = self._layers[index].backward(views, tape.pop(), dy, targets)
+            del views, targets
+            if index == own.first_layer:
+                parameters.reshard(own)
+                gradients.reduce(own)
+
+    def _run(self, parameters: ParameterStore, x: Array, context: Context) -> tuple[Array, Any]:
+        tape: list[Any] = []
+        for index, layer in enumerate(self._layers):
+            own = self._own_unit[index]
+            views = self._views(index, parameters, following=own.index + 1)
+            x, saved = layer.forward(views, x, context)
+            tape.append(saved)
+            del views
+            if index == own.last_layer and own.index not in self.kept:
+                parameters.reshard(own)
+        return x, tape
+
+    def _views(self, index: int, parameters: ParameterStore, following: int) -> dict[str, Any]:
+        """The parameters of one layer; starts to fetch the unit that is needed after its own."""
+        buffers = {unit.index: parameters.unshard(unit) for unit in self._uses[index]}
+        if self._own_unit[index].index in buffers and 0 <= following < len(self.units):
+            parameters.prefetch(self.units[following])
+        return self._nested(index, buffers)
+
+    def _targets(self, index: int, gradients: GradientStore) -> dict[str, Any]:
+        return self._nested(
+            index, {unit.index: gradients.gradient(unit) for unit in self._uses[index]}
+        )
+
+    def _nested(self, index: int, buffers: dict[int, Array]) -> dict[str, Any]:
+        def find(entry: Any) -> Array:
+            for unit in self._uses[index]:
+                if unit.start <= entry.start < unit.stop:
+                    return buffers[unit.index][entry.start - unit.start : entry.stop - unit.start]
+            raise AssertionError(f"no unit holds {entry}")
+
+        return nested_views(self._entries[index], find)
+
+    def _cast(self, x: Array) -> Array:
+        return x.astype(self.dtype, copy=False) if x.dtype.kind == "f" else x
+
+
+class OpaqueProgram(Program):
+    """A model of which only the flat vector and its gradient are known: one unit, one call.
+
+    The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
+    scaled by their number, so that uneven batches average as they should.
+
+    Parameters
+    ----------
+    model : object
+        Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
+        ``compute_loss_and_gradients``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        for member in ("get_parameters", "set_parameters"):
+            _member(model, member)
+        if not hasattr(model, "compute_loss_and_gradients"):
+            _member(model, "compute_gradients")
+        vector = model.get_parameters()
+        if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
+            raise ValueError(
+                f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
+                f"at least one element, got {getattr(vector, 'dtype', type(vector).__name__)} of "
+                f"shape {getattr(vector, 'shape', '?')}"
+            )
+        self._model = model
+        self.dtype = vector.dtype
+        self.units = build_units([int(vector.size)], 1)
+        self.kept = frozenset({0})
+
+    def check(self, x: Any, y: Any | None) -> None:
+        if not hasattr(x, "__len__"):
+            raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+        if y is not None and len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        out[...] = self._model.get_parameters()
+
+    def changed(self, parameters: ParameterStore) -> None:
+        (unit,) = self.units
+        self._model.set_parameters(parameters.unshard(unit).copy())
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        return _member(self._model, "predict")(x)
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if hasattr(self._model, "compute_loss_and_gradients"):
+            mean, gradient = self._model.compute_loss_and_gradients(x, y)
+        else:
+            mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
+            gradient = self._model.compute_gradients(x, y, loss)
+        if gradient.shape != (self.length,):
+            raise ValueError(
+                f"{type(self._model).__name__} returned a gradient of shape {gradient.shape} for "
+                f"{self.length} parameters"
+            )
+        return float(mean) * len(x), float(len(x)), (gradient, len(x))
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        (unit,) = self.units
+        target = gradients.gradient(unit)
+        if tape is not None:
+            gradient, samples = tape
+            target += gradient * samples
+        gradients.reduce(unit)
+
+
+def _member(model: Any, name: str) -> Any:
+    try:
+        return getattr(model, name)
+    except AttributeError:
+        raise MissingMemberError(
+            f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
+            "needs get_parameters, set_parameters and compute_gradients"
+        ) from None
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return ", ".join(str(dim) for dim in shape)

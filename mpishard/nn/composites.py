@@ -1,0 +1,153 @@
+"""The two layers that hold layers: a chain, and a chain with a way around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mpishard.arrays import Array
+from mpishard.nn.layer import Context, Gradients, Layer, Parameters
+
+__all__ = ["Residual", "Sequential"]
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Sequential(Layer):
+    """Layers one after the other.
+
+    Parameters and gradients are nested by child, ``p["name"]["weight"]``; a child without
+    parameters may be missing in them. A backward pass uses up ``saved``, and `backward_weight`
+    uses up ``pending``: each child's part is let go as soon as it has served.
+
+    Parameters
+    ----------
+    *layers : Layer or mapping of str to Layer
+        Either one mapping, name -> layer, or layers, which are then called "0", "1", ...
+
+    Raises
+    ------
+    ValueError
+        Without layers, or for a name that is empty or holds a dot.
+
+    Examples
+    --------
+    >>> from mpishard.nn import Linear, ReLU, Sequential
+    >>> chain = Sequential({"hidden": Linear(3, 4), "relu": ReLU(), "out": Linear(4, 2)})
+    >>> chain.output_shape((3,))
+    (2,)
+    >>> [name for name, _ in chain.walk_parameters()]
+    ['hidden.weight', 'hidden.bias', 'out.weight', 'out.bias']
+    """
+
+    def __init__(self, *layers: Layer | Mapping[str, Layer]) -> None:
+        named: dict[str, Layer] = {}
+        for position, layer in enumerate(layers):
+            if isinstance(layer, Layer):
+                named[str(position)] = layer
+            elif len(layers) == 1:
+                named.update(layer)
+            else:
+                raise ValueError("Sequential takes either layers or one mapping, not both")
+        if not named:
+            raise ValueError("Sequential needs at least one layer")
+        for name in named:
+            if not name or "." in name:
+                raise ValueError(f"a layer's name must not be empty or hold a dot, got {name!r}")
+        self._children = named
+
+    @property
+    def children(self) -> Mapping[str, Layer]:
+        """The layers, name -> layer, in order."""
+        return self._children
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The last layer's output shape, each layer being asked with the one before's."""
+        shape = input_shape
+        for child in self._children.values():
+            shape = child.output_shape(shape)
+        return shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Run the layers in order; saves the list of what they save."""
+        saved = []
+        for name, child in self._children.items():
+            x, child_saved = child.forward(p.get(name, _NONE), x, context)
+            saved.append(child_saved)
+        return x, saved if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """Run the layers' halves in reverse; pending is the list of theirs, last layer first."""
+        pending = []
+        for name, child in reversed(self._children.items()):
+            dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
+            pending.append(child_pending)
+        return dy, pending
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Run the layers' halves, first layer first."""
+        for name, child in self._children.items():
+            child.backward_weight(pending.pop(), g.get(name, _NONE))
+
+    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
+        """Both halves of one layer after the other, in reverse, so that little is pending."""
+        for name, child in reversed(self._children.items()):
+            dy = child.backward(p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE))
+        return dy
+
+
+class Residual(Layer):
+    """y = x + inner(x), inner being a `Sequential` whose children are this layer's children.
+
+    He et al., "Deep residual learning", 2015 (arXiv:1512.03385), eq. 1.
+
+    Parameters
+    ----------
+    *inner : Layer or mapping of str to Layer
+        A `Sequential`, or what makes one. The output's shape must be the input's.
+
+    Raises
+    ------
+    ValueError
+        As `Sequential`.
+    """
+
+    def __init__(self, *inner: Layer | Mapping[str, Layer]) -> None:
+        first = inner[0] if len(inner) == 1 else None
+        self.inner = first if isinstance(first, Sequential) else Sequential(*inner)
+
+    @property
+    def children(self) -> Mapping[str, Layer]:
+        """The inner layers, name -> layer, in order."""
+        return self.inner.children
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape, which the inner layers must keep."""
+        shape = self.inner.output_shape(input_shape)
+        if shape != input_shape:
+            raise ValueError(
+                f"the layers of a Residual must keep the shape, got {input_shape} -> {shape}"
+            )
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Add x to the inner output, in a new array: the inner layers may have saved theirs."""
+        y, saved = self.inner.forward(p, x, context)
+        return x + y, saved
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The inner gradient plus ``dy``, of which the inner layers get a copy to overwrite."""
+        dx, pending = self.inner.backward_input(p, saved, dy.copy())
+        dx += dy
+        return dx, pending
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """The inner layers' half."""
+        self.inner.backward_weight(pending, g)
+
+    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
+        """Both halves, layer by layer."""
+        dx = self.inner.backward(p, saved, dy.copy(), g)
+        dx += dy
+        return dx

@@ -1,0 +1,226 @@
+"""A GPT-2-like language model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import to_host
+from mpishard.nn.activations import GELU
+from mpishard.nn.attention import CausalAttention
+from mpishard.nn.composites import Residual, Sequential
+from mpishard.nn.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.initializers import normal
+from mpishard.nn.layer import Layer
+from mpishard.nn.linear import Linear
+from mpishard.nn.losses import CrossEntropy
+from mpishard.nn.model import Model
+from mpishard.nn.normalization import LayerNorm
+
+__all__ = ["GPT", "gpt_chain"]
+
+_STD = 0.02
+
+
+class GPT(Model):
+    """Decoder-only transformer with layer normalisation before each sub-layer.
+
+    Radford et al., "Language models are unsupervised multitask learners" (GPT-2), 2019,
+    section 2.3: weights are first normal with standard deviation 0.02, those that end a
+    residual branch with 0.02 / sqrt(2 * layers), biases 0. Unlike GPT-2, the projection to
+    queries, keys and values has no bias (see `CausalAttention`), and the head is tied to the
+    embedding only where asked.
+
+    Inputs are integer tokens of shape (B, T) with T <= context_length, predictions logits of
+    shape (B, T, vocabulary_size), targets integers of shape (B, T) of which -1 counts for
+    nothing; the loss is `CrossEntropy`.
+
+    Parameters
+    ----------
+    vocabulary_size : int
+        Number V of tokens.
+    context_length : int
+        Greatest length of a sequence.
+    width : int
+        Size D of the residual stream; a multiple of ``heads``.
+    heads : int
+        Number of attention heads.
+    layers : int
+        Number of blocks; 0 is allowed.
+    seed : int
+        Of the first parameters.
+    dtype : str or numpy.dtype
+        Of parameters and computation.
+    tied_embeddings : bool
+        Whether the head's weight is the embedding's.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1, fewer than 0 layers, or heads that do not divide the width.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary_size: int,
+        context_length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        seed: int = 0,
+        dtype: Any = "float32",
+        tied_embeddings: bool = False,
+    ) -> None:
+        chain = gpt_chain(vocabulary_size, context_length, width, heads, layers, tied_embeddings)
+        self.vocabulary_size = vocabulary_size
+        self.context_length = context_length
+        super().__init__(
+            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype
+        )
+
+    def generate(
+        self,
+        prompt: Any,
+        length: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        top_k: int | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """Continue a sequence of tokens, each drawn from the model's prediction of the next.
+
+        Parameters
+        ----------
+        prompt : array_like of int, shape (P,)
+            What to continue; P >= 1. Of prompt and continuation, the last context_length tokens
+            are what the model sees.
+        length : int
+            Number of tokens to add.
+        temperature : float
+            What logits are divided by; 0 always takes the likeliest token.
+        seed : int
+            Of the draws.
+        top_k : int, optional
+            Draw among the so many likeliest tokens only.
+
+        Returns
+        -------
+        numpy.ndarray of int64, shape (P + length,)
+            Prompt and continuation.
+
+        Raises
+        ------
+        ValueError
+            For a prompt that is not 1-D, empty or of other than known tokens, or another
+            argument out of its range.
+        """
+        tokens = self._checked_prompt(prompt)
+        if length < 0:
+            raise ValueError(f"length must be >= 0, got {length}")
+        if not (temperature >= 0 and math.isfinite(temperature)):
+            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        if top_k is not None and not 1 <= top_k <= self.vocabulary_size:
+            raise ValueError(f"top_k must be in [1, {self.vocabulary_size}], got {top_k}")
+        generator = np.random.default_rng(seed)
+        sequence = np.empty(len(tokens) + length, dtype=np.int64)
+        sequence[: len(tokens)] = tokens
+        for end in range(len(tokens), len(sequence)):
+            window = sequence[max(0, end - self.context_length) : end]
+            logits = to_host(self.predict(window[None]))[0, -1].astype(np.float64)
+            sequence[end] = _draw(logits, temperature, top_k, generator)
+        return sequence
+
+    def _checked_prompt(self, prompt: Any) -> np.ndarray[Any, Any]:
+        """The prompt as an array, or a ValueError that says what is wrong with it."""
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+            raise ValueError(
+                "prompt must be a 1-D array of at least one integer, got "
+                f"shape {tokens.shape} of {tokens.dtype}"
+            )
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < self.vocabulary_size:
+                raise ValueError(
+                    f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
+                )
+        return tokens
+
+
+def gpt_chain(
+    vocabulary_size: int,
+    context_length: int,
+    width: int,
+    heads: int,
+    layers: int,
+    tied_embeddings: bool = False,
+) -> Sequential:
+    """The layers of a `GPT`.
+
+    ``embedding``, ``position``, for each block ``block<i>_attention`` and ``block<i>_mlp``, then
+    ``norm`` and ``head``. Parameters and errors are those of `GPT`.
+    """
+    sizes = {
+        "vocabulary_size": vocabulary_size,
+        "context_length": context_length,
+        "width": width,
+        "heads": heads,
+    }
+    if min(sizes.values()) < 1 or layers < 0:
+        raise ValueError(f"a GPT needs sizes >= 1 and layers >= 0, got {sizes}, {layers=}")
+    if width % heads:
+        raise ValueError(
+            f"heads must divide width, got {width} = {width // heads} * {heads} + {width % heads}"
+        )
+    chain: dict[str, Layer] = {
+        "embedding": Embedding(vocabulary_size, width, normal(_STD)),
+        "position": PositionalEmbedding(context_length, width, normal(_STD)),
+    }
+    residual_std = _STD / math.sqrt(2 * layers) if layers else _STD
+    for i in range(layers):
+        chain[f"block{i}_attention"] = _attention_block(width, heads, residual_std)
+        chain[f"block{i}_mlp"] = _mlp_block(width, residual_std)
+    chain["norm"] = LayerNorm(width)
+    tied_to = "embedding.weight" if tied_embeddings else None
+    chain["head"] = Linear(width, vocabulary_size, False, normal(_STD), tied_to)
+    return Sequential(chain)
+
+
+def _attention_block(width: int, heads: int, residual_std: float) -> Residual:
+    return Residual(
+        {
+            "norm": LayerNorm(width),
+            "qkv": Linear(width, 3 * width, bias=False, initializer=normal(_STD)),
+            "core": CausalAttention(heads),
+            "projection": Linear(width, width, initializer=normal(residual_std)),
+        }
+    )
+
+
+def _mlp_block(width: int, residual_std: float) -> Residual:
+    return Residual(
+        {
+            "norm": LayerNorm(width),
+            "expansion": Linear(width, 4 * width, initializer=normal(_STD)),
+            "gelu": GELU(),
+            "projection": Linear(4 * width, width, initializer=normal(residual_std)),
+        }
+    )
+
+
+def _draw(
+    logits_V: np.ndarray[Any, Any],
+    temperature: float,
+    top_k: int | None,
+    generator: np.random.Generator,
+) -> int:
+    """One token from softmax(logits / temperature), among the ``top_k`` likeliest."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]
+    scaled = (logits_V[likeliest_V] - logits_V.max()) / temperature
+    cumulative = np.cumsum(np.exp(scaled))
+    # The draw is below the last sum in exact arithmetic; min() holds where rounding meets it.
+    position = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
+    return int(likeliest_V[min(int(position), len(likeliest_V) - 1)])

@@ -1,0 +1,245 @@
+"""A model that is a chain of layers and a loss, built without arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.contracts import (
+    IFullModel,
+    ILayeredModel,
+    ILossFunction,
+    LayerInfo,
+    ModelMetadata,
+)
+from mpishard.errors import StructureOnlyError
+from mpishard.nn.composites import Sequential
+from mpishard.nn.initializers import parameter_generator
+from mpishard.nn.layer import Context, Layer, ParameterSpec
+from mpishard.nn.losses import Loss
+from mpishard.sharding import ParameterEntry, ParameterTable
+
+__all__ = ["Model"]
+
+
+class Model(PlainModelFiles, IFullModel, ILayeredModel):
+    """A chain of layers with a loss.
+
+    Making one allocates nothing: parameters are made on first use, each from a generator keyed
+    by (seed, parameter name). A sharded wrapper takes them unit by unit; from then on this
+    object is structure only, and asking it for parameters raises `StructureOnlyError`.
+
+    Parameters
+    ----------
+    chain : Sequential
+        The layers. Each child is a layer that sharding never cuts.
+    loss : Loss
+        What training minimises.
+    input_shape : tuple of int
+        Shape of one sample, without the batch dim.
+    seed : int
+        Of the first parameters.
+    dtype : str or numpy.dtype
+        float32 or float64: parameters, activations, gradients.
+
+    Raises
+    ------
+    ValueError
+        For another dtype, or layers whose shapes do not fit each other.
+    """
+
+    def __init__(
+        self,
+        chain: Sequential,
+        loss: Loss,
+        *,
+        input_shape: tuple[int, ...],
+        seed: int = 0,
+        dtype: Any = "float64",
+    ) -> None:
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
+            raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
+        self.chain = chain
+        self.seed = seed
+        self._loss = loss
+        self._specs = dict(chain.walk_parameters())
+        self._table = ParameterTable(self._specs.items())
+        self._infos = _layer_infos(chain, self._table, input_shape)
+        self._vector: Array | None = None
+        self._holder: str | None = None
+
+    # ---------------------------------------------------------------------------------- structure
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return tuple(self.chain.children.values())
+
+    def get_layer_info(self, index: int) -> LayerInfo:
+        return self._infos[index]
+
+    @property
+    def parameter_table(self) -> ParameterTable:
+        return self._table
+
+    @property
+    def parameter_count(self) -> int:
+        return self._table.length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = self._dtype
+        return dtype
+
+    @property
+    def default_loss_function(self) -> ILossFunction:
+        return self._loss
+
+    def get_model_metadata(self) -> ModelMetadata:
+        return ModelMetadata(
+            type(self).__name__,
+            complexity=self.parameter_count,
+            properties={"ParameterCount": self.parameter_count, "DType": self._dtype.name},
+        )
+
+    # --------------------------------------------------------------------------------- parameters
+
+    def _parameters(self) -> Array:
+        """The flat vector itself, made if need be."""
+        if self._holder is not None:
+            raise StructureOnlyError(
+                f"the parameters of this {type(self).__name__} are held by {self._holder}; ask "
+                "it: gather_full_parameters() gives all of them, unsharded() the plain model"
+            )
+        if self._vector is None:
+            vector = np.empty(self._table.length, self._dtype)
+            self._initialize_range(0, vector)
+            self._vector = vector
+        return self._vector
+
+    def _initialize_range(self, start: int, out: Array) -> None:
+        stop = start + int(out.size)
+        for entry in self._table.overlapping(start, stop):
+            spec: ParameterSpec = self._specs[entry.name]
+            value = spec.initializer(parameter_generator(self.seed, entry.name), entry.shape)
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            part = value.reshape(-1)[first - entry.start : last - entry.start]
+            out[first - start : last - start] = array_namespace(out).asarray(part)
+
+    def fill_parameters(self, start: int, out: Array) -> None:
+        if self._holder is None and self._vector is not None:
+            out[...] = self._vector[start : start + int(out.size)]
+        elif self._holder is None:
+            self._initialize_range(start, out)
+        else:
+            self._parameters()  # raises
+
+    def release_parameters(self, holder: str) -> None:
+        self._vector = None
+        self._holder = holder
+
+    def get_parameters(self) -> Array:
+        return self._parameters().copy()
+
+    def set_parameters(self, parameters: Array) -> None:
+        if self._holder is not None:
+            self._parameters()  # raises
+        self._vector = self._checked(parameters).copy()
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+
+        Works on a model that is structure only, too. ``parameters`` is copied only where its
+        dtype differs.
+        """
+        model = self.clone()
+        model._holder = None
+        model._vector = self._checked(parameters)
+        return model
+
+    def _checked(self, parameters: Array) -> Array:
+        array_namespace(parameters)
+        if parameters.shape != (self._table.length,):
+            raise ValueError(
+                f"{type(self).__name__} has {self._table.length} parameters; got a vector of "
+                f"shape {parameters.shape}"
+            )
+        return parameters.astype(self._dtype, copy=False)
+
+    def deep_copy(self) -> Self:
+        model = self.clone()
+        if self._vector is not None:
+            model._vector = self._vector.copy()
+        return model
+
+    # ---------------------------------------------------------------------------------- computing
+
+    def _input(self, x: Array) -> Array:
+        """``x`` in the model's dtype where it is floating; token numbers stay integers."""
+        return x.astype(self._dtype, copy=False) if x.dtype.kind == "f" else x
+
+    def predict(self, x: Array) -> Array:
+        """Outputs, shape (B, ...), for inputs of shape (B, ...)."""
+        views = self._table.nested_views(self._parameters())
+        y, _ = self.chain.forward(views, self._input(x), Context(training=False))
+        return y
+
+    def compute_loss_and_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> tuple[float, Array]:
+        """Mean loss, and its gradient of shape (parameter_count,)."""
+        loss = loss_function or self._loss
+        vector = self._parameters()
+        gradients = array_namespace(vector).zeros_like(vector)
+        views = self._table.nested_views(vector)
+        prediction, saved = self.chain.forward(views, self._input(x), Context())
+        total, weight, loss_saved = loss.forward(prediction, y)
+        if weight == 0:
+            return 0.0, gradients
+        self.chain.backward(
+            views, saved, loss.backward(loss_saved), self._table.nested_views(gradients)
+        )
+        gradients /= weight
+        return total / weight, gradients
+
+    def compute_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> Array:
+        return self.compute_loss_and_gradients(x, y, loss_function)[1]
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        self._parameters()[...] -= learning_rate * self._checked(gradients)
+
+    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
+        """One step of plain gradient descent; the loss before it."""
+        loss, gradients = self.compute_loss_and_gradients(x, y)
+        self.apply_gradients(gradients, learning_rate)
+        return loss
+
+    # -------------------------------------------------------------------------------------- files
+
+    def _flat_vector(self) -> Array:
+        return self._parameters()
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return self._table.entries
+
+
+def _layer_infos(
+    chain: Sequential, table: ParameterTable, input_shape: tuple[int, ...]
+) -> tuple[LayerInfo, ...]:
+    infos = []
+    shape = tuple(input_shape)
+    position = 0
+    for index, (name, layer) in enumerate(chain.children.items()):
+        own = [e for e in table.entries if e.name.startswith(f"{name}.")]
+        count = sum(entry.size for entry in own)
+        output = layer.output_shape(shape)
+        infos.append(LayerInfo(index, name, layer, position, count, shape, output))
+        position += count
+        shape = output
+    return tuple(infos)

@@ -1,0 +1,117 @@
+"""Numbers of a training run as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["MetricsWriter", "read_metrics"]
+
+
+class MetricsWriter:
+    """Appends one JSON object per line, written out at once, so that a run can be watched.
+
+    A run that resumes goes on in the same file: lines behind the step that it resumes from are
+    dropped when the file is opened, so that every step stands there once. A line that a killed
+    run left half written is dropped too.
+
+    Use as a context manager, or `close`.
+
+    Parameters
+    ----------
+    path : path
+        The file; missing parents are made.
+    resume_step : int, optional
+        Keep the lines up to this step: 0 begins anew. Default: keep all.
+
+    Raises
+    ------
+    ValueError
+        Where the file holds lines that are no metrics; it is then unchanged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _keep(self.path, math.inf if resume_step is None else resume_step)
+        self._stream = self.path.open("a", encoding="utf-8")
+        self._opened = time.monotonic()
+
+    def write(self, step: int, **values: Any) -> None:
+        """Append a line.
+
+        Parameters
+        ----------
+        step : int
+            Steps done.
+        **values : JSON values or NumPy scalars
+            loss, learning_rate, gradient_norm and the like. ``time``, in seconds, is added
+            where it is not given: since the file was opened. Infinities and NaN, which JSON does
+            not know, become null.
+        """
+        values.setdefault("time", round(time.monotonic() - self._opened, 3))
+        record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
+        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics file, in order.
+
+    A last line without its end, which a run is writing or was killed in, is left out.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no file.
+    ValueError
+        Where a line is no metrics, naming it.
+    """
+    records = []
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(  # noqa: TRY004 - it is the file that is wrong
+                f"{path}, line {number} has no step: {line[:60]}"
+            )
+        records.append(record)
+    return records
+
+
+def _keep(path: Path, step: float) -> None:
+    """Drop what is behind ``step``, by writing a new file and renaming it."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    text = "".join(json.dumps(record) + "\n" for record in kept)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,257 @@
+"""One line that tells how training goes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Progress"]
+
+_WINDOW = 15.0  # seconds that throughput is averaged over
+_REFRESH = 0.1  # seconds between two pictures of the live line
+_BAR = 28
+
+
+class Progress:
+    """Step, loss, throughput and time left, on a terminal as one live line.
+
+    Where the stream is no terminal it prints plain lines: the first step, then at most one every
+    ``interval`` seconds, one for each validation, and the last step. A stream that cannot be
+    written ends the output and never the training.
+
+    Use as a context manager; the ranks that do not print pass ``enabled=False``.
+
+    Parameters
+    ----------
+    total_steps : int
+        Steps of the whole run, those before ``start`` included.
+    start : int
+        Steps that a resumed run has behind it.
+    unit : str
+        What throughput is counted in: ``"tokens/s"``, ``"samples/s"``.
+    enabled : bool
+        False: print nothing.
+    stream : text file, optional
+        Default ``sys.stdout``.
+    live : bool, optional
+        Draw the live line; default where the stream is a terminal.
+    interval : float
+        Seconds between plain lines.
+    clock : callable
+        Seconds as `time.monotonic` gives them.
+
+    Examples
+    --------
+    >>> with Progress(2, unit="tokens/s", clock=iter(range(9)).__next__) as progress:
+    ...     progress.update(1, loss=2.5, amount=640)
+    ...     progress.update(2, loss=2.25, amount=640)
+    ...     progress.validation(2, 2.375)
+    step 1/2  loss 2.5000  640 tokens/s  0:01 left
+    step 2/2  loss 2.2500  640 tokens/s  0:02 in all
+    step 2/2  loss 2.2500  validation loss 2.3750
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start: int = 0,
+        unit: str = "samples/s",
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._start = start
+        self._step = start
+        self._unit = unit
+        self._enabled = enabled
+        self._stream = sys.stdout if stream is None else stream
+        self._wants_live = live
+        self._interval = interval
+        self._clock = clock
+        self._live: Live | None = None
+        self._loss: float | None = None
+        self._validation_loss: float | None = None
+        self._amount = 0.0
+        self._began = self._now = self._shown = 0.0
+        self._is_shown = True
+        self._marks: deque[tuple[float, float]] = deque()  # (time, amount until then)
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._began = self._now = self._clock()
+            self._shown = -math.inf
+            self._marks.append((self._began, 0.0))
+            self._attempt(self._open)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled and not self._is_shown:
+            self._attempt(self._show)
+        live, self._live = self._live, None
+        if live is not None:
+            self._attempt(live.stop)
+        self._enabled = False
+
+    def update(self, step: int, *, loss: float, amount: float = 0.0) -> None:
+        """Tell that a step is done.
+
+        Parameters
+        ----------
+        step : int
+            Steps done, this one and those before ``start`` included.
+        loss : float
+            Its loss.
+        amount : float
+            What it processed on all ranks together, in the numerator of ``unit``.
+        """
+        if not self._enabled:
+            return
+        self._step, self._loss = step, float(loss)
+        self._amount += float(amount)
+        self._now = self._clock()
+        self._marks.append((self._now, self._amount))
+        while len(self._marks) > 2 and self._marks[1][0] <= self._now - _WINDOW:
+            self._marks.popleft()
+        self._is_shown = False
+        pause = self._interval if self._live is None else _REFRESH
+        if step >= self._total or self._now - self._shown >= pause:
+            self._attempt(self._show)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Tell the loss on the validation data after ``step`` steps.
+
+        The time since the last `update` counts as validation, and not against throughput.
+        """
+        if not self._enabled:
+            return
+        now = self._clock()
+        pause = now - self._now
+        self._marks = deque((moment + pause, amount) for moment, amount in self._marks)
+        self._step, self._now, self._validation_loss = step, now, float(loss)
+        if self._live is None:
+            words = [self._position(), *self._losses()]
+            self._validation_loss = None
+            self._attempt(lambda: self._print("  ".join(words)))
+        else:
+            self._attempt(self._show)
+
+    # ------------------------------------------------------------------------------------- words
+
+    def _position(self) -> str:
+        return f"step {self._step:{len(str(self._total))}}/{self._total}"
+
+    def _losses(self) -> list[str]:
+        words = [] if self._loss is None else [f"loss {_loss(self._loss)}"]
+        if self._validation_loss is not None:
+            words.append(f"validation loss {_loss(self._validation_loss)}")
+        return words
+
+    def _pace(self) -> list[str]:
+        words = []
+        (before, least), (now, most) = self._marks[0], self._marks[-1]
+        if most > least and now > before:
+            words.append(f"{_quantity((most - least) / (now - before))} {self._unit}")
+        done, elapsed = self._step - self._start, self._now - self._began
+        if self._step >= self._total:
+            words.append(f"{_duration(elapsed)} in all")
+        elif done > 0:
+            words.append(f"{_duration(elapsed / done * (self._total - self._step))} left")
+        return words
+
+    # ------------------------------------------------------------------------------------ output
+
+    def _open(self) -> None:
+        is_terminal = self._stream.isatty() if self._wants_live is None else self._wants_live
+        if not is_terminal:
+            return
+        console = _PatientConsole(file=self._stream, force_terminal=True, force_jupyter=False)
+        if console.is_dumb_terminal:
+            return
+        # What others print must go above the line; of streams that are not ours we know nothing.
+        is_standard = self._stream is sys.stdout
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=is_standard,
+            redirect_stderr=is_standard and sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def _show(self) -> None:
+        if self._live is None:
+            self._print("  ".join([self._position(), *self._losses(), *self._pace()]))
+        else:
+            self._live.update(self._picture(self._live.console), refresh=True)
+        self._shown = self._now
+        self._is_shown = True
+
+    def _print(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _picture(self, console: Console) -> Table | Text:
+        """The live line, with a bar where it fits."""
+        position = Text(self._position())
+        words = Text("  ".join([*self._losses(), *self._pace()]))
+        space = console.width - position.cell_len - words.cell_len - 5
+        if space < _BAR // 3:
+            line = Text("  ").join([position, words])
+            line.truncate(max(1, console.width - 1), overflow="crop")
+            line.no_wrap = True
+            return line
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(width=min(_BAR, space))
+        grid.add_column(no_wrap=True)
+        grid.add_row(position, ProgressBar(total=self._total, completed=self._step), words)
+        return grid
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        """Do something with the stream; give up on it where it cannot."""
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - whatever a terminal does, training goes on
+            self._enabled = False
+            live, self._live = self._live, None
+            if live is not None:
+                with suppress(Exception):
+                    live.stop()
+
+
+class _PatientConsole(Console):
+    """A console that does not end the process where nobody reads its output."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if 1e-2 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+
+
+def _quantity(value: float) -> str:
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,27 @@
+"""Update rules, schedules, and the sharded optimizer wrappers."""
+
+from mpishard.optimizers.adamw import AdamW
+from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.ddp import DDPOptimizer
+from mpishard.optimizers.fsdp import FSDPOptimizer
+from mpishard.optimizers.optimizer import Optimizer, UpdateContext
+from mpishard.optimizers.options import Segment
+from mpishard.optimizers.schedules import Constant, Cosine, WarmUp
+from mpishard.optimizers.sgd import SGD
+from mpishard.optimizers.sharded import ShardedOptimizerBase
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Constant",
+    "Cosine",
+    "DDPOptimizer",
+    "FSDPOptimizer",
+    "OptimizationInputData",
+    "OptimizationResult",
+    "Optimizer",
+    "Segment",
+    "ShardedOptimizerBase",
+    "UpdateContext",
+    "WarmUp",
+]

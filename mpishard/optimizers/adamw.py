@@ -1,0 +1,88 @@
+"""Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.optimizers.optimizer import Optimizer, UpdateContext, check_fraction
+from mpishard.optimizers.options import ParameterOptions
+from mpishard.optimizers.schedules import Schedule
+
+__all__ = ["AdamW"]
+
+
+class AdamW(Optimizer):
+    """Moments of the gradient by element; decay acts on the parameters and not on the moments.
+
+    Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, algorithm 1, with the
+    decay of Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm
+    2, scaled by the learning rate.
+
+    Parameters
+    ----------
+    learning_rate : float or Schedule
+        Step size.
+    beta1, beta2 : float
+        Decay rates of the first and second moment, in [0, 1).
+    epsilon : float
+        Added to the root of the second moment; above 0.
+    weight_decay, clip_global_norm, parameter_options
+        See `Optimizer`.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        *,
+        weight_decay: float = 0.0,
+        clip_global_norm: float | None = None,
+        parameter_options: ParameterOptions | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            weight_decay=weight_decay,
+            clip_global_norm=clip_global_norm,
+            parameter_options=parameter_options,
+        )
+        self.beta1 = check_fraction("beta1", beta1)
+        self.beta2 = check_fraction("beta2", beta2)
+        if not epsilon > 0:
+            raise ValueError(f"epsilon must be above 0, got {epsilon}")
+        self.epsilon = epsilon
+
+    def _update_chunk(
+        self,
+        p: Array,
+        g: Array,
+        state: Mapping[str, Array],
+        learning_rate: float,
+        weight_decay: float,
+        context: UpdateContext,
+    ) -> None:
+        xp = array_namespace(p)
+        m, v = state["first_moment"], state["second_moment"]
+        scaled, spare = self._temporary(p, 2)
+        xp.multiply(g, context.gradient_scale, out=scaled)
+        m *= self.beta1
+        xp.multiply(scaled, 1 - self.beta1, out=spare)
+        m += spare
+        v *= self.beta2
+        xp.multiply(scaled, scaled, out=spare)
+        spare *= 1 - self.beta2
+        v += spare
+        xp.sqrt(v, out=spare)
+        spare *= 1 / math.sqrt(1 - self.beta2**context.step)
+        spare += self.epsilon
+        xp.divide(m, spare, out=spare)
+        spare *= learning_rate / (1 - self.beta1**context.step)
+        if weight_decay:
+            p *= 1 - learning_rate * weight_decay
+        p -= spare

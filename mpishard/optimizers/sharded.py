@@ -1,0 +1,265 @@
+"""The surface that every sharded optimizer shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import IShardedOptimizer
+from mpishard.errors import CheckpointError, ShardingError
+from mpishard.models import ShardedModelBase
+from mpishard.models.engine import StepReport, Update
+from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.loop import train
+from mpishard.optimizers.optimizer import Optimizer, UpdateContext
+from mpishard.optimizers.options import Segment, check_patterns, segments_of
+from mpishard.sharding import ParameterEntry, ShardingConfiguration, owned_pieces
+
+__all__ = ["ShardedOptimizerBase"]
+
+_PREFIX = "optimizer/"
+
+
+class ShardedOptimizerBase(IShardedOptimizer):
+    """An update rule that runs on what each rank owns, with the state that belongs to it.
+
+    The model wrapper owns the policy and the collectives; this one the rule, its state, the
+    schedule, clipping and the training loop. State is made for a model at its first step.
+
+    Parameters
+    ----------
+    wrapped_optimizer : Optimizer
+        The rule and its settings.
+    config : ShardingConfiguration
+        Backend and choices; the backend must be the model's.
+
+    Raises
+    ------
+    TypeError
+        For None, or arguments of another type.
+    """
+
+    model_class: ClassVar[type[ShardedModelBase]]
+
+    def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration) -> None:
+        if not isinstance(wrapped_optimizer, Optimizer):
+            raise TypeError(
+                "wrapped_optimizer must be an optimizer of mpishard.optimizers, got "
+                f"{type(wrapped_optimizer).__name__}"
+            )
+        if not isinstance(config, ShardingConfiguration):
+            raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
+        self._optimizer = wrapped_optimizer
+        self._config = config
+        self._model: ShardedModelBase | None = None
+        self._state: dict[str, Array] = {}
+        self._segments: tuple[tuple[Segment, ...], ...] = ()
+        self._steps = 0
+
+    @property
+    def wrapped_optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    @property
+    def sharding_configuration(self) -> ShardingConfiguration:
+        return self._config
+
+    @property
+    def rank(self) -> int:
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.backend.world_size
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far."""
+        return self._steps
+
+    def get_options(self) -> Mapping[str, Any]:
+        return self._optimizer.get_options()
+
+    def get_current_learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._optimizer.learning_rate(self._steps)
+
+    def reset(self) -> None:
+        """Forget state and step count; the next step starts anew, with any model."""
+        self._model = None
+        self._state = {}
+        self._steps = 0
+
+    # ---------------------------------------------------------------------------------- training
+
+    def step(self, model: ShardedModelBase, x: Array, y: Array) -> float:
+        """One synchronised update on this rank's batch. Collective.
+
+        Inside ``model.accumulate()`` it adds to the round and updates nothing.
+
+        Parameters
+        ----------
+        model : ShardedModelBase
+            Wrapped in the same strategy, with the same backend.
+        x, y : Array
+            This rank's inputs and targets, shape (samples, ...); 0 samples are fine as long as
+            another rank has some.
+
+        Returns
+        -------
+        float
+            The mean loss over all ranks' samples, before the update.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a model or batch that does not fit, before anything is communicated.
+        NonFiniteLossError
+            On every rank, before the update.
+        """
+        return self.step_report(model, x, y).loss
+
+    def step_report(
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int = 0
+    ) -> StepReport:
+        """As `step`, with the loss's weight and the gradient's norm. Collective.
+
+        ``sample_start`` is the index in the global batch of this rank's first sample.
+        """
+        self.bind(model)
+        return model.engine.step(x, y, self._apply, sample_start=sample_start)
+
+    def _apply(self, updates: list[Update], report: StepReport) -> None:
+        assert report.gradient_norm is not None
+        context = UpdateContext(
+            step=self._steps + 1,
+            learning_rate=self._optimizer.learning_rate(self._steps),
+            gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
+        )
+        for update, segments in zip(updates, self._segments, strict=True):
+            state = {name: v[update.piece.in_shard] for name, v in self._state.items()}
+            self._optimizer.update(update.parameters, update.gradients, state, segments, context)
+        self._steps += 1
+
+    def bind(self, model: ShardedModelBase) -> None:
+        """Make state for ``model``; one optimizer trains one model until `reset`.
+
+        Raises
+        ------
+        TypeError
+            For a model that is not sharded.
+        ShardingError
+            For another strategy or backend than this one's, or a second model.
+        """
+        if model is self._model:
+            return
+        if not isinstance(model, ShardedModelBase):
+            raise TypeError(
+                f"step needs a sharded model, got {type(model).__name__}; wrap it with "
+                "mpishard.as_distributed(model, backend, strategy)"
+            )
+        if not isinstance(model, self.model_class):
+            raise ShardingError(
+                f"{type(self).__name__} updates {self.model_class.__name__}, and the model is a "
+                f"{type(model).__name__}; use one strategy for both"
+            )
+        if model.backend is not self.backend:
+            raise ShardingError(
+                f"the model's backend, {model.backend.describe()}, is not the optimizer's, "
+                f"{self.backend.describe()}; use one for both"
+            )
+        if self._model is not None:
+            raise ShardingError(
+                "this optimizer holds the state of another model; use an optimizer per model, or "
+                "reset() to forget the state"
+            )
+        entries = model.parameter_entries
+        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        self._segments = tuple(segments_of(entries, p) for p in model.engine.owned_pieces)
+        self._state = model.optimizer_state(self._optimizer.needed_state())
+        self._model = model
+
+    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
+        """Train: epochs of shuffled global batches dealt over the ranks. Collective.
+
+        Validation, history, progress on rank 0, checkpoints and resume as ``input_data`` says.
+        A plain model is wrapped in this optimizer's strategy; ``result.model`` is the wrapper.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For input that cannot be trained, before anything is communicated or written.
+        """
+        if input_data is None:
+            raise TypeError("optimize needs an OptimizationInputData, got None")
+        input_data.check()
+        model = input_data.model
+        if not isinstance(model, ShardedModelBase):
+            model = self.model_class(model, self._config)
+        self.bind(model)
+        return train(self, model, input_data)
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def checkpoint_view(self, model: ShardedModelBase) -> _StateView:
+        """The state of ``model`` in the form that checkpoints read and write."""
+        self.bind(model)
+        return _StateView(self, model)
+
+    @property
+    def state(self) -> Mapping[str, Array]:
+        """The rank's state vectors, by name; each as long as what the rank updates."""
+        return self._state
+
+
+@dataclass(frozen=True, slots=True)
+class _StateView:
+    """A model's optimizer state as a checkpoint sees it: ranges of the flat vector."""
+
+    optimizer: ShardedOptimizerBase
+    model: ShardedModelBase
+
+    @property
+    def checkpoint_backend(self) -> CommunicationBackend:
+        return self.model.backend
+
+    @property
+    def checkpoint_dtype(self) -> Any:
+        return self.model.dtype
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return self.model.checkpoint_parameters()
+
+    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        model = self.model
+        mine = owned_pieces(model.units, model.world_size, model.rank)
+        if model.engine.policy.shards_state:
+            return self.arrays_to_read()
+        return {
+            _PREFIX + name: [(p.start, vector[p.start : p.stop]) for p in mine]
+            for name, vector in self.optimizer.state.items()
+        }
+
+    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        return {
+            _PREFIX + name: [(p.start, vector[p.in_shard]) for p in self.model.engine.owned_pieces]
+            for name, vector in self.optimizer.state.items()
+        }
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        return {
+            "optimizer": type(self.optimizer.wrapped_optimizer).__name__,
+            "optimizer_steps": self.optimizer.steps,
+        }
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        name = type(self.optimizer.wrapped_optimizer).__name__
+        if metadata.get("optimizer") != name:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {metadata.get('optimizer', 'no optimizer')}, "
+                f"and this one is {name}"
+            )
+        self.optimizer._steps = int(metadata["optimizer_steps"])

@@ -1,0 +1,39 @@
+"""Training in one process, through the same engine: a world of one rank."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.ddp import DDPOptimizer
+from mpishard.optimizers.optimizer import Optimizer
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["optimize_single"]
+
+_numbers = itertools.count()
+
+
+def optimize_single(optimizer: Optimizer, input_data: OptimizationInputData) -> OptimizationResult:
+    """Train a plain model with a plain optimizer.
+
+    Returns
+    -------
+    OptimizationResult
+        Its ``model`` is the plain model that was passed, with the trained parameters.
+    """
+    if input_data is None:
+        raise TypeError("optimize needs an OptimizationInputData, got None")
+    input_data.check()
+    plain = input_data.model
+    with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
+        sharded = DDPOptimizer(optimizer, ShardingConfiguration(backend))
+        model = DDPOptimizer.model_class(plain, sharded.sharding_configuration)
+        try:
+            result = sharded.optimize(replace(input_data, model=model))
+        finally:
+            model.release(plain)
+    result.best_solution = plain
+    return result

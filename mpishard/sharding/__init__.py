@@ -1,0 +1,16 @@
+"""Who owns which elements: parameter table, units, pieces, configuration."""
+
+from mpishard.sharding.configuration import ShardingConfiguration
+from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
+from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces
+
+__all__ = [
+    "ParameterEntry",
+    "ParameterTable",
+    "Piece",
+    "ShardingConfiguration",
+    "Unit",
+    "build_units",
+    "nested_views",
+    "owned_pieces",
+]

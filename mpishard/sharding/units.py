@@ -1,0 +1,107 @@
+"""Units, which are gathered and reduced as one, and the pieces of them that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpishard.layout import ShardLayout
+
+__all__ = ["Piece", "Unit", "build_units", "owned_pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The parameters of consecutive layers: flat range ``[start, stop)``, layers first to last."""
+
+    index: int
+    start: int
+    stop: int
+    first_layer: int
+    last_layer: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank owns of one unit.
+
+    ``start`` and ``stop`` are flat indices; ``offset`` is where the piece begins in the rank's
+    shard, which is all its pieces end to end.
+    """
+
+    unit: Unit
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def in_unit(self) -> slice:
+        """The piece as a slice of its unit."""
+        return slice(self.start - self.unit.start, self.stop - self.unit.start)
+
+    @property
+    def in_shard(self) -> slice:
+        """The piece as a slice of the rank's shard."""
+        return slice(self.offset, self.offset + self.length)
+
+
+def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ...]:
+    """Merge consecutive layers until each unit has ``minimum_size`` elements.
+
+    A layer is never cut. Layers left over at the end that do not reach the minimum join the unit
+    before them. Layers without parameters belong to the unit that is open where they stand.
+
+    Parameters
+    ----------
+    layer_sizes : sequence of int
+        Number of parameters of each layer, in order.
+    minimum_size : int
+        Elements below which a unit is not closed; 1 or more.
+
+    Raises
+    ------
+    ValueError
+        Where no layer has a parameter, or ``minimum_size`` is below 1.
+
+    Examples
+    --------
+    >>> [(u.start, u.stop) for u in build_units([5, 2, 9, 0, 1], 6)]
+    [(0, 7), (7, 17)]
+    """
+    if minimum_size < 1:
+        raise ValueError(f"the minimum size of a unit must be 1 or more, got {minimum_size}")
+    total = sum(layer_sizes)
+    if total == 0:
+        raise ValueError("the model has no parameters")
+    bounds: list[list[int]] = []  # start, stop, first layer, last layer
+    start = position = first = 0
+    for layer, size in enumerate(layer_sizes):
+        position += size
+        if position - start >= minimum_size:
+            bounds.append([start, position, first, layer])
+            start, first = position, layer + 1
+    if not bounds:
+        bounds.append([0, 0, 0, 0])
+    bounds[-1][1], bounds[-1][3] = total, len(layer_sizes) - 1
+    return tuple(Unit(index, *bound) for index, bound in enumerate(bounds))
+
+
+def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Piece, ...]:
+    """The piece of each unit that ``rank`` owns: its `ShardLayout` range of every unit."""
+    pieces = []
+    offset = 0
+    for unit in units:
+        mine = ShardLayout(unit.length, world_size).slice(rank)
+        pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
+        offset += mine.stop - mine.start
+    return tuple(pieces)

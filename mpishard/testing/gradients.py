@@ -1,0 +1,317 @@
+"""Analytic gradients against central differences, for layers and for whole models.
+
+The numeric derivative is (f(t + h) - f(t - h)) / 2h with h near the cube root of the dtype's
+epsilon, which balances truncation against rounding (Press et al., "Numerical recipes", 3rd ed.,
+2007, section 5.7). An error is reported relative to the largest derivative of its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.nn.initializers import parameter_generator
+from mpishard.nn.layer import Context, Layer
+
+__all__ = ["GradientMismatchError", "check_gradients", "check_layer_gradients"]
+
+_Vector = np.ndarray[Any, Any]
+
+# A parameter whose derivatives are below this part of the model's largest is judged against
+# that part: the rounding of the loss would otherwise pass for an error of the gradient.
+_FLOOR = 1e-3
+
+
+class GradientMismatchError(AssertionError):
+    """Raised where analytic and numeric gradients differ.
+
+    Attributes
+    ----------
+    errors : dict of str to float
+        Worst relative error of each parameter, worst parameter first.
+    """
+
+    def __init__(self, errors: Mapping[str, float], tolerance: float) -> None:
+        self.errors = dict(errors)
+        wrong = [name for name, error in errors.items() if not error <= tolerance]
+        lines = [f"  {name}: {errors[name]:.3g}" for name in wrong]
+        super().__init__(
+            f"{len(wrong)} of {len(errors)} gradients are off by more than {tolerance:g} "
+            "(worst relative error of each):\n" + "\n".join(lines)
+        )
+
+
+def check_gradients(
+    model: Any,
+    x: Any,
+    y: Any,
+    loss: Any = None,
+    *,
+    tolerance: float | None = None,
+    samples: int | None = 32,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Compare a model's ``compute_gradients(x, y)`` with differences of its mean loss.
+
+    Parameters
+    ----------
+    model : object
+        With ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and either
+        ``compute_loss_and_gradients`` or ``predict``. Its parameters are as before afterwards.
+    x, y : array_like
+        One batch, as the model takes it.
+    loss : callable, optional
+        ``loss(prediction, target) -> mean``; where not given, what
+        ``compute_loss_and_gradients`` returns, or the model's ``default_loss_function``.
+    tolerance : float, optional
+        Largest relative error; 1e-6 for float64 parameters and 3e-2 for others if not given.
+    samples : int, optional
+        How many elements of each parameter are checked, drawn at random; None for all.
+    seed : int
+        Of that draw.
+
+    Returns
+    -------
+    dict of str to float
+        Worst relative error by parameter name, worst first. A model without a
+        ``parameter_table`` has the one name "parameters".
+
+    Raises
+    ------
+    GradientMismatchError
+        Where an error is above the tolerance.
+    TypeError
+        Where there is no way to compute the loss.
+    """
+    evaluate = _loss_function(model, x, y, loss)
+    start: _Vector = np.array(model.get_parameters())
+    gradient = np.asarray(model.compute_gradients(x, y))
+    if gradient.shape != start.shape:
+        raise AssertionError(
+            f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}"
+        )
+    if not np.array_equal(start, np.asarray(model.get_parameters())):
+        raise AssertionError("compute_gradients changed the parameters")
+
+    def at(parameters: _Vector) -> float:
+        model.set_parameters(parameters.copy())
+        return evaluate()
+
+    checker = _Checker(samples, seed)
+    try:
+        for name, part in _ranges(model, start.size):
+            view = start[part]
+            checker.add(name, view, gradient[part], lambda: at(start))
+    finally:
+        model.set_parameters(start)
+    if tolerance is None:
+        tolerance = 1e-6 if start.dtype == np.float64 else 3e-2
+    return checker.verdict(tolerance)
+
+
+def check_layer_gradients(
+    layer: Layer,
+    x: Any,
+    *,
+    seed: int = 0,
+    tolerance: float = 1e-6,
+    samples: int | None = None,
+) -> dict[str, float]:
+    """Check a layer against differences, and against what `Layer` promises its callers.
+
+    In float64, with perturbed first parameters and f = sum(r * y) for a random r: the gradient
+    of the input and of every parameter; that input and parameters are left as they are; that
+    nothing is saved and the output is the same without ``training``; that gradients are added;
+    that `backward` and the two halves give the same bits, even where the caller overwrites the
+    input's gradient between the halves.
+
+    Parameters
+    ----------
+    layer : Layer
+        What to check.
+    x : array_like
+        Input with its batch dim; floating, or integer tokens, which have no gradient.
+    seed : int
+        Of parameters and r.
+    tolerance : float
+        Largest relative error.
+    samples : int, optional
+        How many elements of each array are checked, drawn at random; None for all.
+
+    Returns
+    -------
+    dict of str to float
+        Worst relative error by name, worst first; the input's is called "input".
+
+    Raises
+    ------
+    GradientMismatchError
+        Where a gradient is off by more than the tolerance.
+    AssertionError
+        Where another promise is broken; the message says which.
+    """
+    generator = parameter_generator(seed, "check_layer_gradients")
+    x = np.array(x)
+    if x.dtype.kind == "f":
+        x = x.astype(np.float64)
+    values = {
+        name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
+        for name, spec in layer.walk_parameters()
+    }
+    y, _ = layer.forward(_nested(_frozen(values)), _frozen({"x": x})["x"], Context())
+    r = generator.standard_normal(y.shape)
+    _check_promises(layer, values, x, r)
+
+    gradients = {name: np.zeros_like(value) for name, value in values.items()}
+    _, saved = layer.forward(_nested(values), x, Context())
+    dx = layer.backward(_nested(values), saved, r.copy(), _nested(gradients))
+
+    def evaluate() -> float:
+        return float((r * layer.forward(_nested(values), x, Context(training=False))[0]).sum())
+
+    checker = _Checker(samples, seed)
+    if x.dtype.kind == "f":
+        checker.add("input", x, dx, evaluate)
+    for name, value in values.items():
+        checker.add(name, value, gradients[name], evaluate)
+    return checker.verdict(tolerance)
+
+
+class _Checker:
+    """Collects the errors of one check, array by array."""
+
+    def __init__(self, samples: int | None, seed: int) -> None:
+        self._samples = samples
+        self._generator = np.random.default_rng(seed)
+        self._pairs: dict[str, tuple[_Vector, _Vector]] = {}
+
+    def add(
+        self, name: str, values: _Vector, gradient: _Vector, evaluate: Callable[[], float]
+    ) -> None:
+        """Differences of ``evaluate()`` as elements of ``values`` are moved in place."""
+        indices = np.arange(values.size)
+        if self._samples is not None and self._samples < values.size:
+            indices = np.sort(self._generator.choice(indices, self._samples, replace=False))
+        numeric = np.empty(len(indices))
+        for position, index in enumerate(indices):
+            place = np.unravel_index(index, values.shape)
+            numeric[position] = _difference(values, place, evaluate)
+        self._pairs[name] = (gradient.reshape(-1)[indices].astype(np.float64), numeric)
+
+    def verdict(self, tolerance: float) -> dict[str, float]:
+        """Worst relative error by name, worst first, or the error that says which are wrong."""
+        largest = {
+            name: max((float(np.abs(part).max(initial=0.0)) for part in pair), default=0.0)
+            for name, pair in self._pairs.items()
+        }
+        floor = _FLOOR * max(largest.values(), default=0.0)
+        errors = {}
+        for name, (analytic, numeric) in self._pairs.items():
+            worst = float(np.abs(analytic - numeric).max(initial=0.0))
+            errors[name] = worst / max(largest[name], floor) if worst else 0.0
+        # NaN compares false with everything; the key puts it first.
+        errors = dict(sorted(errors.items(), key=lambda item: -np.nan_to_num(item[1], nan=np.inf)))
+        if any(not error <= tolerance for error in errors.values()):
+            raise GradientMismatchError(errors, tolerance)
+        return errors
+
+
+def _difference(
+    values: _Vector, place: tuple[np.intp, ...], evaluate: Callable[[], float]
+) -> float:
+    """The central difference of ``evaluate()`` with respect to one element."""
+    middle = values[place]
+    step = float(np.cbrt(np.finfo(values.dtype).eps)) * max(1.0, abs(float(middle)))
+    values[place] = middle + step
+    above, high = float(values[place]), evaluate()
+    values[place] = middle - step
+    below, low = float(values[place]), evaluate()
+    values[place] = middle
+    return (high - low) / (above - below)
+
+
+def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
+    """A function of no arguments: the model's mean loss on the batch."""
+    if loss is None and hasattr(model, "compute_loss_and_gradients"):
+        return lambda: float(model.compute_loss_and_gradients(x, y)[0])
+    chosen = loss if loss is not None else getattr(model, "default_loss_function", None)
+    if chosen is None or not hasattr(model, "predict"):
+        raise TypeError(
+            f"{type(model).__name__} has no compute_loss_and_gradients; give a loss(prediction, "
+            "target), and the model a predict(x)"
+        )
+    return lambda: float(chosen(model.predict(x), y))
+
+
+def _ranges(model: Any, length: int) -> Iterator[tuple[str, slice]]:
+    """Name and flat range of each of the model's parameters."""
+    table = getattr(model, "parameter_table", None)
+    if table is None:
+        yield "parameters", slice(0, length)
+        return
+    for entry in table.entries:
+        yield entry.name, slice(entry.start, entry.start + entry.size)
+
+
+def _check_promises(layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector) -> None:
+    """Everything but the values of the gradients; frozen arrays raise where written to."""
+    p, frozen_x = _nested(_frozen(values)), _frozen({"x": x})["x"]
+    y, saved = layer.forward(p, frozen_x, Context())
+    _promise(y.shape[1:] == layer.output_shape(x.shape[1:]), "output_shape is not the output's")
+    quiet, nothing = layer.forward(p, frozen_x, Context(training=False))
+    _promise(nothing is None, "forward saved something without training")
+    _promise(np.array_equal(y, quiet), "the output depends on training")
+
+    whole = {name: np.zeros_like(value) for name, value in values.items()}
+    dx = layer.backward(p, saved, r.copy(), _nested(whole))
+
+    halves = {name: np.zeros_like(value) for name, value in values.items()}
+    _, saved = layer.forward(p, frozen_x, Context())
+    dx_half, pending = layer.backward_input(p, saved, r.copy())
+    if dx is None or dx_half is None:
+        _promise(dx is dx_half, "only one of backward and backward_input gives a gradient")
+    else:
+        _promise(np.array_equal(dx, dx_half), "backward_input and backward differ")
+        dx_half[...] = np.nan
+    layer.backward_weight(pending, _nested(halves))
+
+    added = {name: np.ones_like(value) for name, value in values.items()}
+    _, saved = layer.forward(p, frozen_x, Context())
+    layer.backward(p, saved, r.copy(), _nested(added))
+    for name, gradient in whole.items():
+        _promise(
+            np.array_equal(gradient, halves[name]),
+            f"backward_weight and backward differ in {name}; so they do where a pending array "
+            "shares memory with the input's gradient",
+        )
+        _promise(
+            np.allclose(added[name], gradient + 1, rtol=1e-12, atol=1e-12),
+            f"the gradient of {name} was not added to what was there",
+        )
+
+
+def _promise(kept: bool, message: str) -> None:
+    if not kept:
+        raise AssertionError(message)
+
+
+def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
+    """Read-only copies."""
+    copies = {name: array.copy() for name, array in arrays.items()}
+    for copy in copies.values():
+        copy.flags.writeable = False
+    return copies
+
+
+def _nested(arrays: Mapping[str, _Vector]) -> dict[str, Any]:
+    """Dotted names as nested dicts, around the same arrays."""
+    result: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *path, last = name.split(".")
+        inner = result
+        for word in path:
+            inner = inner.setdefault(word, {})
+        inner[last] = array
+    return result

@@ -1,0 +1,121 @@
+"""A model and an optimizer that are nothing but vectors, sharded or replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard.communication import CommunicationBackend
+from mpishard.layout import ShardLayout
+from mpishard.sharding.table import ParameterEntry
+
+SHAPES = {"a.weight": (3, 2), "a.bias": (2,), "b.scale": (), "b.empty": (0, 3), "b.weight": (4, 1)}
+LENGTH = 13
+
+
+def entries(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> tuple[ParameterEntry, ...]:
+    result: list[ParameterEntry] = []
+    for name, shape in shapes.items():
+        result.append(ParameterEntry(name, shape, result[-1].stop if result else 0))
+    return tuple(result)
+
+
+def values(seed: int, dtype: Any = np.float64, length: int = LENGTH) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(length).astype(dtype)
+
+
+class State:
+    """Vectors by kind, of which a rank holds two uneven pieces."""
+
+    def __init__(
+        self,
+        backend: CommunicationBackend | None,
+        vectors: Mapping[str, np.ndarray[Any, Any]],
+        metadata: Mapping[str, Any],
+    ) -> None:
+        self.metadata = dict(metadata)
+        self.restored_with: Mapping[str, Any] | None = None
+        self.pieces: dict[str, list[tuple[int, np.ndarray[Any, Any]]]] = {}
+        rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
+        for kind, vector in vectors.items():
+            cut = min(5, len(vector))  # as two units
+            first, second = ShardLayout(cut, world_size), ShardLayout(len(vector) - cut, world_size)
+            start = cut + second.start(rank)
+            self.pieces[kind] = [
+                (first.start(rank), vector[first.slice(rank)].copy()),
+                (start, vector[start : start + second.size(rank)].copy()),
+            ]
+
+    def arrays_to_write(self) -> dict[str, list[tuple[int, np.ndarray[Any, Any]]]]:
+        return self.pieces
+
+    def arrays_to_read(self) -> dict[str, list[tuple[int, np.ndarray[Any, Any]]]]:
+        return self.pieces
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        return self.metadata
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        self.restored_with = metadata
+        self.metadata = dict(metadata)
+
+    def equals(self, vectors: Mapping[str, np.ndarray[Any, Any]]) -> bool:
+        """Whether every piece has the bits of ``vectors``."""
+        return all(
+            array.tobytes() == vectors[kind][start : start + array.size].tobytes()
+            for kind, pieces in self.pieces.items()
+            for start, array in pieces
+        )
+
+
+class Model(State):
+    """A `Checkpointable`."""
+
+    def __init__(
+        self,
+        backend: CommunicationBackend | None,
+        vector: np.ndarray[Any, Any],
+        shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    ) -> None:
+        super().__init__(backend, {"parameters": vector}, {"kind": "fake"})
+        self.checkpoint_backend = backend
+        self.checkpoint_dtype = vector.dtype
+        self.shapes = shapes
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return entries(self.shapes)
+
+
+class Optimizer(State):
+    """A `CheckpointableOptimizer` that is its own view."""
+
+    def __init__(
+        self,
+        backend: CommunicationBackend | None,
+        vectors: Mapping[str, np.ndarray[Any, Any]],
+        step: int = 0,
+    ) -> None:
+        named = {f"optimizer/{name}": vector for name, vector in vectors.items()}
+        super().__init__(backend, named, {"step": step})
+
+    def checkpoint_view(self, model: Any) -> Optimizer:
+        return self
+
+
+class Fakes:
+    """What the tests of this folder share."""
+
+    Model = Model
+    Optimizer = Optimizer
+    SHAPES = SHAPES
+    LENGTH = LENGTH
+    entries = staticmethod(entries)
+    values = staticmethod(values)
+
+
+@pytest.fixture(scope="session")
+def fakes() -> type[Fakes]:
+    return Fakes

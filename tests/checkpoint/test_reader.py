@@ -1,0 +1,246 @@
+"""Any range of any checkpoint, and every way in which one can be broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
+from mpishard.checkpoint.manifest import FileRecord, KindRecord, PieceRecord
+from mpishard.errors import CheckpointError
+from mpishard.sharding.table import ParameterEntry
+
+
+@pytest.fixture
+def path(tmp_path: Path, fakes: Any) -> Path:
+    """A checkpoint of three ranks."""
+
+    def save(backend: Any) -> None:
+        checkpoint.save(tmp_path / "c", fakes.Model(backend, fakes.values(1)))
+
+    run_in_threads(3, save)
+    return tmp_path / "c"
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the manifest."""
+    document = json.loads((path / "manifest.json").read_text())
+    edit(document)
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+    ranges=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6),
+    block=st.sampled_from([1, 3, 1 << 22]),
+)
+def test_every_range_of_every_cut(
+    cuts: list[int], ranges: list[tuple[int, int]], block: int, tmp_path: Path
+) -> None:
+    vector = np.arange(40, dtype=np.float32)
+    bounds = sorted({0, 40, *cuts})
+    pieces = [(a, vector[a:b]) for a, b in itertools.pairwise(bounds)]
+    entry = ParameterEntry("w", (40,), 0)
+    arrays = {"parameters": pieces[::-1]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.reader, "_BLOCK", block)
+        write_checkpoint(tmp_path / "c", None, [entry], vector.dtype, arrays, {})
+        with CheckpointReader(tmp_path / "c") as reader:
+            for one, other in ranges:
+                start, stop = sorted((one, other))
+                out = np.full(stop - start, -1, np.float32)
+                reader.read("parameters", start, out)
+                assert out.tolist() == list(range(start, stop))
+
+
+@given(
+    bounds=st.sets(st.integers(1, 99), max_size=12),
+    start=st.integers(0, 100),
+    size=st.integers(0, 100),
+)
+def test_overlapping_finds_what_a_search_of_all_finds(
+    bounds: set[int], start: int, size: int
+) -> None:
+    edges = [0, *sorted(bounds), 100]
+    pieces = tuple(PieceRecord("f", str(a), a, b) for a, b in itertools.pairwise(edges))
+    record = KindRecord(np.dtype("f4"), pieces)
+    stop = min(start + size, 100)
+    expected = [p for p in pieces if max(p.start, start) < min(p.stop, stop)]
+    assert list(record.overlapping(start, stop)) == expected
+
+
+def test_only_the_files_of_the_range_are_opened(path: Path, fakes: Any) -> None:
+    for file in path.glob("rank*"):
+        if file.name != "rank00000.safetensors":
+            file.write_bytes(b"\xff" * file.stat().st_size)
+    out = np.empty(2)
+    with CheckpointReader(path) as reader:
+        reader.read("parameters", 0, out)
+        assert out.tobytes() == fakes.values(1)[:2].tobytes()
+        with pytest.raises(CheckpointError, match=r"cannot read .*rank00001"):
+            reader.read("parameters", 2, out)
+
+
+def test_what_a_reader_tells(path: Path, fakes: Any) -> None:
+    with CheckpointReader(path) as reader:
+        assert reader.path == path
+        assert reader.parameters == fakes.entries()
+        assert (reader.dtype, reader.length) == (np.dtype("f8"), 13)
+        assert reader.kinds == {"parameters": np.dtype("f8")}
+        assert reader.metadata["model"] == {"kind": "fake"}
+        reader.close()
+        reader.close()
+        reader.read("parameters", 0, np.empty(13))
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "out", "message"),
+    [
+        ("optimizer/m", 0, np.empty(1), r"holds \['parameters'\], and no 'optimizer/m'"),
+        ("parameters", 0, np.empty((1, 1)), r"1-D, got shape \(1, 1\)"),
+        ("parameters", 0, np.empty(1, "f4"), "has dtype float64, out has float32"),
+        ("parameters", 12, np.empty(2), r"elements 12 to 14 are outside \[0, 13\)"),
+        ("parameters", -1, np.empty(2), r"elements -1 to 1 are outside"),
+    ],
+)
+def test_ranges_that_are_not_there(
+    kind: str, start: int, out: Any, message: str, path: Path
+) -> None:
+    with CheckpointReader(path) as reader, pytest.raises(ValueError, match=message):
+        reader.read(kind, start, out)
+
+
+def test_a_missing_checkpoint_says_what_is_there(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*/d; .* holds: c$"):
+        CheckpointReader(tmp_path / "d")
+    with pytest.raises(FileNotFoundError, match=r"/d/e; .*/d does not exist"):
+        CheckpointReader(tmp_path / "d" / "e")
+    (path / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no manifest.json; .* holds: rank00000.safet"):
+        CheckpointReader(path)
+    with pytest.raises(CheckpointError, match="is a file"):
+        CheckpointReader(path / "rank00000.safetensors")
+
+
+def test_a_torn_file_is_found_on_opening(path: Path) -> None:
+    file = path / "rank00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"torn: rank00002.safetensors has \d+ of \d+ bytes"):
+        CheckpointReader(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"torn: rank00002.safetensors is missing"):
+        CheckpointReader(path)
+
+
+def test_a_changed_bit_is_found_by_check(path: Path) -> None:
+    file = path / "rank00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    CheckpointReader(path)
+    with pytest.raises(CheckpointError, match=r"content of rank00001.safetensors does not"):
+        checkpoint.check(path)
+
+
+def test_files_of_two_saves_are_not_mixed(path: Path, tmp_path: Path, fakes: Any) -> None:
+    reader = CheckpointReader(path)
+
+    def save(backend: Any) -> None:
+        checkpoint.save(path, fakes.Model(backend, fakes.values(2)))
+
+    run_in_threads(3, save)
+    with pytest.raises(CheckpointError, match="belongs to another save"):
+        reader.read("parameters", 0, np.empty(13))
+
+
+def test_a_replaced_checkpoint_is_read_to_the_end_where_it_is_open(path: Path, fakes: Any) -> None:
+    out = np.empty(13)
+    with CheckpointReader(path) as reader:
+        reader.read("parameters", 0, out)
+        shutil.rmtree(path)
+        out[:] = 0
+        reader.read("parameters", 0, out)
+    assert out.tobytes() == fakes.values(1).tobytes()
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 300])
+def test_a_torn_manifest(length: int, path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text()[:length])
+    with pytest.raises(CheckpointError, match=r"cannot use .*manifest.json: it is not JSON"):
+        CheckpointReader(path)
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None])
+def test_another_version(version: Any, path: Path) -> None:
+    change(path, lambda document: document.update(version=version))
+    with pytest.raises(CheckpointError, match=f"has version {version!r}; this mpishard reads ve"):
+        CheckpointReader(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(format="other"), "does not say that its format"),
+        (lambda d: d.update(length=14), "have 13 elements, and it says 14"),
+        (lambda d: d.update(dtype="float31"), "malformed: KeyError: 'float31'"),
+        (lambda d: d.pop("files"), "malformed: KeyError: 'files'"),
+        (lambda d: d.update(arrays=3), "malformed: AttributeError"),
+        (lambda d: d.update(files={"../x": {"bytes": 0, "crc32": 0}}), "'../x' is not the name"),
+        (lambda d: d["files"].pop("rank00001.safetensors"), "rank00001.* not among the files"),
+        (lambda d: d["arrays"]["parameters"]["pieces"].pop(1), "nothing holds elements 2 to 4"),
+        (lambda d: d["parameters"].pop(0), "'a.bias' starts at element 6; .* ends at 0"),
+        (lambda d: d["arrays"].pop("parameters"), "no parameters"),
+    ],
+)
+def test_a_wrong_manifest(edit: Any, message: str, path: Path) -> None:
+    change(path, edit)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(path)
+
+
+def test_a_tensor_that_is_not_what_the_manifest_says(path: Path) -> None:
+    def swap(document: dict[str, Any]) -> None:
+        pieces = document["arrays"]["parameters"]["pieces"]
+        pieces[0]["key"] = pieces[-1]["key"]
+        pieces[0]["file"] = pieces[-1]["file"]
+        pieces[1]["key"] = "none"
+
+    change(path, swap)
+    with CheckpointReader(path) as reader:
+        reader.read("parameters", 0, np.empty(2))  # as long as the other one
+        with pytest.raises(CheckpointError, match=r"cannot read .*none"):
+            reader.read("parameters", 2, np.empty(2))
+    change(path, lambda d: d["arrays"]["parameters"]["pieces"][2].update(key="parameters@7"))
+    with CheckpointReader(path) as reader, pytest.raises(CheckpointError, match=r"cannot read"):
+        reader.read("parameters", 4, np.empty(1))
+
+
+@given(
+    names=st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=4),
+    shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=4, max_size=4),
+    metadata=st.dictionaries(st.text(max_size=3), st.integers() | st.text() | st.none()),
+)
+def test_a_manifest_is_what_its_text_says(
+    names: list[str], shapes: list[list[int]], metadata: dict[str, Any]
+) -> None:
+    entries: list[ParameterEntry] = []
+    for name, shape in zip(names, shapes, strict=False):
+        entries.append(ParameterEntry(name, tuple(shape), entries[-1].stop if entries else 0))
+    length = entries[-1].stop if entries else 0
+    pieces = (PieceRecord("f", "k", 0, length),) if length else ()
+    dtype = np.dtype("f4")
+    arrays = {"parameters": KindRecord(dtype, pieces)}
+    manifest = Manifest("id", dtype, tuple(entries), arrays, {"f": FileRecord(1, 2)}, metadata)
+    assert Manifest.from_json(manifest.to_json()) == manifest

@@ -1,0 +1,274 @@
+"""All of a checkpoint or nothing of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint import CheckpointReader, write_checkpoint, writer
+from mpishard.errors import CheckpointError, PeerError
+
+
+def save(backend: Any, fakes: Any, path: Path, seed: int) -> None:
+    checkpoint.save(path, fakes.Model(backend, fakes.values(seed)), metadata={"seed": seed})
+
+
+def seed_of(path: Path, fakes: Any) -> int:
+    """Which save is at ``path``, read with checksums."""
+    seed: int = checkpoint.check(path).metadata["user"]["seed"]
+    model = fakes.Model(None, np.zeros(fakes.LENGTH))
+    checkpoint.load(path, model)
+    assert model.equals({"parameters": fakes.values(seed)})
+    return seed
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def test_overwriting_leaves_the_new_one_alone(tmp_path: Path, fakes: Any) -> None:
+    for world_size, seed in [(3, 1), (1, 2), (2, 3)]:
+        run_in_threads(world_size, save, fakes, tmp_path / "c", seed)
+        assert seed_of(tmp_path / "c", fakes) == seed
+        assert names(tmp_path) == ["c"]
+        assert len(names(tmp_path / "c")) == world_size + 1
+
+
+def test_parents_are_made(tmp_path: Path, fakes: Any) -> None:
+    run_in_threads(2, save, fakes, tmp_path / "runs" / "one" / "c", 1)
+    assert seed_of(tmp_path / "runs" / "one" / "c", fakes) == 1
+
+
+def test_a_symbolic_link_is_followed(tmp_path: Path, fakes: Any) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "c")
+    for seed in (1, 2):
+        save(None, fakes, tmp_path / "link", seed)
+        assert seed_of(tmp_path / "link", fakes) == seed
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path / "disk") == ["c"]
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_cannot_write_leaves_the_old_one(
+    failing: int, existing: bool, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if existing:
+        run_in_threads(3, save, fakes, tmp_path / "c", 1)
+    real = writer.save_file
+
+    def full_disk(tensors: Any, file: Path, metadata: Any) -> None:
+        real(tensors, file, metadata)
+        if f"rank{failing:05d}" in file.name:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "save_file", full_disk)
+
+    def work(backend: Any) -> str:
+        with pytest.raises(OSError, match="No space left") as caught:
+            save(backend, fakes, tmp_path / "c", 2)
+        backend.barrier()
+        return str(caught.value)
+
+    messages = run_in_threads(3, work)
+    monkeypatch.undo()
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {failing}: ") == (rank != failing)
+    assert names(tmp_path) == (["c"] if existing else [])
+    if existing:
+        assert seed_of(tmp_path / "c", fakes) == 1
+
+
+def test_a_rank_that_is_interrupted_leaves_the_old_one(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_threads(2, save, fakes, tmp_path / "c", 1)
+    real = writer.save_file
+
+    def interrupt(tensors: Any, file: Path, metadata: Any) -> None:
+        if "rank00001" in file.name:
+            raise KeyboardInterrupt
+        real(tensors, file, metadata)
+
+    monkeypatch.setattr(writer, "save_file", interrupt)
+    with pytest.raises((KeyboardInterrupt, PeerError)):
+        run_in_threads(2, save, fakes, tmp_path / "c", 2)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["c"]
+    assert seed_of(tmp_path / "c", fakes) == 1
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_process_that_ends_between_renames_leaves_a_whole_one(
+    renames: int, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(None, fakes, tmp_path / "c", 1)
+    real, done = os.rename, []
+
+    def rename(source: Any, target: Any) -> None:
+        if len(done) == renames:
+            raise Killed
+        real(source, target)
+        done.append(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        # A killed process tidies nothing up.
+        patch.setattr(writer.shutil, "rmtree", lambda *_, **__: None)
+        if renames == 2:
+            save(None, fakes, tmp_path / "c", 2)
+        else:
+            with pytest.raises(Killed):
+                save(None, fakes, tmp_path / "c", 2)
+    assert seed_of(tmp_path / "c", fakes) == (2 if renames == 2 else 1)
+    assert (tmp_path / "c").exists() == (renames != 1)
+    assert len(names(tmp_path)) == 2
+
+    save(None, fakes, tmp_path / "c", 3)
+    assert names(tmp_path) == ["c"], "the next save tidies up"
+    assert seed_of(tmp_path / "c", fakes) == 3
+
+
+def test_a_second_rename_that_fails_is_undone(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(None, fakes, tmp_path / "c", 1)
+    real = os.rename
+
+    def rename(source: Any, target: Any) -> None:
+        if str(source).endswith(".tmp"):
+            raise PermissionError("no renaming")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(PermissionError, match="no renaming"):
+            save(None, fakes, tmp_path / "c", 2)
+    assert names(tmp_path) == ["c"]
+    assert seed_of(tmp_path / "c", fakes) == 1
+
+
+def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path, fakes: Any) -> None:
+    save(None, fakes, tmp_path / "c", 1)
+    (tmp_path / "c" / "metrics.jsonl").write_text("{}\n")
+
+    def work(backend: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"holds metrics.jsonl, which .* path of its own"):
+            save(backend, fakes, tmp_path / "c", 2)
+
+    run_in_threads(2, work)
+    assert seed_of(tmp_path / "c", fakes) == 1
+    assert (tmp_path / "c" / "metrics.jsonl").exists()
+
+
+def test_a_file_is_not_replaced(tmp_path: Path, fakes: Any) -> None:
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        save(None, fakes, tmp_path / "c", 1)
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_a_blank_path_is_refused(fakes: Any) -> None:
+    with pytest.raises(ValueError, match="blank"):
+        save(None, fakes, Path(" "), 1)
+
+
+def test_a_directory_that_a_rank_cannot_see_is_named(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writer.share_text
+
+    def elsewhere(backend: Any, text: str) -> str:
+        shared = real(backend, text)
+        return shared if backend.rank == 0 else shared.replace(str(tmp_path), "/nowhere")
+
+    monkeypatch.setattr(writer, "share_text", elsewhere)
+
+    def work(backend: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"not there for rank 1; .* all ranks share"):
+            save(backend, fakes, tmp_path / "c", 1)
+
+    run_in_threads(2, work)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([(0, 13), (3, 2)], "elements 3 to 5 are held twice"),
+        ([(0, 4), (5, 8)], "nothing holds elements 4 to 5"),
+        ([(0, 12)], "nothing holds elements 12 to 13"),
+        ([(1, 12)], "nothing holds elements 0 to 1"),
+        ([(0, 14)], "there are 14 elements, 13 were expected"),
+        ([], "nothing holds elements 0 to 13"),
+    ],
+)
+def test_pieces_must_be_the_whole_vector_once(
+    pieces: list[tuple[int, int]], message: str, tmp_path: Path, fakes: Any
+) -> None:
+    save(None, fakes, tmp_path / "c", 1)
+
+    def work(backend: Any) -> None:
+        mine = pieces[backend.rank :: 2]
+        arrays = {"parameters": [(start, np.zeros(size)) for start, size in mine]}
+        entries = fakes.entries()
+        with pytest.raises(CheckpointError, match=message):
+            write_checkpoint(tmp_path / "c", backend, entries, np.dtype("f8"), arrays, {})
+
+    run_in_threads(2, work)
+    assert names(tmp_path) == ["c"]
+    assert seed_of(tmp_path / "c", fakes) == 1
+
+
+@pytest.mark.parametrize(
+    ("arrays", "metadata", "error", "message"),
+    [
+        ({"parameters": [(0, np.zeros((13, 1)))]}, {}, ValueError, r"1-D, got shape \(13, 1\)"),
+        ({"parameters": [(0, np.zeros(13))]}, {"f": {1}}, TypeError, "metadata .* holds a set"),
+        ({"parameters": [(0, np.zeros(13, "f4"))]}, {}, CheckpointError, "float64.*float32"),
+        ({"optimizer/m": [(0, np.zeros(13))]}, {}, CheckpointError, "no parameters"),
+        (
+            {"parameters": [(0, np.zeros(6, "f4")), (6, np.zeros(7))]},
+            {},
+            CheckpointError,
+            r"\['float32', 'float64'\]",
+        ),
+        (
+            {"parameters": [(0, np.zeros(13, complex))]},
+            {},
+            CheckpointError,
+            "cannot write .*rank00000",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    arrays: Any,
+    metadata: Any,
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    fakes: Any,
+) -> None:
+    with pytest.raises(error, match=message):
+        write_checkpoint(tmp_path / "c", None, fakes.entries(), np.dtype("f8"), arrays, metadata)
+    assert names(tmp_path) == []
+
+
+def test_pieces_need_not_be_contiguous(tmp_path: Path, fakes: Any) -> None:
+    vector = fakes.values(1, length=2 * fakes.LENGTH)[::2]
+    arrays = {"parameters": [(0, vector)]}
+    write_checkpoint(tmp_path / "c", None, fakes.entries(), vector.dtype, arrays, {})
+    out = np.empty(fakes.LENGTH)
+    with CheckpointReader(tmp_path / "c") as reader:
+        reader.read("parameters", 0, out)
+    assert out.tobytes() == vector.tobytes()

@@ -1,0 +1,55 @@
+"""First values: what they are distributed like, and what they depend on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpishard.nn.initializers import (
+    glorot_uniform,
+    kaiming_uniform,
+    normal,
+    ones,
+    parameter_generator,
+    uniform,
+    zeros,
+)
+
+
+def test_streams_depend_on_seed_and_name_alone():
+    def draw(seed, name):
+        return parameter_generator(seed, name).standard_normal(4)
+
+    np.testing.assert_array_equal(draw(0, "a.weight"), draw(0, "a.weight"))
+    assert not np.array_equal(draw(0, "a.weight"), draw(0, "b.weight"))
+    assert not np.array_equal(draw(0, "a.weight"), draw(1, "a.weight"))
+    # Neither may run into the other.
+    assert not np.array_equal(draw(1, "1"), draw(11, ""))
+
+
+def test_streams_are_the_same_in_every_release():
+    drawn = parameter_generator(7, "block0_mlp.expansion.weight").integers(0, 1 << 32, 3)
+    assert drawn.tolist() == [3125240485, 2992574480, 3273137077]
+
+
+@pytest.mark.parametrize(
+    ("initializer", "std", "bound"),
+    [
+        (normal(0.02), 0.02, 0.2),
+        (uniform(0.3), 0.3 / np.sqrt(3), 0.3),
+        (kaiming_uniform(8), np.sqrt(2 / 8), np.sqrt(6 / 8)),
+        (glorot_uniform(8, 24), np.sqrt(2 / 32), np.sqrt(6 / 32)),
+        (zeros(), 0.0, 0.0),
+    ],
+)
+def test_distribution(initializer, std, bound):
+    values = initializer(parameter_generator(0, "weight"), (300, 101))
+    assert values.shape == (300, 101)
+    assert values.dtype == np.float64
+    assert np.abs(values).max() <= bound
+    np.testing.assert_allclose(values.std(), std, rtol=0.02)
+    np.testing.assert_allclose(values.mean(), 0.0, atol=0.02 * std)
+
+
+def test_ones():
+    assert (ones()(parameter_generator(0, "weight"), (3,)) == 1.0).all()

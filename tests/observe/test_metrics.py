@@ -1,0 +1,104 @@
+"""Metrics: one line a step, also after a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard.observe import MetricsWriter, read_metrics
+
+
+def write(path: Path, steps: range, resume_step: int | None = None) -> None:
+    with MetricsWriter(path, resume_step=resume_step) as metrics:
+        for step in steps:
+            metrics.write(step, loss=1.0 / step, time=float(step))
+
+
+def steps_in(path: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write(1, loss=np.float32(0.5), tokens=np.int64(3), note=None)
+        (record,) = read_metrics(path)
+        time = record.pop("time")
+        assert record == {"step": 1, "loss": 0.5, "tokens": 3, "note": None}
+        assert 0 <= time < 10
+        metrics.write(step=2, loss=float("inf"), gradient_norm=np.float64("nan"), time=1.5)
+    line = path.read_text().splitlines()[1]
+    assert line == '{"step": 2, "loss": null, "gradient_norm": null, "time": 1.5}'
+
+
+def test_opening_again_appends(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write(path, range(1, 3))
+    write(path, range(3, 5))
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("resume_step", [0, 1, 4, 6, 9])
+def test_a_resumed_run_has_every_step_once(resume_step: int, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write(path, range(1, 7))
+    before = [r for r in read_metrics(path) if r["step"] <= resume_step]
+    write(path, range(resume_step + 1, 12), resume_step)
+    assert read_metrics(path)[: len(before)] == before
+    assert steps_in(path) == sorted(
+        {*range(1, min(resume_step, 6) + 1), *range(resume_step + 1, 12)}
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("resume_step", [None, 5])
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3}', "\ufffd"])
+def test_a_half_written_last_line_is_dropped(
+    torn: str, resume_step: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "m"
+    write(path, range(1, 3))
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(torn)
+    assert steps_in(path) == [1, 2]
+    write(path, range(3, 5), resume_step)
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("not json", "line 2 is not JSON"), ("[1]", "line 2 has no step"), ('{"a": 1}', "has no ste")],
+)
+def test_a_file_of_something_else_is_left_alone(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    text = f"{json.dumps({'step': 1})}\n{line}\n"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_metrics(path)
+    with pytest.raises(ValueError, match=message):
+        MetricsWriter(path, resume_step=1)
+    assert path.read_text() == text
+
+
+def test_a_failed_rewrite_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m"
+    write(path, range(1, 4))
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mpishard.observe.metrics.os.fsync", fail)
+        with pytest.raises(OSError, match="disk full"):
+            MetricsWriter(path, resume_step=1)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_no_file_to_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_metrics(tmp_path / "none")
