@@ -5,6 +5,8 @@
 (4, 3, 3)
 """
 
+import importlib
+
 from mpishard import checkpoint, data, nn, optimizers
 from mpishard.adapters import FunctionModel
 from mpishard.communication import (
@@ -55,3 +57,10 @@ __all__ = [
     "optimizers",
     "run_in_threads",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """``mpishard.testing``, which running programs do without, on first use."""
+    if name == "testing":
+        return importlib.import_module("mpishard.testing")
+    raise AttributeError(f"module 'mpishard' has no attribute {name!r}")

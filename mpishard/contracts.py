@@ -297,6 +297,10 @@ class ILayeredModel(ABC):
     def release_parameters(self, holder: str) -> None:
         """Let the parameters go: ``holder`` has them now, and errors will name it."""
 
+    @abstractmethod
+    def reclaim_parameters(self, parameters: Array) -> None:
+        """Hold ``parameters``, which a holder gives back: the opposite of `release_parameters`."""
+
 
 class IShardedModel(IFullModel):
     """A model whose parameters live on several ranks."""

@@ -8,7 +8,7 @@
     |   |-- CollectiveMismatchError        the ranks called different collectives
     |   |-- PeerError                      another rank raised, or left
     |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
-    |   `-- MPIUnavailableError            MPI was asked for and is not there, or is not the launcher's
+    |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- NonFiniteLossError (ArithmeticError)

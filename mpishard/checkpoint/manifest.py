@@ -46,7 +46,7 @@ class KindRecord:
         """The pieces that share an element with ``[start, stop)``, in order."""
         first = bisect.bisect_right(self.pieces, start, key=lambda piece: piece.stop)
         for piece in self.pieces[first:]:
-            if piece.start >= stop:
+            if max(piece.start, start) >= stop:
                 return
             yield piece
 

@@ -16,6 +16,7 @@ from mpishard import settings
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_LENGTH, Headers, make_row
 from mpishard.communication.lanes import Lane, Pending
+from mpishard.communication.patience import yield_processor
 from mpishard.errors import PeerError
 
 __all__ = ["Group"]
@@ -42,7 +43,7 @@ class Group:
         self.name = name
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.lanes = (Lane(comm.Dup()), Lane(comm.Dup()))
+        self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))
         self._elements = {
             1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T,
             16: mpi.C_DOUBLE_COMPLEX,
@@ -132,6 +133,17 @@ class Group:
         return self._noticed
 
     def free(self) -> None:
-        """Give the communicators back to MPI. Only where `all_left`."""
+        """Give the communicators back to MPI, where `all_left` and nothing is under way."""
+        if not self.all_left or self.in_flight:
+            return
         for comm in (*(lane.comm for lane in self.lanes), self.comm):
             comm.Free()
+
+
+def _duplicates(comm: Any, count: int) -> list[Any]:
+    """Duplicates of ``comm``. Collective; waits without holding the processor."""
+    pairs = [comm.Idup() for _ in range(count)]
+    for _, request in pairs:
+        while not request.Test():
+            yield_processor()
+    return [duplicate for duplicate, _ in pairs]

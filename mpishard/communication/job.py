@@ -13,6 +13,7 @@ from mpishard import settings
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.group import Group
+from mpishard.communication.patience import yield_processor
 
 __all__ = ["Job"]
 
@@ -64,8 +65,7 @@ class Job:
                 group.leave()
             if group.has_left():
                 del self._groups[group]
-                if group.all_left:
-                    group.free()
+                group.free()
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
@@ -92,12 +92,14 @@ class Job:
             self.progress()
             polls += 1
             if polls < 1000:
-                os.sched_yield()
+                yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+        for group in groups:
+            group.free()
         self._groups.clear()
 
     def fail(self, error: BaseException, where: str) -> NoReturn:

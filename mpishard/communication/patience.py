@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["Patience"]
+__all__ = ["Patience", "yield_processor"]
 
 _SPINS = 32
 _LOOK_EVERY = 256
@@ -16,13 +16,11 @@ _DOZE_AFTER = 2.0
 _DOZE_SECONDS = 1e-4
 
 
-def _yield_processor() -> None:
-    os.sched_yield()
-
-
-if not hasattr(os, "sched_yield"):
-
-    def _yield_processor() -> None:
+def yield_processor() -> None:
+    """Let another process have this core, if one wants it."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
         time.sleep(0)
 
 
@@ -58,7 +56,7 @@ class Patience:
             time.sleep(_DOZE_SECONDS)
             self._clock()
         elif self._polls > _SPINS or self._crowded:
-            _yield_processor()
+            yield_processor()
             if self._polls % _LOOK_EVERY == 0:
                 self._clock()
 

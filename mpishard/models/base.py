@@ -39,7 +39,9 @@ __all__ = ["ShardedModelBase"]
 
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
-_OWNER = "_mpishard_owner"
+# By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
+# it finds the object that two of them have wrapped.
+_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
 
 
 class ShardedModelBase(IShardedModel):
@@ -140,7 +142,11 @@ class ShardedModelBase(IShardedModel):
                 )  # fmt: skip
 
     def _require_same_on_all_ranks(self, program: Program) -> None:
-        bounds = repr([(u.start, u.stop) for u in program.units]).encode()
+        model = self._wrapped_model
+        entries = model.parameter_table.entries if isinstance(model, ILayeredModel) else ()
+        bounds = repr(
+            ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in entries])
+        ).encode()
         strategy = zlib.crc32(f"{self.strategy}/{program.dtype.name}".encode())
         mine = np.array([program.length, len(program.units), zlib.crc32(bounds), strategy])
         everyone = self.backend.all_gather(mine.reshape(1, -1))
@@ -151,8 +157,8 @@ class ShardedModelBase(IShardedModel):
             )
             raise ValueError(
                 f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-                + ("" if (everyone[:, :3] != everyone[0, :3]).any()
-                   else " (strategy or dtype differ)")
+                + ("" if (everyone[:, :2] != everyone[0, :2]).any()
+                   else " (units, names, shapes, strategy or dtype differ)")
             )  # fmt: skip
 
     # -------------------------------------------------------------------------------- properties
@@ -374,10 +380,6 @@ class ShardedModelBase(IShardedModel):
         The one exception to sharding: every rank holds a full vector for it. Collective where
         parameters are sharded.
         """
-        if loss_function is None and self._is_layered and self.default_loss_function is None:
-            raise RuntimeError(
-                f"{type(self._wrapped_model).__name__} has no default loss; pass loss_function"
-            )
         return self._engine.local_gradient(x, y, loss_function)[1]
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
@@ -440,14 +442,25 @@ class ShardedModelBase(IShardedModel):
         model = copy.copy(self)
         if not self._is_layered:
             model._wrapped_model = copy.deepcopy(self._wrapped_model)
-            if hasattr(model._wrapped_model, _OWNER):
-                delattr(model._wrapped_model, _OWNER)
             program: Program = OpaqueProgram(model._wrapped_model)
         else:
             program = self._engine.program
         model._ledger = MemoryLedger()
         model._engine = model._build_engine(program)
         model._engine.parameters.shard[...] = self._engine.parameters.shard
+        return model
+
+    def release(self) -> Any:
+        """Give the parameters back to the plain model, on every rank, and return it. Collective.
+
+        The object can be used and wrapped again; this wrapper should be used no more.
+        """
+        model = self._wrapped_model
+        if isinstance(model, ILayeredModel):
+            model.reclaim_parameters(self._engine.gather())
+        with _owners_lock:
+            if _owners.get(id(model)) is self:
+                del _owners[id(model)]
         return model
 
     # ------------------------------------------------------------------------------------- files
@@ -535,12 +548,10 @@ def _claim(model: Any, wrapper: ShardedModelBase) -> None:
     Two ranks that set parameters on one object would overwrite each other's.
     """
     with _owners_lock:
-        reference = getattr(model, _OWNER, None)
-        owner = reference() if reference is not None else None
+        owner = _owners.get(id(model))
         if owner is not None:
             raise ShardingError(
                 f"this {type(model).__name__} object is wrapped already, by rank {owner.rank}; "
                 "each rank wraps an object of its own: build the model inside main(backend)"
             )
-        with contextlib.suppress(AttributeError):  # an object without a __dict__ cannot be marked
-            setattr(model, _OWNER, weakref.ref(wrapper))
+        _owners[id(model)] = wrapper

@@ -123,7 +123,7 @@ class Engine:
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
-        self.program.check(x, y)
+        self.program.check_pair(x, y, self.loss)
         try:
             return self._step(x, y, rule, sample_start)
         except BaseException:
@@ -228,11 +228,12 @@ class Engine:
 
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
-        self.program.check(x, y)
+        self.program.check_pair(x, y, loss or self.loss)
         sink = ReplicatedGradients(
             self.program.units, self.backend, self.program.dtype, self.ledger
         )
-        total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+        with self._leaving_no_unit():
+            total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
         if weight:
             sink.vector[...] /= weight
             total /= weight
@@ -240,12 +241,13 @@ class Engine:
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
-        self.program.check(x, None)
-        return self.program.predict(self.parameters, x)
+        self.program.check(x)
+        with self._leaving_no_unit():
+            return self.program.predict(self.parameters, x)
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of the loss over this rank's batch, without a gradient."""
-        self.program.check(x, y)
+        self.program.check_pair(x, y, self.loss)
         if self.loss is None:
             total, weight, _ = self.program.forward(
                 self.parameters, x, y, None, Context(training=False)
@@ -262,7 +264,17 @@ class Engine:
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
         full = np.empty(self.program.length, self.program.dtype)
-        for unit in self.program.units:
-            full[unit.start : unit.stop] = self.parameters.unshard(unit)
-            self.parameters.reshard(unit)
+        with self._leaving_no_unit():
+            for unit in self.program.units:
+                full[unit.start : unit.stop] = self.parameters.unshard(unit)
+                self.parameters.reshard(unit)
         return full
+
+    @contextmanager
+    def _leaving_no_unit(self) -> Iterator[None]:
+        """After an error no unit stays unsharded, to be taken for current later on."""
+        try:
+            yield
+        except BaseException:
+            self.parameters.abandon()
+            raise

@@ -123,12 +123,13 @@ class ReplicatedParameters(ParameterStore):
         return [self._vector[p.start : p.stop] for p in pieces]
 
     def publish(self, pieces: Sequence[Piece]) -> None:
+        if self.backend.world_size == 1:
+            return
         works = [
             self.backend.all_gather_async(
                 self._vector[p.start : p.stop], out=self._vector[p.unit.start : p.unit.stop]
             )
             for p in pieces
-            if p.length < p.unit.length
         ]
         for work in works:
             work.wait()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import ILayeredModel, ILossFunction
-from mpishard.errors import MissingMemberError
+from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
@@ -42,8 +42,12 @@ class Program(ABC):
         return self.units[-1].stop
 
     @abstractmethod
-    def check(self, x: Any, y: Any | None) -> None:
+    def check(self, x: Any) -> None:
         """Refuse inputs that cannot be computed with; communicates nothing."""
+
+    @abstractmethod
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        """Refuse inputs and targets that do not fit each other or the loss, as `check`."""
 
     @abstractmethod
     def fill(self, unit: Unit, out: Array) -> None:
@@ -116,16 +120,35 @@ class LayeredProgram(Program):
         }
         return tuple(found[index] for index in sorted(found))
 
-    def check(self, x: Any, y: Any | None) -> None:
+    def check(self, x: Any) -> None:
+        self._output_shape(x)
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        shape = self._output_shape(x)
+        if loss is None:
+            raise ShardingError(
+                f"{type(self._model).__name__} has no default loss; pass loss_function"
+            )
+        if getattr(y, "shape", None) is None:
+            raise TypeError(f"targets must be an array, got {type(y).__name__}")
+        if len(y) != len(x):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        # What the loss has to say about shapes and dtypes, it says of no samples too.
+        xp = array_namespace(x)
+        loss.forward(xp.empty((0, *shape), self.dtype), y[:0], training=False)
+
+    def _output_shape(self, x: Any) -> tuple[int, ...]:
+        """Shape of a sample's output; the layers refuse what they cannot take."""
         shape = getattr(x, "shape", None)
         if shape is None or len(shape) != 1 + len(self._input_shape):
             raise ValueError(
                 f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
                 + (f"shape {tuple(shape)}" if shape is not None else type(x).__name__)
             )
-        self._model.get_layer_info(0).layer.output_shape(tuple(shape[1:]))
-        if y is not None and len(y) != shape[0]:
-            raise ValueError(f"x has {shape[0]} samples and y has {len(y)}")
+        output = tuple(shape[1:])
+        for layer in self._layers:
+            output = layer.output_shape(output)
+        return output
 
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
@@ -231,9 +254,12 @@ class OpaqueProgram(Program):
         self.units = build_units([int(vector.size)], 1)
         self.kept = frozenset({0})
 
-    def check(self, x: Any, y: Any | None) -> None:
+    def check(self, x: Any) -> None:
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        self.check(x)
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
 
@@ -257,16 +283,23 @@ class OpaqueProgram(Program):
     ) -> tuple[float, float, Any]:
         if len(x) == 0:
             return 0.0, 0.0, None
-        if hasattr(self._model, "compute_loss_and_gradients"):
+        own_loss = loss is getattr(self._model, "default_loss_function", None)
+        if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
             mean, gradient = self._model.compute_loss_and_gradients(x, y)
         else:
+            # A loss is named only where it is not the model's own, so that a black box may do
+            # without that argument.
+            compute = _member(self._model, "compute_gradients")
+            gradient = compute(x, y) if own_loss else compute(x, y, loss)
             mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
-            gradient = self._model.compute_gradients(x, y, loss)
-        if gradient.shape != (self.length,):
+        shape = getattr(gradient, "shape", None)
+        if shape != (self.length,):
             raise ValueError(
-                f"{type(self._model).__name__} returned a gradient of shape {gradient.shape} for "
-                f"{self.length} parameters"
-            )
+                f"{type(self._model).__name__} returned "
+                + (f"a gradient of shape {shape}" if shape is not None
+                   else f"a {type(gradient).__name__} as its gradient")
+                + f" for {self.length} parameters"
+            )  # fmt: skip
         return float(mean) * len(x), float(len(x)), (gradient, len(x))
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:

@@ -142,6 +142,10 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         self._vector = None
         self._holder = holder
 
+    def reclaim_parameters(self, parameters: Array) -> None:
+        self._vector = self._checked(parameters)
+        self._holder = None
+
     def get_parameters(self) -> Array:
         return self._parameters().copy()
 

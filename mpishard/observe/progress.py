@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mpishard import settings
+
 __all__ = ["Progress"]
 
 _WINDOW = 15.0  # seconds that throughput is averaged over
@@ -45,7 +47,7 @@ class Progress:
     stream : text file, optional
         Default ``sys.stdout``.
     live : bool, optional
-        Draw the live line; default where the stream is a terminal.
+        Draw the live line; default where the stream is a terminal, or the launcher's is.
     interval : float
         Seconds between plain lines.
     clock : callable
@@ -176,10 +178,14 @@ class Progress:
     # ------------------------------------------------------------------------------------ output
 
     def _open(self) -> None:
-        is_terminal = self._stream.isatty() if self._wants_live is None else self._wants_live
-        if not is_terminal:
+        # Under mpishard run this stream is a pipe, and the launcher says what is at its end.
+        columns = settings.terminal_columns() if self._stream is sys.stdout else None
+        is_terminal = self._stream.isatty() or columns is not None
+        if not (is_terminal if self._wants_live is None else self._wants_live):
             return
-        console = _PatientConsole(file=self._stream, force_terminal=True, force_jupyter=False)
+        console = _PatientConsole(
+            file=self._stream, force_terminal=True, force_jupyter=False, width=columns
+        )
         if console.is_dumb_terminal:
             return
         # What others print must go above the line; of streams that are not ours we know nothing.

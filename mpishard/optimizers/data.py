@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpishard.contracts import PathLike
+from mpishard.data import check_dataset
+from mpishard.data import GlobalBatchSampler, check_dataset
 
 __all__ = ["OptimizationInputData", "OptimizationResult"]
 
@@ -93,8 +95,11 @@ class OptimizationInputData:
             x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
             if (x is None) != (y is None) or (part == "train" and x is None):
                 raise TypeError(f"x_{part} and y_{part} must both be given")
-            if x is not None and len(x) != len(y):
-                raise ValueError(f"x_{part} has {len(x)} samples and y_{part} has {len(y)}")
+            if x is None:
+                continue
+            samples = check_dataset(x, f"x_{part}"), check_dataset(y, f"y_{part}")
+            if samples[0] != samples[1]:
+                raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
         for name in ("batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -103,6 +108,14 @@ class OptimizationInputData:
             raise ValueError("checkpoint_every needs checkpoint, the directory to write to")
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
+        self.sampler()
+
+    def sampler(self) -> GlobalBatchSampler:
+        """The order in which training goes through the samples."""
+        return GlobalBatchSampler(
+            len(self.x_train), self.batch_size,
+            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+        )  # fmt: skip
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.checkpoint.consensus import together
 from mpishard.data import GlobalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.observe.metrics import MetricsWriter
@@ -44,10 +45,7 @@ class _Loop:
         self.optimizer = optimizer
         self.model = model
         self.data = data
-        self.sampler = GlobalBatchSampler(
-            len(data.x_train), data.batch_size,
-            seed=data.seed, shuffle=data.shuffle, drop_last=data.drop_last,
-        )  # fmt: skip
+        self.sampler = data.sampler()
         per_epoch = self.sampler.batches_per_epoch
         planned = data.epochs * per_epoch
         self.total = planned if data.max_steps is None else min(planned, data.max_steps)
@@ -58,8 +56,7 @@ class _Loop:
 
     def run(self) -> OptimizationResult:
         if self.data.resume is not None:
-            metadata = checkpoint.load(Path(self.data.resume), self.model, self.optimizer)
-            self._restore(metadata)
+            self._resume(Path(self.data.resume))
         is_root = self.model.rank == 0
         started = time.perf_counter()
         with ExitStack() as stack:
@@ -161,7 +158,17 @@ class _Loop:
             "drop_last": data.drop_last,
         }
 
-    def _restore(self, metadata: Mapping[str, Any]) -> None:
+    def _resume(self, path: Path) -> None:
+        with together(self.model.backend):  # nothing is loaded where the run could not go on
+            self._check_position(checkpoint.CheckpointReader(path).metadata["user"])
+        position = checkpoint.load(path, self.model, self.optimizer)[_LOOP]
+        self.step = int(position["step"])
+        self.epoch_sums[:] = position["epoch_sums"]
+        self.result.fitness_history = list(position["fitness_history"])
+        self.result.validation_history = [(int(s), float(v)) for s, v in
+                                          position["validation_history"]]  # fmt: skip
+
+    def _check_position(self, metadata: Mapping[str, Any]) -> None:
         position = metadata.get(_LOOP)
         if position is None:
             raise ValueError(
@@ -178,8 +185,3 @@ class _Loop:
                 "the run cannot go on where it was, because the order of samples would differ: "
                 + "; ".join(differing)
             )
-        self.step = int(position["step"])
-        self.epoch_sums[:] = position["epoch_sums"]
-        self.result.fitness_history = list(position["fitness_history"])
-        self.result.validation_history = [(int(s), float(v)) for s, v in
-                                          position["validation_history"]]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,8 @@ class Optimizer(IGradientBasedOptimizer):
     def _temporary(self, like: Array, count: int) -> list[Array]:
         """``count`` scratch arrays shaped as ``like``, reused between calls."""
         xp = array_namespace(like)
-        key = (xp.__name__, like.dtype.str)
+        # Thread-ranks may share a rule, for it holds nothing else that changes.
+        key = (threading.get_ident(), xp.__name__, like.dtype.str)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < like.size:
             buffers.clear()

@@ -233,19 +233,24 @@ class _StateView:
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         return self.model.checkpoint_parameters()
 
+    @property
+    def _prefix(self) -> str:
+        # The rule's name is part of the kind, so that another rule's state is refused unread.
+        return f"{_PREFIX}{type(self.optimizer.wrapped_optimizer).__name__}/"
+
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         model = self.model
         mine = owned_pieces(model.units, model.world_size, model.rank)
         if model.engine.policy.shards_state:
             return self.arrays_to_read()
         return {
-            _PREFIX + name: [(p.start, vector[p.start : p.stop]) for p in mine]
+            self._prefix + name: [(p.start, vector[p.start : p.stop]) for p in mine]
             for name, vector in self.optimizer.state.items()
         }
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         return {
-            _PREFIX + name: [(p.start, vector[p.in_shard]) for p in self.model.engine.owned_pieces]
+            self._prefix + name: [(p.start, vector[p.in_shard]) for p in self.model.engine.owned_pieces]
             for name, vector in self.optimizer.state.items()
         }
 
@@ -263,3 +268,4 @@ class _StateView:
                 f"and this one is {name}"
             )
         self.optimizer._steps = int(metadata["optimizer_steps"])
+        self.model.engine.step_number = self.optimizer.steps

@@ -34,6 +34,6 @@ def optimize_single(optimizer: Optimizer, input_data: OptimizationInputData) -> 
         try:
             result = sharded.optimize(replace(input_data, model=model))
         finally:
-            model.release(plain)
+            model.release()
     result.best_solution = plain
     return result

@@ -1,0 +1,60 @@
+"""One test body for thread-ranks in plain pytest and for processes under mpiexec.
+
+pytest is needed, and imported when the decorator is used. The fixture ``backend``, which makes
+the MPI backend of a test, is the test suite's own; see ``tests/conftest.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpishard.communication.threads import run_in_threads
+
+__all__ = ["in_worlds"]
+
+
+def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a test on every rank of worlds of these sizes.
+
+    Plain ``pytest`` runs the body on thread-ranks, once for each size. Under
+    ``mpiexec -n N python -m pytest --with-mpi`` each process runs it as one rank, if N is among
+    the sizes. The body takes ``backend``, and any fixtures and parameters; thread-ranks share
+    them, processes have their own (``shared_path`` is one folder in both).
+
+    Examples
+    --------
+    A test of a collective::
+
+        @in_worlds(1, 2, 3, 4)
+        def test_everyone_gets_the_sum(backend):
+            assert backend.all_reduce(np.ones(1))[0] == backend.world_size
+    """
+    import pytest
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = inspect.signature(body).parameters
+        wanted = [p.replace(kind=keyword) for n, p in parameters.items() if n != "backend"]
+        added = [
+            inspect.Parameter(name, keyword)
+            for name in ("request", "world_size")
+            if name not in parameters
+        ]
+
+        @functools.wraps(body)
+        def test(*, request: Any, world_size: int, **arguments: Any) -> None:
+            for name, value in (("request", request), ("world_size", world_size)):
+                if name in parameters:
+                    arguments[name] = value
+            if request.config.getoption("with_mpi", default=False):
+                body(backend=request.getfixturevalue("backend"), **arguments)
+            else:
+                run_in_threads(world_size, lambda backend: body(backend=backend, **arguments))
+
+        test.__signature__ = inspect.Signature([*wanted, *added])  # type: ignore[attr-defined]
+        return pytest.mark.in_worlds(pytest.mark.parametrize("world_size", sizes)(test))
+
+    return decorate

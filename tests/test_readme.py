@@ -1,0 +1,54 @@
+"""README's programs run as printed, alone and under MPI."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXPECTED = [r"loss \d\.\d\de-\d\d", r"decay and frequency: \[0\.7 2\.5\]"]
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+ALONE: list[str] = []
+UNDER_MPI = [str(MPIEXEC), "-n", "2"]
+
+needs_mpiexec = pytest.mark.skipif(
+    MPIEXEC is None, reason="no mpiexec beside this Python: pip install 'mpishard[mpi]'"
+)
+
+
+def test_there_are_two_programs() -> None:
+    assert len(PROGRAMS) == len(EXPECTED)
+
+
+@pytest.mark.spawned
+@pytest.mark.parametrize(
+    "launcher", [ALONE, pytest.param(UNDER_MPI, marks=needs_mpiexec)], ids=["alone", "mpi"]
+)
+@pytest.mark.parametrize("number", range(len(EXPECTED)))
+def test_program_runs_as_printed(tmp_path: Path, number: int, launcher: list[str]) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAMS[number])
+    ended = subprocess.run(
+        [*launcher, sys.executable, str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(EXPECTED[number], ended.stdout)) == 1, ended.stdout
+
+
+@pytest.mark.parametrize("program", ["quickstart", "fit_function"])
+def test_program_is_the_example(program: str) -> None:
+    assert (ROOT / "examples" / f"{program}.py").read_text().strip() in {
+        text.strip() for text in PROGRAMS
+    }
+
+
+def test_what_readme_names_is_there() -> None:
+    named = re.findall(r"`((?:tests|scripts|docs|examples)/[\w/.]+)", README)
+    named += re.findall(r"\]\(((?:docs|LICENSE)[\w/.]*)\)", README)
+    assert [path for path in named if not (ROOT / path).exists()] == []
