@@ -18,6 +18,7 @@ __all__ = [
     "launched_world_size",
     "launcher_variable",
     "log_level",
+    "malloc_tunables",
     "mpi_timeout",
     "mpi_warning",
     "openblas_kernel",
@@ -111,16 +112,32 @@ def _seconds(name: str, default: float) -> float:
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
-def openblas_kernel() -> str | None:
+def openblas_kernel(chosen: str | None) -> str | None:
     """OPENBLAS_CORETYPE that NumPy should be loaded with, or None where it should be left alone.
 
-    On AVX-512 processors that it does not know by name, NumPy's OpenBLAS picks its AVX2 kernels
-    (``Haswell``), which multiply matrices at half the speed of ``SkylakeX``. The variable is read
-    once, when NumPy is loaded. None where it is set already, or the processor has no AVX-512.
+    On AVX-512 processors that it does not know by name, NumPy's OpenBLAS picks its AVX2 kernels,
+    which multiply matrices at half the speed of ``SkylakeX``. The variable is read once, when
+    NumPy is loaded.
+
+    Parameters
+    ----------
+    chosen : str or None
+        The kernels that OpenBLAS chose by itself in this process; None where it is not used.
     """
-    if "OPENBLAS_CORETYPE" in os.environ:
+    if "OPENBLAS_CORETYPE" in os.environ or chosen not in ("Haswell", "Zen"):
         return None
     return "SkylakeX" if _cpu_flags() >= _AVX512 else None
+
+
+def malloc_tunables() -> str | None:
+    """GLIBC_TUNABLES that keep freed memory for the next step, or None where it is set.
+
+    Every step asks for the same activations again. By default glibc hands large blocks back to
+    the kernel, which then clears each page anew: 10 to 18 % of a GPT's step.
+    """
+    if "GLIBC_TUNABLES" in os.environ:
+        return None
+    return "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=2147483647"
 
 
 def terminal_columns() -> int | None:

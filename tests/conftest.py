@@ -39,8 +39,9 @@ _VERDICT_BYTES = 8192
 class Verdicts:
     """How a test went on each rank."""
 
-    def __init__(self, mpi):
+    def __init__(self, mpi, capture):
         self.mpi = mpi
+        self.capture = capture
         self.comm = mpi.COMM_WORLD.Dup()
         self.rank = self.comm.Get_rank()
         self.world_size = self.comm.Get_size()
@@ -72,7 +73,9 @@ class Verdicts:
             verdicts = self.exchange(text)
         except BaseException:
             # Out of step with the others, who would wait for ever.
+            self.capture.suspend_global_capture(in_=False)
             traceback.print_exc()
+            time.sleep(0.3)
             self.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
             raise
         elsewhere = "\n".join(
@@ -100,10 +103,16 @@ def pytest_configure(config):
     if _is_under_mpi(config):
         from mpi4py import MPI
 
-        verdicts = config.stash[_verdicts_key] = Verdicts(MPI)
-        if verdicts.rank != 0:
-            reporter = config.pluginmanager.getplugin("terminalreporter")
-            reporter._tw._file = io.StringIO()
+        config.stash[_verdicts_key] = Verdicts(
+            MPI, config.pluginmanager.getplugin("capturemanager")
+        )
+
+
+def pytest_sessionstart(session):
+    verdicts = session.config.stash.get(_verdicts_key, None)
+    if verdicts is not None and verdicts.rank != 0:
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = io.StringIO()
 
 
 def pytest_report_header(config):

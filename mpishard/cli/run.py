@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import threadpoolctl
 import typer
 
 from mpishard import settings
@@ -24,6 +25,7 @@ __all__ = ["run"]
 _GRACE_SECONDS = 4
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
+_UNSAID = ("GLIBC_TUNABLES", "MPISHARD_COLUMNS")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -81,18 +83,27 @@ def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str
     # Under SLURM only the ranks know their cores: init() sets the threads there.
     if not settings.blas_threads_are_set() and not launcher.is_slurm:
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks_per_host))
-    kernel = settings.openblas_kernel()
+    kernel = settings.openblas_kernel(_chosen_kernel())
     if kernel is not None:
         added["OPENBLAS_CORETYPE"] = kernel
+    tunables = settings.malloc_tunables()
+    if tunables is not None:
+        added["GLIBC_TUNABLES"] = tunables
     if sys.stdout.isatty():
         added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
     return added
 
 
+def _chosen_kernel() -> str | None:
+    """The kernels that NumPy's OpenBLAS has chosen here; the ranks' will choose the same."""
+    libraries = threadpoolctl.threadpool_info()
+    return next((i["architecture"] for i in libraries if i["internal_api"] == "openblas"), None)
+
+
 def _announcement(launcher: Launcher, ranks: int, added: dict[str, str]) -> str:
     parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} of {launcher.library}"]
     parts.append(f"started by {launcher.program}")
-    parts += [f"{name}={value}" for name, value in added.items() if name != "MPISHARD_COLUMNS"]
+    parts += [f"{name}={value}" for name, value in added.items() if name not in _UNSAID]
     return f"mpishard run: {', '.join(parts)}"
 
 

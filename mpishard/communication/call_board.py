@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -48,8 +49,9 @@ class CallBoard:
             os.close(handle)
         path = node_comm.bcast(path)
         # Opened by each rank for itself: a lock belongs to the opening, not to the file.
-        self._file = open(path, "r+b")  # noqa: SIM115 - lives as long as the process
-        self._rows = np.ndarray(shape, np.int64, mmap.mmap(self._file.fileno(), nbytes))
+        self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
+        self._rows = np.ndarray(shape, np.int64, mmap.mmap(self._file, nbytes))
         self._rows[self._local, 0, 1] = os.getpid()
         node_comm.Barrier()
         if self._local == 0:

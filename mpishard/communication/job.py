@@ -19,6 +19,7 @@ __all__ = ["Job"]
 
 _NOTICE_SECONDS = 0.2
 _REPORT_GRACE_SECONDS = 1.0
+_OUTPUT_SECONDS = 0.25
 _DOZE_SECONDS = 1e-3
 
 
@@ -148,6 +149,8 @@ class Job:
         self.flush()
         if self.board is None or self.board.claim_report():
             print(report, file=sys.stderr, flush=True)
+            # An aborted job's output is lost where the launcher has not read it yet.
+            time.sleep(_OUTPUT_SECONDS)
         else:
             # The rank that reports ends this one too.
             time.sleep(_REPORT_GRACE_SECONDS)

@@ -99,7 +99,7 @@ class ParameterTable:
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """The entries that share an element with the flat range ``[start, stop)``."""
-        return [e for e in self.entries if e.start < stop and start < e.stop]
+        return [e for e in self.entries if max(e.start, start) < min(e.stop, stop)]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
         """Views of ``vector``, shape (length,), shaped as the parameters and nested by name."""

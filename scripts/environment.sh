@@ -1,0 +1,148 @@
+# Sourced by train.sh and test.sh: makes `.venv` at the top of the repository, whole and up to date.
+#
+#     prepare_environment EXTRA...     afterwards "$python" is the environment's interpreter
+#
+# `.venv/mpishard.begun` marks an environment that this file started to make, and
+# `.venv/mpishard.stamp` one that is finished: what it was made from, and its extras. An environment
+# that was begun and not finished, whose Python does not run, or that has moved, is made again; one
+# that somebody else made is installed into. Where the stamp fits, nothing is installed.
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="$root/.venv"
+python="$venv/bin/python"
+
+say() { printf '%s: %s\n' "$(basename -- "$0")" "$*" >&2; }
+
+refuse() {
+    say "$1"
+    [ $# -lt 2 ] || printf '    %s\n' "$2" >&2
+    exit 1
+}
+
+# The command that installs the packages $1 (Debian), $2 (Fedora) or $3 (Homebrew) here.
+install_hint() {
+    local sudo=''
+    [ "$(id -u)" = 0 ] || sudo='sudo '
+    if command -v apt-get >/dev/null; then
+        echo "${sudo}apt-get install $1"
+    elif command -v dnf >/dev/null; then
+        echo "${sudo}dnf install $2"
+    elif command -v brew >/dev/null; then
+        echo "brew install $3"
+    else
+        echo "install $1 with this machine's package manager, or Python from https://www.python.org"
+    fi
+}
+
+runs_python_311() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+# Prints the newest Python 3.11+ on PATH that can make environments. A name on PATH may be a shim
+# that runs nothing, so each is tried.
+find_python() {
+    local name incomplete=''
+    for name in python3.14 python3.13 python3.12 python3.11 python3; do
+        runs_python_311 "$name" || continue
+        if "$name" -c 'import venv, ensurepip' >/dev/null 2>&1; then
+            # Not the name itself: it may lie in the environment that is about to be replaced.
+            "$name" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'
+            return
+        fi
+        [ -n "$incomplete" ] || incomplete="$name"
+    done
+    if [ -z "$incomplete" ]; then
+        refuse 'needs Python 3.11 or newer, and there is none on PATH. Mend it with' \
+            "$(install_hint 'python3 python3-venv' python3.13 python@3.13)"
+    fi
+    local version
+    version="$("$incomplete" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
+    refuse "$version cannot make virtual environments here. Mend it with" \
+        "$(install_hint "$version-venv" "$version" "${version/python/python@}")"
+}
+
+# What is installed depends on: dependencies and build system, and not the tools' tables.
+sources_key() {
+    { cat "$root/setup.cfg" && sed -n '/^\[build-system\]/,/^$/p' "$root/pyproject.toml"; } | cksum
+}
+
+# 0 where the environment can be used or installed into.
+environment_is_sound() {
+    runs_python_311 "$python" || return 1
+    if [ -e "$venv/mpishard.stamp" ]; then
+        # Moved or copied with the repository, its scripts and the package's path lead elsewhere.
+        [ "$(sed -n 's/^root //p' "$venv/mpishard.stamp")" = "$root" ]
+    else
+        [ ! -e "$venv/mpishard.begun" ] && "$python" -m pip --version >/dev/null 2>&1
+    fi
+}
+
+installed_extras() { sed -n 's/^extras //p' "$venv/mpishard.stamp" 2>/dev/null || true; }
+
+stamp_fits() {
+    [ "$(sed -n 's/^key //p' "$venv/mpishard.stamp" 2>/dev/null)" = "$(sources_key)" ] || return 1
+    local extra installed
+    installed=" $(installed_extras) "
+    for extra in "$@"; do
+        case "$installed" in *" $extra "*) ;; *) return 1 ;; esac
+    done
+}
+
+# Says why, where mpi4py finds no MPI library or what is installed is damaged.
+mpi_loads() {
+    "$python" -P -c '
+import importlib.metadata
+import mpi4py
+mpi4py.rc.initialize = False
+import mpi4py.MPI, numpy
+importlib.metadata.version("mpishard")' 2>&1
+}
+
+make_environment() {
+    local base
+    base="$(find_python)" || exit 1
+    if [ -e "$venv" ] || [ -L "$venv" ]; then
+        say 'making .venv again: it is unfinished, broken or moved'
+        rm -rf -- "$venv"
+    fi
+    say "making .venv with $base"
+    mkdir -- "$venv"
+    : >"$venv/mpishard.begun"
+    "$base" -m venv -- "$venv" || refuse "$base could not make $venv"
+}
+
+install_package() {
+    local extras
+    # Those of before stay installed: training and testing share the environment.
+    # shellcheck disable=SC2046 # one word per extra
+    extras="$(printf '%s\n' "$@" $(installed_extras) | sort -u | tr '\n' ' ')"
+    extras="${extras% }"
+    rm -f -- "$venv/mpishard.stamp"
+    say "installing mpishard with ${extras// /, } (a minute or two, once)"
+    # Relative, since pip would take a bracket or a comma in the path for its own.
+    (cd -- "$root" && "$python" -m pip --disable-pip-version-check install --quiet \
+        --editable ".[${extras// /,}]") ||
+        refuse 'the installation failed, for the reason that pip gives above; run this again'
+    local reason
+    reason="$(mpi_loads)" ||
+        refuse "mpi4py cannot load an MPI library (${reason##*$'\n'}). Mend it with" \
+            "$(install_hint openmpi-bin openmpi open-mpi)"
+    printf 'root %s\nkey %s\nextras %s\n' "$root" "$(sources_key)" "$extras" \
+        >"$venv/mpishard.stamp.new"
+    mv -- "$venv/mpishard.stamp.new" "$venv/mpishard.stamp"
+}
+
+prepare_environment() {
+    # One at a time: the lock is on the folder itself, so nothing is left behind.
+    exec 9<"$root"
+    if command -v flock >/dev/null && ! flock --nonblock 9; then
+        say 'waiting for another run that makes .venv'
+        flock 9
+    fi
+    if [ -e "$venv/mpishard.stamp" ] && ! mpi_loads >/dev/null; then
+        rm -f -- "$venv/mpishard.stamp"
+    fi
+    environment_is_sound || make_environment
+    stamp_fits "$@" || install_package "$@"
+    exec 9<&-
+}

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# Passes the tests on a fresh machine: see --help.
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+    cat <<'EOF'
+usage: scripts/test.sh [--full] [pytest arguments]
+
+Makes .venv (the first time only) and runs every layer of the tests, whatever the others say:
+
+    static     ruff, import-linter, mypy --strict
+    memory     pytest: one process, thread-ranks
+    mpi 2 3 4  the tests that also run on MPI ranks, under mpiexec -n 2, 3 and 4
+    spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
+
+Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
+has no tests. pytest arguments (-k, -x, files) go to every layer but the first, and may leave some
+without tests. --full runs whole matrices where a sample is the default.
+EOF
+}
+
+arguments=()
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit ;;
+        --full) export MPISHARD_TEST_FULL=1 ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+
+trap 'exit 130' INT
+prepare_environment mpi plot test dev
+cd -- "$root"
+set +e # a layer that fails does not keep the others from running
+logs="$(mktemp -d)"
+trap 'rm -rf -- "$logs"' EXIT
+
+table=''
+passing=''
+memory_line=''
+failing=''
+failed=0
+tested=0
+
+# layer NAME COMMAND...: runs it, shows its output, and notes time and verdict.
+layer() {
+    local name="$1" start=$SECONDS code verdict closing
+    shift
+    printf '\n---- %s\n' "$name"
+    "$@" 2>&1 | tee "$logs/layer"
+    code=${PIPESTATUS[0]}
+    # The one way for pytest to say that it was given nothing to do.
+    if [ "$code" = 5 ] && [ ${#arguments[@]} -gt 0 ]; then
+        verdict='none selected'
+    elif [ "$code" = 0 ]; then
+        verdict='passed'
+    else
+        verdict="FAILED (exit code $code)"
+        failed=1
+    fi
+    table+="$(printf '%-8s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
+    [ "$name" != static ] || return 0
+    [ "$verdict" = 'none selected' ] || tested=1
+    closing="$(grep -E '(passed|failed|skipped|deselected|errors?|no tests ran).* in [0-9.]+s' \
+        "$logs/layer" | tail -n 1)"
+    # Failures come last, and after the others the largest layer: the end is what people read.
+    if [ "$verdict" = passed ] && [ "$name" = memory ]; then
+        memory_line="$closing"$'\n'
+    elif [ "$verdict" = passed ]; then
+        passing+="$closing"$'\n'
+    elif [ "$code" != 5 ] || [ ${#arguments[@]} = 0 ]; then
+        failing+="${closing:-"$name: pytest did not come to its closing line"}"$'\n'
+    fi
+}
+
+# shellcheck disable=SC2329 # layer() calls it, and those below
+static() {
+    local code=0
+    "$venv/bin/ruff" check || code=1
+    "$venv/bin/ruff" format --check || code=1
+    "$venv/bin/lint-imports" --no-logo || code=1
+    "$venv/bin/mypy" --strict mpishard || code=1
+    return "$code"
+}
+
+memory() {
+    "$python" -m pytest -m 'not mpi and not spawned' ${arguments[@]+"${arguments[@]}"}
+}
+
+# Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
+ranks() {
+    OMP_NUM_THREADS=1 "$venv/bin/mpiexec" -n "$1" "$python" -m pytest --with-mpi -m mpi \
+        -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
+        ${arguments[@]+"${arguments[@]}"} </dev/null
+}
+
+spawned() {
+    OMP_NUM_THREADS=1 "$python" -m pytest -m spawned -o testpaths=tests \
+        ${arguments[@]+"${arguments[@]}"}
+}
+
+start=$SECONDS
+layer static static
+layer memory memory
+for size in 2 3 4; do
+    layer "mpi $size" ranks $size
+done
+layer spawned spawned
+
+if [ $tested = 0 ]; then
+    failed=1
+    failing='no layer has a test that these arguments select'$'\n'
+fi
+printf '\n---- times\n%s%-8s %5d s\n\n' "$table" all $((SECONDS - start))
+printf '%s%s%s' "$passing" "$memory_line" "$failing"
+exit $failed

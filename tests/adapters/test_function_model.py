@@ -1,0 +1,86 @@
+"""A function as a model: what it takes, and what it says to a function that is none."""
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.errors import MissingMemberError
+from mpishard.testing.gradients import check_gradients
+
+
+def fun(theta, x, y):
+    error = x @ theta - y
+    return float(np.mean(error**2)), 2 * x.T @ error / len(x)
+
+
+def data(samples=9):
+    generator = np.random.default_rng(0)
+    return generator.standard_normal((samples, 3)), generator.standard_normal(samples)
+
+
+def model(**options) -> ms.FunctionModel:
+    return ms.FunctionModel(fun, np.array([1.0, -1.0, 0.5]), **options)
+
+
+def test_parameters_are_copies():
+    first = np.zeros(3)
+    one = ms.FunctionModel(fun, first)
+    first[0] = 7
+    one.get_parameters()[1] = 7
+    assert one.get_parameters().tolist() == [0, 0, 0]
+    given = np.ones(3)
+    one.set_parameters(given)
+    given[0] = 7
+    assert one.get_parameters().tolist() == [1, 1, 1]
+
+
+def test_gradient_and_plain_training():
+    check_gradients(model(), *data())
+    one = model()
+    losses = [one.train(*data(), learning_rate=0.1) for _ in range(50)]
+    assert losses[-1] < losses[0]
+
+
+def test_predict_needs_a_function():
+    with pytest.raises(MissingMemberError, match="pass predict="):
+        model().predict(data()[0])
+    one = model(predict=lambda theta, x: x @ theta)
+    assert (one.predict(data()[0]) == data()[0] @ one.get_parameters()).all()
+
+
+def test_files_go_round_and_fit_sharded_models(tmp_path):
+    def save(backend):
+        sharded = ms.as_distributed(model(), backend)
+        sharded.set_parameters(np.array([3.0, 4.0, 5.0]))
+        sharded.save_model(tmp_path / "saved")
+        return sharded.serialize()
+
+    data_of_ranks = ms.run_in_threads(2, save)
+    for take in (
+        lambda m: m.load_model(tmp_path / "saved"),
+        lambda m: m.deserialize(data_of_ranks[1]),
+    ):
+        one = model()
+        take(one)
+        assert one.get_parameters().tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ms.FunctionModel(None, np.ones(2)), TypeError, "fun\\(theta, x, y\\)"),
+        (lambda: ms.FunctionModel(fun, np.ones(2), predict=3), TypeError, "predict"),
+        (lambda: ms.FunctionModel(fun, np.ones((2, 2))), ValueError, r"shape \(2, 2\)"),
+        (lambda: ms.FunctionModel(fun, np.ones(0)), ValueError, "non-empty"),
+        (lambda: ms.FunctionModel(fun, [1, 2]), ValueError, "int64"),
+        (lambda: model().set_parameters(np.ones(4)), ValueError, "expected 3 parameters"),
+        (
+            lambda: ms.FunctionModel(lambda t, x, y: (0.0, t[:1]), np.ones(2)).train(*data()),
+            ValueError,
+            r"gradient of shape \(1,\) for parameters of shape \(2,\)",
+        ),
+    ],
+)
+def test_mistakes(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,207 @@
+"""``mpishard run``: real jobs, and what it refuses."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard import settings
+from mpishard.cli import app
+
+RANKS = """
+import os, sys
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+threads = os.environ.get("OMP_NUM_THREADS")
+MPI.COMM_WORLD.Barrier()
+os.write(1, f"rank {comm.rank} of {comm.size} got {sys.argv[1:]} threads {threads}\\n".encode())
+"""
+
+FAILS = """
+import os, time
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    os._exit(7)
+time.sleep(60)
+"""
+
+WAITS = """
+import os, signal, sys, time
+from mpi4py import MPI
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.write(1, f"pid {os.getpid()}\\n".encode())
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def needs_mpi():
+    pytest.importorskip("mpi4py")
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "a script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def start(*arguments, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mpishard", "run", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | variables,
+        start_new_session=True,
+    )
+
+
+def run(*arguments, **variables):
+    job = start(*arguments, **variables)
+    out, error = job.communicate(timeout=50)
+    return job.returncode, out, error
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_ranks_meet_and_get_the_scripts_options(script):
+    code, out, error = run("-n", "2", script(RANKS), "--lr", "3", "-n", "5", "--help", "--", "x y")
+    assert code == 0, error
+    options = "['--lr', '3', '-n', '5', '--help', '--', 'x y']"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(re.findall(r"rank .*", out)) == [
+        f"rank {rank} of 2 got {options} threads {threads}" for rank in (0, 1)
+    ]
+    lines = [line for line in error.splitlines() if line.startswith("mpishard run:")]
+    assert len(lines) == 1
+    assert re.search(r"2 ranks of (MPICH|Open MPI|Intel MPI) [\d.]+, started by /\S+", lines[0])
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_threads_that_the_user_chose_stay(script):
+    _, out, error = run("-n", "2", script(RANKS), OMP_NUM_THREADS="3")
+    assert out.count("threads 3") == 2
+    assert "OMP_NUM_THREADS" not in error
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_ends_with_the_code_of_the_rank_that_failed(script):
+    started = time.monotonic()
+    code, _, _ = run("-n", "2", script(FAILS))
+    assert code == 7
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGINT, ["deaf"])],
+    ids=["SIGINT", "SIGTERM", "SIGINT ignored by the ranks"],
+)
+def test_a_signal_ends_all_ranks(script, number, options):
+    job = start("-n", "2", script(WAITS), *options)
+    text = ""
+    while len(pids := re.findall(r"pid (\d+)\n", text)) < 2:
+        text += job.stdout.readline()
+    started = time.monotonic()
+    job.send_signal(number)
+    job.communicate(timeout=30)
+    assert job.returncode == 128 + number
+    assert time.monotonic() - started < 5
+    while any(is_running(int(pid)) for pid in pids):
+        assert time.monotonic() - started < 10, "a rank outlived the job"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "SCRIPT"], "at least one rank, got -n 0"),
+        (["-n", "2", "nowhere.py"], "there is no script nowhere.py"),
+        (["-n", "2", "--hosts", "a,,b", "SCRIPT"], "--hosts has an empty name: 'a,,b'"),
+        (["-n", "1", "--hosts", "a,b", "SCRIPT"], "names 2 machines for 1 ranks"),
+        (["-n", "two", "SCRIPT"], "Invalid value for '-n'"),
+        (["SCRIPT"], "Missing option '-n'"),
+        (["-n", "2"], "Missing argument"),
+        (["-n", "2", "--bogus", "SCRIPT"], "No such option: --bogus"),
+    ],
+)
+def test_refuses(script, arguments, message):
+    path = script("")
+    result = CliRunner().invoke(app, ["run", *(path if a == "SCRIPT" else a for a in arguments)])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.spawned
+def test_without_mpi4py(script, tmp_path):
+    # A module of that name that cannot be imported stands for one that is not there.
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
+    code, _, error = run("-n", "2", script(RANKS), PYTHONPATH=f"{tmp_path}:{Path.cwd()}")
+    assert code == 2
+    assert error.startswith("mpishard run: mpi4py cannot be used here")
+    assert len(error.splitlines()) == 2
+
+
+def test_version_and_help():
+    assert CliRunner().invoke(app, ["--version"]).exit_code == 0
+    listed = CliRunner().invoke(app, ["run", "--help"])
+    assert listed.exit_code == 0
+    assert "SCRIPT [ARGS]..." in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "kernel"),
+    [
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni", "Haswell", "SkylakeX"),
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", "Zen", "SkylakeX"),
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", "SapphireRapids", None),
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", None, None),
+        ("fpu avx2 avx512f avx512cd", "Haswell", None),
+        ("fpu avx2", "Haswell", None),
+        ("", "Haswell", None),
+    ],
+)
+def test_openblas_kernel(monkeypatch, flags, chosen, kernel):
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(settings, "_cpu_flags", lambda: set(flags.split()))
+    assert settings.openblas_kernel(chosen) == kernel
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert settings.openblas_kernel(chosen) is None
+
+
+def test_memory_settings_that_the_user_chose_stay(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert "glibc.malloc.mmap_threshold" in settings.malloc_tunables()
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    assert settings.malloc_tunables() is None
+
+
+def test_terminal_columns(monkeypatch):
+    monkeypatch.setenv("MPISHARD_COLUMNS", "132")
+    assert settings.terminal_columns() == 132
+    monkeypatch.delenv("MPISHARD_COLUMNS")
+    assert settings.terminal_columns() is None

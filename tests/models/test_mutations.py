@@ -1,0 +1,250 @@
+"""The equality check bites: with any one thing broken it fails.
+
+A check that passes with a collective removed is no check. Each mutant below breaks one thing that
+training needs, on all ranks alike, so that nothing crashes and only the numbers can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard.communication import (
+    InMemoryCommunicationBackend,
+    ReductionOperation,
+    run_in_threads,
+)
+from mpishard.layout import ShardLayout
+from mpishard.models.engine import Engine
+from mpishard.models.gradient_store import ShardedGradients
+from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.optimizers.optimizer import Optimizer
+
+Backend = InMemoryCommunicationBackend
+Patch = pytest.MonkeyPatch
+TOTALS = (3,)  # shape of the small all-reduce of a step: loss, weight, squared norm
+
+
+class Done:
+    """A collective that did not take place."""
+
+    def wait(self) -> None:
+        return None
+
+
+def reduce_scatter_without_reduction(patch: Patch) -> None:
+    def mutant(self: Any, array: Any, *_: Any, out: Any, **options: Any) -> Done:
+        out[...] = array[ShardLayout(len(array), self.world_size).slice(self.rank)]
+        return Done()
+
+    patch.setattr(Backend, "reduce_scatter_async", mutant)
+
+
+def reduce_scatter_to_the_neighbour(patch: Patch) -> None:
+    original = Backend.reduce_scatter_async
+
+    def mutant(self: Any, array: Any, *_: Any, out: Any, **options: Any) -> Any:
+        size = ShardLayout(len(array), self.world_size).size(0)
+        return original(self, np.roll(array, size), out=out)
+
+    patch.setattr(Backend, "reduce_scatter_async", mutant)
+
+
+def all_gather_with_two_ranks_swapped(patch: Patch) -> None:
+    original = Backend.all_gather_async
+
+    def mutant(self: Any, array: Any, *, out: Any = None) -> Any:
+        if out is None:  # not a unit
+            return original(self, array)
+        full = original(self, array).wait()
+        layout = ShardLayout(len(full), self.world_size)
+        pieces = [full[layout.slice(rank)] for rank in range(self.world_size)]
+        pieces[0], pieces[1] = pieces[1], pieces[0]
+        out[...] = np.concatenate(pieces)
+        return Done()
+
+    patch.setattr(Backend, "all_gather_async", mutant)
+
+
+def _all_reduce(patch: Patch, is_broken: Callable[[Any], bool], operation: Any) -> None:
+    original = Backend.all_reduce_async
+
+    def mutant(self: Any, array: Any, *arguments: Any, **options: Any) -> Any:
+        if not is_broken(array):
+            return original(self, array, *arguments, **options)
+        return Done() if operation is None else original(self, array, operation)
+
+    patch.setattr(Backend, "all_reduce_async", mutant)
+
+
+def all_reduce_dropped(patch: Patch) -> None:
+    _all_reduce(patch, lambda array: array.shape != TOTALS, None)
+
+
+def all_reduce_averages(patch: Patch) -> None:
+    _all_reduce(patch, lambda array: array.shape != TOTALS, ReductionOperation.AVERAGE)
+
+
+def reduce_scatter_averages(patch: Patch) -> None:
+    original = Backend.reduce_scatter_async
+
+    def mutant(self: Any, array: Any, *_: Any, out: Any, **options: Any) -> Any:
+        return original(self, array, ReductionOperation.AVERAGE, out=out)
+
+    patch.setattr(Backend, "reduce_scatter_async", mutant)
+
+
+def broadcast_dropped(patch: Patch) -> None:
+    patch.setattr(Backend, "broadcast", lambda self, array, root=0: array)
+
+
+def scatter_deals_in_reverse(patch: Patch) -> None:
+    original = Backend.scatter
+
+    def mutant(self: Any, array: Any, root: int = 0, *, counts: Any) -> Any:
+        return original(self, None if array is None else array[::-1].copy(), root, counts=counts)
+
+    patch.setattr(Backend, "scatter", mutant)
+
+
+def publish_dropped(patch: Patch) -> None:
+    patch.setattr(ReplicatedParameters, "publish", lambda self, pieces: None)
+
+
+def weight_ignored(patch: Patch) -> None:
+    """The mean of the ranks' means, as if all batches were alike."""
+    original = Engine._pass
+
+    def mutant(self: Any, x: Any, y: Any, gradients: Any, **options: Any) -> Any:
+        total, _ = original(self, x, y, gradients, **options)
+        return total, 3.0
+
+    patch.setattr(Engine, "_pass", mutant)
+
+
+def weight_of_this_rank_only(patch: Patch) -> None:
+    original = Engine._totals
+
+    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+        weight = max(float(message[1]), 1.0) * self.backend.world_size
+        total, _, squared = original(self, message, own_loss)
+        return total, weight, squared
+
+    patch.setattr(Engine, "_totals", mutant)
+
+
+def norm_of_this_rank_only(patch: Patch) -> None:
+    original = Engine._totals
+
+    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+        squared = float(message[2])
+        total, weight, _ = original(self, message, own_loss)
+        return total, weight, squared
+
+    patch.setattr(Engine, "_totals", mutant)
+
+
+def clipping_dropped(patch: Patch) -> None:
+    patch.setattr(Optimizer, "clip_factor", lambda self, norm: 1.0)
+
+
+def stale_units(patch: Patch) -> None:
+    """A unit once gathered is never let go."""
+    patch.setattr(ShardedParameters, "reshard", lambda self, unit: None)
+    patch.setattr(ShardedParameters, "publish", lambda self, pieces: None)
+
+
+def gradients_not_cleared(patch: Patch) -> None:
+    """What one unit has left in a pooled buffer is added to the next unit's gradient."""
+
+    def mutant(self: Any, unit: Any) -> Any:
+        if unit.index not in self._open:
+            self._open[unit.index] = self._take_slot()
+            if not hasattr(self, "_seen"):
+                self._seen = set()
+            if id(self._open[unit.index]) not in self._seen:
+                self._seen.add(id(self._open[unit.index]))
+                self._open[unit.index].fill(0)
+        return self._open[unit.index][: unit.length]
+
+    patch.setattr(ShardedGradients, "gradient", mutant)
+
+
+# What is broken, and where training must notice.
+MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
+    (reduce_scatter_without_reduction, "fsdp", "mlp"),
+    (reduce_scatter_without_reduction, "fsdp", "tied"),
+    (reduce_scatter_without_reduction, "fsdp", "function"),
+    (reduce_scatter_to_the_neighbour, "fsdp", "mlp"),
+    (reduce_scatter_averages, "fsdp", "gpt"),
+    (all_gather_with_two_ranks_swapped, "fsdp", "mlp"),
+    (all_gather_with_two_ranks_swapped, "fsdp", "gpt"),
+    (all_gather_with_two_ranks_swapped, "fsdp", "function"),
+    (all_reduce_dropped, "ddp", "mlp"),
+    (all_reduce_dropped, "ddp", "function"),
+    (all_reduce_averages, "ddp", "gpt"),
+    (broadcast_dropped, "ddp", "mlp"),
+    (broadcast_dropped, "fsdp", "function"),
+    (scatter_deals_in_reverse, "fsdp", "mlp"),
+    (publish_dropped, "fsdp", "function"),
+    (weight_ignored, "ddp", "mlp"),
+    (weight_ignored, "fsdp", "gpt"),
+    (weight_of_this_rank_only, "fsdp", "mlp"),
+    (stale_units, "fsdp", "mlp"),
+    (gradients_not_cleared, "fsdp", "mlp"),
+]
+CLIPPING_MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
+    (norm_of_this_rank_only, "fsdp", "mlp"),
+    (norm_of_this_rank_only, "fsdp", "function"),
+    (clipping_dropped, "ddp", "mlp"),
+    (clipping_dropped, "fsdp", "gpt"),
+]
+LIMIT = 0.05  # so low that every step is clipped
+
+
+def clipped(g: Any) -> Any:
+    return g * min(1.0, LIMIT / np.linalg.norm(g))
+
+
+def kills(
+    problems: Any, patch: Patch, mutant: Callable[[Patch], None], strategy: str, kind: str,
+    rule: str, *, clips: bool = False,
+) -> None:  # fmt: skip
+    """Whether the check that passes as the code stands fails with the mutant, by its numbers."""
+    transform, options = (clipped, {"clip_global_norm": LIMIT}) if clips else (np.asarray, {})
+    expected = problems.train_sequentially(
+        kind, problems.TEXTBOOK[rule], steps=3, transform=transform
+    )
+
+    def check(backend: Any) -> None:
+        actual = problems.train_sharded(backend, kind, strategy, rule, 1, 3, options)
+        problems.assert_equal(actual, expected)
+
+    run_in_threads(3, check)
+    mutant(patch)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        run_in_threads(3, check)
+
+
+def rows(table: list[Any]) -> list[Any]:
+    return [pytest.param(*row, id=f"{row[0].__name__}-{row[2]}") for row in table]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(MUTANTS))
+def test_the_equality_check_kills(
+    problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str, rule: str
+) -> None:
+    kills(problems, monkeypatch, mutant, strategy, kind, rule)
+
+
+@pytest.mark.parametrize(("mutant", "strategy", "kind"), rows(CLIPPING_MUTANTS))
+def test_the_clipping_check_kills(
+    problems: Any, monkeypatch: Patch, mutant: Any, strategy: str, kind: str
+) -> None:
+    # Plain clipped descent cannot see the scale of a gradient, so it is no substitute for the
+    # check above: there, gradients that are all too large by one factor must be noticed.
+    kills(problems, monkeypatch, mutant, strategy, kind, "sgd", clips=True)

@@ -1,0 +1,330 @@
+"""What users see of a sharded model: every member, on every rank, under both strategies."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.communication import run_in_threads
+from mpishard.errors import MissingMemberError, ShardingError, StructureOnlyError
+from mpishard.models import DDPModel, FSDPModel
+from mpishard.sharding import ShardingConfiguration
+from mpishard.testing.worlds import in_worlds
+
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_kind = pytest.mark.parametrize("kind", ["mlp", "tied", "function"])
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+def first_values(problems: Any, kind: str) -> Any:
+    return problems.MODELS[kind](0).get_parameters()
+
+
+# ------------------------------------------------------------------------------------ accumulate
+
+
+@by_kind
+@by_strategy
+@pytest.mark.parametrize("defers", [(False,), (True,), (False, True), (True, False)])
+@in_worlds(1, 3)
+def test_accumulated_steps_equal_one_on_the_union(
+    backend: Any, problems: Any, kind: str, strategy: str, defers: tuple[bool, ...]
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy, "adamw", 60)
+    plain = problems.MODELS[kind](0)
+    theta, state = plain.get_parameters(), {}
+    for round_number in range(2):
+        steps = iter(range(10 * round_number, 10 * round_number + 10))
+        batches = []
+        for defer in defers:
+            before = model.gather_full_parameters()
+            with model.accumulate(defer=defer):
+                for step in (next(steps), next(steps)):
+                    optimizer.step(model, *problems.local_batch(backend, kind, step))
+                    batches.append(problems.batch(kind, step))
+            assert model.gather_full_parameters().tobytes() == before.tobytes()
+        step = next(steps)
+        batches.append(problems.batch(kind, step))
+        loss = optimizer.step(model, *problems.local_batch(backend, kind, step))
+        x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+        plain.set_parameters(theta)
+        expected, gradient = plain.compute_loss_and_gradients(x, y)
+        theta = problems.TEXTBOOK["adamw"](theta, gradient, state, round_number + 1)
+        close(loss, expected)
+        close(model.gather_full_parameters(), theta)
+
+
+@by_strategy
+@pytest.mark.parametrize("defer", [False, True])
+@in_worlds(1, 3)
+def test_an_exception_discards_what_was_added(
+    backend: Any, problems: Any, strategy: str, defer: bool
+) -> None:
+    expected = problems.train_sequentially("mlp", problems.TEXTBOOK["sgd"], 2)
+    model, optimizer = problems.build(backend, "mlp", strategy)
+    for step, theta in enumerate(expected.parameters):
+        with pytest.raises(KeyError), model.accumulate(defer=defer):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", 7))
+            raise KeyError
+        optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        close(model.gather_full_parameters(), theta)
+
+
+@in_worlds(2)
+def test_rounds_cannot_be_nested(backend: Any, problems: Any) -> None:
+    model, optimizer = problems.build(backend, "mlp", "fsdp")
+    with pytest.raises(RuntimeError, match="nested"), model.accumulate(), model.accumulate():
+        pass
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    expected = problems.train_sequentially("mlp", problems.TEXTBOOK["sgd"], 1)
+    close(model.gather_full_parameters(), expected.parameters[0])
+
+
+# ------------------------------------------------------------------------------------ parameters
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 2, 3)
+def test_every_rank_gets_the_plain_model(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, _ = problems.build(backend, kind, strategy)
+    expected = first_values(problems, kind)
+    with model.unsharded() as plain:
+        assert plain.get_parameters().tobytes() == expected.tobytes()
+        plain.set_parameters(0 * expected)  # not taken back
+    with model.unsharded(root=backend.world_size - 1) as plain:
+        assert (plain is None) == (backend.rank != backend.world_size - 1)
+        if plain is not None:
+            assert plain.get_parameters().tobytes() == expected.tobytes()
+    if plain is not None and kind != "function":
+        with pytest.raises(StructureOnlyError, match="after unsharded"):
+            plain.get_parameters()
+    assert model.get_parameters().tobytes() == expected.tobytes()
+    with pytest.raises(ValueError, match="root 9"), model.unsharded(root=9):
+        pass
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 3)
+def test_parameters_can_be_given(backend: Any, problems: Any, kind: str, strategy: str) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+    trained = model.get_parameters()
+    values = np.sin(np.arange(model.parameter_count))
+    other = model.with_parameters(values)
+    assert model.get_parameters().tobytes() == trained.tobytes()
+    assert other.get_parameters().tobytes() == values.tobytes()
+    model.set_parameters(values)
+    values[:] = 0  # the caller's again
+    assert model.get_parameters().tobytes() == other.get_parameters().tobytes()
+    if kind != "function":
+        x, y = problems.local_batch(backend, kind, 0)
+        close(model.predict(x), other.predict(x))
+    ranges = [model.get_parameters()[start:stop] for start, stop in model.owned_ranges]
+    assert np.concatenate(ranges).tobytes() == model.local_parameter_shard.tobytes()
+
+
+@by_strategy
+@pytest.mark.parametrize("member", ["set_parameters", "with_parameters", "apply_gradients"])
+@in_worlds(2, 3)
+def test_vectors_that_differ_between_ranks_are_refused_on_all(
+    backend: Any, problems: Any, strategy: str, member: str
+) -> None:
+    model, _ = problems.build(backend, "mlp", strategy)
+    extra = (0.1,) if member == "apply_gradients" else ()
+    before = model.get_parameters()
+    different = np.ones(model.parameter_count)
+    different[-1] += backend.rank
+    too_long = np.ones(model.parameter_count + (backend.rank == 1))
+    for vector in (different, too_long):
+        with pytest.raises(ValueError, match=f"{member}: (the vectors differ|expected a vector)"):
+            getattr(model, member)(vector, *extra)
+    assert model.get_parameters().tobytes() == before.tobytes()
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 3)
+def test_gradients_without_an_update(backend: Any, problems: Any, kind: str, strategy: str) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    plain = problems.MODELS[kind](0)
+    for step in range(2):
+        x, y = problems.batch(kind, step)
+        mine = slice(backend.rank, None)  # another batch on every rank, all with samples
+        before = model.get_parameters()
+        plain.set_parameters(before)
+        close(model.compute_gradients(x[mine], y[mine]), plain.compute_gradients(x[mine], y[mine]))
+        assert model.get_parameters().tobytes() == before.tobytes()
+        gradient = plain.compute_gradients(x, y)
+        model.apply_gradients(gradient, 0.1)
+        close(model.get_parameters(), before - 0.1 * gradient)
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+
+
+@in_worlds(2)
+def test_gradients_of_another_loss(backend: Any, problems: Any) -> None:
+    class Doubled(nn.MSE):
+        def backward(self, saved: Any) -> Any:
+            return 2 * super().backward(saved)
+
+    model, _ = problems.build(backend, "mlp", "fsdp")
+    x, y = problems.batch("mlp", 0)
+    close(model.compute_gradients(x, y, Doubled()), 2 * model.compute_gradients(x, y))
+
+
+@by_strategy
+@in_worlds(1, 3)
+def test_train_is_plain_descent(backend: Any, problems: Any, strategy: str) -> None:
+    model_class, _ = problems.STRATEGIES[strategy]
+    config = ShardingConfiguration(backend, learning_rate=0.05)
+    model, plain = model_class(problems.MODELS["mlp"](0), config), problems.MODELS["mlp"](0)
+    for step in range(3):
+        loss = model.train(*problems.local_batch(backend, "mlp", step))
+        close(loss, plain.train(*problems.batch("mlp", step), learning_rate=0.05))
+        close(model.get_parameters(), plain.get_parameters())
+        config.learning_rate = 0.05
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 2, 4)
+def test_predicts_any_number_of_rows(backend: Any, problems: Any, kind: str, strategy: str) -> None:
+    if kind == "function":
+        pytest.skip("has no predict; see test_black_box")
+    model, optimizer = problems.build(backend, kind, strategy, unit_size=60)
+    x, y = problems.batch(kind, 3)
+    for _ in range(2):
+        rows = x[: 3 * backend.rank]  # rank 0 has none
+        with model.unsharded() as plain:
+            expected = plain.predict(rows)
+        assert model.predict(rows).shape == expected.shape
+        close(model.predict(rows), expected)
+        optimizer.step(model, x, y)
+
+
+# ---------------------------------------------------------------------------- copies, bytes, words
+
+
+@by_kind
+def test_bytes_are_those_of_the_plain_model_everywhere(problems: Any, kind: str) -> None:
+    plain = problems.MODELS[kind](0)
+    data = plain.serialize()
+
+    def body(backend: Any, strategy: str) -> bytes:
+        model, _ = problems.build(backend, kind, strategy)
+        serialized = model.serialize()
+        model.set_parameters(np.zeros(model.parameter_count))
+        model.deserialize(serialized)
+        assert model.serialize() == serialized
+        stream = io.BytesIO()
+        model.save_state(stream)
+        stream.seek(0)
+        model.load_state(stream)
+        with pytest.raises(ValueError, match="do not fit the model"):
+            model.deserialize(nn.MLP([1, 1]).serialize())
+        return serialized
+
+    for strategy in ("ddp", "fsdp"):
+        for world_size in (1, 2, 5):
+            assert set(run_in_threads(world_size, body, strategy)) == {data}
+    plain.deserialize(data)
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 3)
+def test_clones_share_and_deep_copies_do_not(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    before, sequence = model.get_parameters(), backend._sequence
+    clone, copy = model.clone(), model.deep_copy()
+    assert backend._sequence == sequence
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+    assert clone.get_parameters().tobytes() == model.get_parameters().tobytes()
+    assert copy.get_parameters().tobytes() == before.tobytes()
+    _, another = problems.build(backend, kind, strategy)
+    another.step(copy, *problems.local_batch(backend, kind, 0))
+    assert copy.get_parameters().tobytes() == model.get_parameters().tobytes()
+
+
+@by_kind
+@by_strategy
+@in_worlds(3)
+def test_metadata_says_what_is_sharded(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, _ = problems.build(backend, kind, strategy)
+    sharded, layered = strategy == "fsdp", kind != "function"
+    properties = model.get_model_metadata().properties
+    assert properties == {
+        "IsDistributed": True,
+        "Strategy": strategy.upper(),
+        "WorldSize": 3,
+        "Rank": backend.rank,
+        "ShardSize": model.local_parameter_shard.size,
+        "ParametersSharded": sharded and layered,
+        "GradientsSharded": sharded,
+        "OptimizerStateSharded": sharded,
+    }
+    assert model.parameter_count == first_values(problems, kind).size
+    assert (model.rank, model.world_size) == (backend.rank, 3)
+    with pytest.raises(MissingMemberError, match="IFeatureImportance"):
+        model.get_feature_importance()
+
+
+@in_worlds(2)
+def test_gradients_are_synchronised_by_every_step(backend: Any, problems: Any) -> None:
+    model, optimizer = problems.build(backend, "mlp", "fsdp")
+    with pytest.raises(ShardingError, match="before any gradient"):
+        model.synchronize_gradients()
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    model.synchronize_gradients()
+
+
+# ------------------------------------------------------------------------------- the plain model
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_wrapped_model_is_structure(backend: Any, problems: Any, strategy: str) -> None:
+    plain = problems.MODELS["mlp"](0)
+    model = problems.STRATEGIES[strategy][0](plain, ShardingConfiguration(backend))
+    x, y = problems.batch("mlp", 0)
+    for ask in (
+        plain.get_parameters,
+        lambda: plain.set_parameters(np.ones(plain.parameter_count)),
+        lambda: plain.predict(x),
+        lambda: plain.train(x, y),
+    ):
+        with pytest.raises(StructureOnlyError, match=r"gather_full_parameters\(\)"):
+            ask()
+    assert model.wrapped_model is plain
+    fresh = plain.with_parameters(model.get_parameters())
+    DDPModel(fresh, ShardingConfiguration(backend))  # an object of its own
+
+
+@by_strategy
+@by_kind
+@in_worlds(1, 3)
+def test_release_gives_the_parameters_back(
+    backend: Any, problems: Any, strategy: str, kind: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+    trained = model.get_parameters()
+    plain = model.release()
+    assert plain is model.wrapped_model
+    assert plain.get_parameters().tobytes() == trained.tobytes()
+    again = FSDPModel(plain, ShardingConfiguration(backend))
+    assert again.get_parameters().tobytes() == trained.tobytes()

@@ -1,0 +1,126 @@
+"""scripts/train.sh and scripts/test.sh, with an interpreter that only writes down its calls."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHELL_FILES = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci/run"]
+
+
+@pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
+def test_is_shell(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("name", ["train.sh", "test.sh"])
+def test_help_needs_nothing(machine, name):
+    ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(f"usage: scripts/{name}")
+    assert not machine.venv.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ((), "-n 2 examples/train_gpt.py"),
+        (("-n", "3", "--steps", "7"), "-n 3 examples/train_gpt.py --steps 7"),
+        (("--resume", "runs/a b", "-n", "1"), "-n 1 examples/train_gpt.py --resume runs/a b"),
+    ],
+)
+def test_train(machine, given, passed_on):
+    machine.add_python()
+    ended = machine.run("bash", f"{machine.repository}/scripts/train.sh", *given)
+    assert ended.returncode == 0, ended.stderr
+    assert machine.calls("-m mpishard") == [f"python -m mpishard run {passed_on}"]
+
+
+class Suite:
+    """scripts/test.sh on a machine where each layer ends as told."""
+
+    def __init__(self, machine):
+        self.machine = machine
+        machine.add_python()
+        assert machine.prepare("dev", "mpi", "plot", "test").returncode == 0
+        for name in ("ruff", "lint-imports", "mypy"):
+            machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
+        machine.program(
+            machine.venv / "bin/mpiexec", '#!/bin/sh\nexport SIZE="$2"\nshift 2\nexec "$@"\n'
+        )
+
+    def run(self, *arguments, ends="", **variables):
+        """``ends``: shell that sets ``code`` for the layer that it runs in."""
+        script = self.machine.folder / "pytest.sh"
+        script.write_text(f"""
+            code=0
+            {ends}
+            case $code in
+                0) word="3 passed" ;;
+                5) word="9 deselected" ;;
+                *) word="1 failed, 2 passed" ;;
+            esac
+            case "$*" in *"not spawned"*) word="$word, 100 warnings" ;; esac
+            echo "===== $word in 0.12s ====="
+            exit $code
+            """)
+        path = f"{self.machine.repository}/scripts/test.sh"
+        return self.machine.run("bash", path, *arguments, PYTEST=str(script), **variables)
+
+
+@pytest.fixture
+def suite(machine):
+    return Suite(machine)
+
+
+def test_all_layers_pass(suite):
+    ended = suite.run()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len(suite.machine.calls("--with-mpi")) == 3
+    assert ended.stdout.splitlines()[-1] == "===== 3 passed, 100 warnings in 0.12s ====="
+    _, _, table = ended.stdout.partition("---- times")
+    assert table.count(" s  passed") == 6
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        'case "$*" in *"not spawned"*) code=1 ;; esac',
+        '[ "${SIZE:-}" != 3 ] || code=1',
+        'case "$*" in *"-m spawned"*) code=1 ;; esac',
+    ],
+)
+def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends):
+    ended = suite.run(ends=ends)
+    assert ended.returncode == 1
+    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 10
+    assert "FAILED (exit code 1)" in ended.stdout
+    assert "1 failed, 2 passed" in ended.stdout.splitlines()[-1]
+
+
+def test_a_layer_without_tests_fails(suite):
+    ended = suite.run(ends='[ "${SIZE:-}" != 4 ] || code=5')
+    assert ended.returncode == 1
+    assert "FAILED (exit code 5)" in ended.stdout
+
+
+def test_a_crash_of_pytest_fails(suite):
+    ended = suite.run(ends='[ "${SIZE:-}" != 4 ] || exit 139')
+    assert ended.returncode == 1
+    assert ended.stdout.splitlines()[-1] == "mpi 4: pytest did not come to its closing line"
+
+
+def test_a_lint_error_fails(suite):
+    assert suite.run(LINT="1").returncode == 1
+
+
+def test_arguments_may_leave_layers_without_tests(suite):
+    ended = suite.run("-k", "some name", ends='[ -z "${SIZE:-}" ] || code=5')
+    assert ended.returncode == 0, ended.stdout
+    assert len(suite.machine.calls("-k some name")) == 5
+    assert ended.stdout.count("none selected") == 3
+
+
+def test_arguments_that_select_nothing_fail(suite):
+    assert suite.run("-k", "nothing", ends="code=5").returncode == 1

@@ -1,0 +1,202 @@
+"""What the processes of a spawned job do: ``python scenarios.py NAME``."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import mpishard
+from mpishard.errors import PeerError
+from mpishard.testing.communication import CommunicationConformance
+
+LONG = np.ones(5000)
+
+
+def raising_rank():
+    backend = mpishard.init()
+    backend.all_reduce(LONG)
+    print("before the failure on rank", backend.rank)
+    if backend.rank == 1:
+        raise ValueError("boom on one rank")
+    backend.all_reduce(LONG)
+
+
+def raising_thread():
+    backend = mpishard.init()
+
+    def fail():
+        raise ValueError("boom in a thread")
+
+    if backend.rank == 1:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        time.sleep(60)
+    backend.barrier()
+
+
+def raising_in_with():
+    with mpishard.init() as backend:
+        if backend.rank == 1:
+            raise ValueError("boom in a with block")
+        backend.barrier()
+
+
+def leaves_at_the_end_of_the_script():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank != 1:
+        backend.all_reduce(LONG)
+
+
+def leaves_by_exit_0():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        sys.exit(0)
+    for _ in range(3):
+        backend.barrier()
+
+
+def leaves_by_shutdown():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        backend.shutdown()
+    else:
+        backend.all_reduce(LONG)
+
+
+def leaves_a_receiver():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 0:
+        backend.receive(1, 3)
+
+
+def leaves_a_group():
+    backend = mpishard.init()
+    group = backend.split(0)
+    if backend.rank != 1:
+        group.all_reduce(LONG)
+
+
+def leaves_without_header_checks():
+    backend = mpishard.init()
+    backend.check_collectives = False
+    backend.barrier()
+    if backend.rank != 1:
+        backend.all_reduce(LONG)
+
+
+def leaving_is_caught():
+    backend = mpishard.init()
+    if backend.rank == 1:
+        return
+    for _ in range(2):
+        try:
+            backend.barrier()
+        except PeerError as error:
+            print(f"rank {backend.rank} caught: {error}")
+            assert error.rank == 1
+
+
+def messages_outlive_the_sender():
+    backend = mpishard.init()
+    if backend.rank == 1:
+        backend.send(np.arange(1_000_000), 0)
+    if backend.rank == 0:
+        time.sleep(1)
+        assert backend.receive(1, 1_000_000)[-1] == 999_999
+        print("received")
+
+
+def messages_nobody_takes():
+    backend = mpishard.init()
+    backend.send(np.arange(1_000_000), (backend.rank + 1) % backend.world_size)
+
+
+def exit_3_everywhere():
+    backend = mpishard.init()
+    backend.barrier()
+    sys.exit(3)
+
+
+def mismatched_calls():
+    backend = mpishard.init()
+    if backend.rank == 1:
+        backend.all_reduce(LONG, mpishard.ReductionOperation.MAX)
+    else:
+        backend.all_reduce(LONG)
+
+
+def killed_rank():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.barrier()
+
+
+def hang():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        time.sleep(60)
+    backend.all_reduce(LONG)
+
+
+def hang_in_receive():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 0:
+        backend.receive(1, 3, tag=5)
+    backend.barrier()
+
+
+def waits_for_ctrl_c():
+    backend = mpishard.init()
+    backend.barrier()
+    backend.print("ready")
+    if backend.rank == 1:
+        time.sleep(60)
+    backend.barrier()
+
+
+def conformance():
+    backend = mpishard.init()
+    suite = CommunicationConformance()
+    suite.check_tree_order(backend)
+    suite.check_async_orders(backend)
+    suite.check_split(backend)
+    suite.check_point_to_point(backend)
+    backend.print("passed in a world of", backend.world_size)
+
+
+def many_groups():
+    backend = mpishard.init()
+    for number in range(1000):
+        group = backend.split(0)
+        assert group.all_reduce(np.array([number]))[0] == number * backend.world_size
+    backend.print("done")
+
+
+def several_nodes():
+    backend = mpishard.init()
+    backend.print("nodes", backend.nodes, "of", backend.node_count)
+    nodes = backend.nodes
+    assert backend.local_rank == nodes[: backend.rank].count(nodes[backend.rank])
+    CommunicationConformance().check_all_reduce(backend)
+
+
+def just_init():
+    backend = mpishard.init(*sys.argv[2:])
+    assert mpishard.init() is backend
+    print(backend.describe())
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,243 @@
+"""Jobs under mpiexec that fail: each ends by itself, soon, with a code, and names the rank."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+ROOT = SCENARIOS.parents[2]
+MPIEXEC = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
+LIMIT = 30
+
+pytestmark = pytest.mark.spawned
+needs_mpi = pytest.mark.skipif(
+    MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpi4py and mpiexec",
+)
+
+
+def environment(**extra):
+    """The environment of a job: not that of a launcher this test may run under."""
+    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    kept.update(
+        PYTHONPATH=os.pathsep.join([*extra.pop("first_on_path", []), str(ROOT)]),
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+    )
+    return {**kept, **extra}
+
+
+class Ended:
+    def __init__(self, process, out, err, seconds):
+        self.code, self.out, self.err, self.seconds = process.returncode, out, err, seconds
+
+    def __repr__(self):
+        return f"code {self.code} after {self.seconds:.1f} s\n{self.out}\n{self.err}"
+
+
+def job(scenario, ranks=2, *, interrupt_when=None, first_on_path=(), options=(), **extra):
+    """Run a scenario, under mpiexec unless ``ranks`` is 0, and say how it ended."""
+    launcher = [] if ranks == 0 else [MPIEXEC, *options, "-n", str(ranks)]
+    process = subprocess.Popen(
+        [*launcher, sys.executable, str(SCENARIOS), *scenario.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(first_on_path=list(first_on_path), **extra),
+    )
+    try:
+        if interrupt_when is not None:
+            assert process.stdout.readline().strip() == interrupt_when
+            process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        process.wait()
+    return Ended(process, out, err, time.monotonic() - started)
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("raising_rank", ["rank 1 of", "ValueError: boom on one rank", "scenarios.py"]),
+        ("raising_thread", ["rank 1 of", "boom in a thread"]),
+        ("raising_in_with", ["rank 1 of", "boom in a with block"]),
+        ("leaves_at_the_end_of_the_script", ["rank 1 left after collective 1"]),
+        ("leaves_by_exit_0", ["rank 1 left after collective 1"]),
+        ("leaves_by_shutdown", ["rank 1 left after collective 1"]),
+        ("leaves_a_receiver", ["rank 1 left after collective 1", "tag 0"]),
+        ("leaves_a_group", ["rank 1 left after collective 0"]),
+        ("leaves_without_header_checks", ["rank 1 left after collective 1"]),
+        (
+            "mismatched_calls",
+            ["do not match in operation", "rank 0: collective 1, all_reduce(SUM",
+             "rank 1: collective 1, all_reduce(MAX", "scenarios.py:"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_failure_ends_the_job_and_is_reported_once(scenario, words, ranks):
+    ended = job(scenario, ranks)
+    assert ended.code == 1, ended
+    assert ended.seconds < 10, ended
+    for word in words:
+        assert word in ended.err, ended
+    assert ended.err.count("the job ends") == 1, ended
+    assert "Error in sys.excepthook" not in ended.err, ended
+
+
+@needs_mpi
+def test_what_was_printed_before_is_not_lost():
+    ended = job("raising_rank")
+    assert "before the failure on rank 1" in ended.out, ended
+
+
+@needs_mpi
+def test_a_rank_that_left_can_be_survived():
+    ended = job("leaving_is_caught", 3)
+    assert ended.code == 0, ended
+    assert ended.out.count("caught: rank 1 left after collective 0") == 4, ended
+
+
+@needs_mpi
+def test_exit_codes_of_ones_own_are_kept():
+    ended = job("exit_3_everywhere")
+    assert ended.code == 3, ended
+    assert "mpishard" not in ended.err, ended
+
+
+@needs_mpi
+def test_a_killed_rank_ends_the_job():
+    ended = job("killed_rank", 3)
+    assert ended.code != 0, ended
+    assert ended.seconds < 10, ended
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("scenario", "waits"),
+    [("hang", "in collective 2, all_reduce(SUM, float64[5000])"),
+     ("hang_in_receive", "for a message with tag 5 from rank 1")],
+)  # fmt: skip
+def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits):
+    ended = job(scenario, 2, MPISHARD_TIMEOUT="2", MPISHARD_WARN_AFTER="1")
+    assert ended.code == 124, ended
+    assert 2 < ended.seconds < 10, ended
+    assert f"rank 0 of 2 has waited 1 s {waits}" in ended.err, ended
+    assert "the job ends (MPISHARD_TIMEOUT)" in ended.err, ended
+    table = ended.err.split("Last collectives of each rank:")[1]
+    assert "rank 0:" in table, ended
+    assert "rank 1:\n    collective 1, barrier(), at " in table, ended
+
+
+@needs_mpi
+def test_ctrl_c_ends_all_ranks():
+    ended = job("waits_for_ctrl_c", 2, interrupt_when="ready")
+    assert ended.code == 130, ended
+    assert ended.seconds < 5, ended
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_more_ranks_than_cores(ranks):
+    ended = job("conformance", ranks)
+    assert ended.code == 0, ended
+    assert f"passed in a world of {ranks}" in ended.out, ended
+
+
+@needs_mpi
+def test_messages_outlive_their_sender():
+    ended = job("messages_outlive_the_sender")
+    assert ended.code == 0, ended
+    assert "received" in ended.out, ended
+
+
+@needs_mpi
+def test_messages_that_nobody_takes_hold_nothing_up():
+    ended = job("messages_nobody_takes")
+    assert ended.code == 0, ended
+    assert ended.seconds < 10, ended
+
+
+@needs_mpi
+def test_groups_are_given_back():
+    """An MPI library has a few thousand communicators; meshes come and go in one process."""
+    ended = job("many_groups")
+    assert ended.code == 0, ended
+    assert "done" in ended.out, ended
+
+
+@needs_mpi
+def test_several_nodes():
+    ended = job("several_nodes", 4, MPIR_CVAR_NUM_CLIQUES="2")
+    assert ended.code == 0, ended
+    if "nodes (0, 0, 0, 0)" in ended.out:
+        pytest.skip("this MPI library does not pretend to have several nodes")
+    # MPICH pretends that even ranks are on one node and odd ranks on another.
+    assert "nodes (0, 1, 0, 1) of 2" in ended.out, ended
+
+
+# ------------------------------------------------------------------------------------ no MPI
+
+
+@pytest.fixture
+def no_mpi4py(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no mpi4py here')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_launched_without_mpi4py_is_an_error_that_names_the_mend(name, no_mpi4py):
+    ended = job("just_init", 0, first_on_path=[str(no_mpi4py)], **{name: "2"})
+    assert ended.code == 1, ended
+    assert "MPIUnavailableError" in ended.err, ended
+    assert "pip install 'mpishard[mpi]'" in ended.err, ended
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_launcher_of_another_mpi_is_an_error_that_names_both(name):
+    ended = job("just_init", 0, **{name: "2"})
+    assert ended.code == 1, ended
+    assert "MPIUnavailableError: the launcher started 2 processes" in ended.err, ended
+    assert name in ended.err, ended
+    assert "sees a world of one" in ended.err, ended
+    assert "mpishard run" in ended.err, ended
+
+
+def test_mpi_asked_for_and_not_launched():
+    ended = job("just_init mpi", 0)
+    assert ended.code == 1, ended
+    assert "no MPI launcher started this process" in ended.err, ended
+    assert "mpiexec -n 4" in ended.err, ended
+
+
+def test_memory_under_a_launcher_is_refused():
+    ended = job("just_init memory", 0, PMI_SIZE="2")
+    assert ended.code == 1, ended
+    assert "init('memory') under a launcher of 2 processes" in ended.err, ended
+
+
+def test_a_batch_script_is_no_launcher():
+    ended = job("just_init", 0, SLURM_NTASKS="8")
+    assert ended.code == 0, ended
+    assert "InMemoryCommunicationBackend(rank 0 of 1)" in ended.out, ended
+
+
+@needs_mpi
+def test_one_rank_under_a_launcher_is_fine():
+    ended = job("just_init mpi", 1)
+    assert ended.code == 0, ended
+    assert "MPICommunicationBackend(rank 0 of 1)" in ended.out, ended
