@@ -27,15 +27,15 @@ DEFAULTS = {
     "heads": 4,
     "context": 128,
     "batch": 16,
-    "steps": 1600,
+    "steps": 1500,
     "learning_rate": 3e-3,
     "warm_up": 100,
     "weight_decay": 0.1,
     "clip": 1.0,
     "seed": 0,
     "dtype": "float32",
-    "validate_every": 200,
-    "checkpoint_every": 400,
+    "validate_every": 150,
+    "checkpoint_every": 300,
 }
 PROMPT = "The "
 

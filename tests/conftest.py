@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -32,6 +33,7 @@ import pytest
 from mpishard import settings
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.patience import yield_processor
+from mpishard.errors import PeerError
 
 _VERDICT_BYTES = 8192
 
@@ -63,13 +65,15 @@ class Verdicts:
 
     def settle(self, error: BaseException | None) -> None:
         """End the test on all ranks, and raise where it failed on another."""
+        # The time limit was for the test; what follows waits for ranks with limits of their own.
+        signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             if self.backend is not None:
                 # A rank that failed leaves; those that wait for it are told and fail too.
                 self.backend.shutdown()
                 self.backend = None
             skipped = error is None or isinstance(error, pytest.skip.Exception)
-            text = "" if skipped else "".join(traceback.format_exception(error))
+            text = "" if skipped else _brief(error)
             verdicts = self.exchange(text)
         except BaseException:
             # Out of step with the others, who would wait for ever.
@@ -89,6 +93,16 @@ class Verdicts:
             raise error
         if elsewhere:
             pytest.fail(f"failed on another rank:\n{elsewhere}", pytrace=False)
+
+
+def _brief(error: BaseException) -> str:
+    """The exception and the frames of the project; an echo of another rank's failure has none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not isinstance(error, PeerError)
+    ]
+    return "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)])
 
 
 _verdicts_key = pytest.StashKey[Verdicts]()

@@ -183,7 +183,7 @@ class CommunicationBackend(ABC):
     def print(self, *values: object) -> None:
         """Print on rank 0 only. Not collective."""
         if self.rank == 0:
-            print(*values, flush=True)
+            print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
         """Let collectives that were issued go on as far as they can. Never blocks.
@@ -521,7 +521,8 @@ class CommunicationBackend(ABC):
                     f"and {part.dtype.name}"
                 )
         call = self._call(Kind.ALL_TO_ALL, parts[0])
-        return self._issue(call, self._steps_all_to_all(call, parts)).wait()
+        received: list[Array] = self._issue(call, self._steps_all_to_all(call, parts)).wait()
+        return received
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

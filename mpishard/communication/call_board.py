@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -55,7 +56,7 @@ class CallBoard:
         self._rows[self._local, 0, 1] = os.getpid()
         node_comm.Barrier()
         if self._local == 0:
-            os.unlink(path)
+            Path(path).unlink()
         self._sites: dict[tuple[str, int, str], bytes] = {}
 
     def record(self, call: Call, group: str) -> None:
@@ -76,23 +77,26 @@ class CallBoard:
         """Whether this rank is the first of its node to report the end of the job."""
         import fcntl  # not on every system that only trains in memory
 
+        # The lock settles who is first; the mark outlives the process that held it.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
+        if self._rows[:, 0, 2].any():
+            return False
+        self._rows[self._local, 0, 2] = 1
         return True
 
     def dead_rank(self) -> int | None:
         """The first rank of this node whose process is gone, or None."""
-        if not os.path.isdir("/proc/self"):
+        if not Path("/proc/self").is_dir():
             return None
         for local, rank in enumerate(self.ranks):
             try:
-                with open(f"/proc/{self._rows[local, 0, 1]}/stat", "rb") as stat:
-                    state = stat.read().rpartition(b")")[2].split()[0]
+                stat = Path(f"/proc/{self._rows[local, 0, 1]}/stat").read_bytes()
             except OSError:
                 return rank
-            if state in b"ZX":
+            if stat.rpartition(b")")[2].split()[0] in b"ZX":
                 return rank
         return None
 

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["install", "remove"]
 
 _live: list[MPICommunicationBackend] = []
-_hooked = False
+_hooked: set[str] = set()
 
 
 def install(backend: MPICommunicationBackend) -> None:
     """Watch over ``backend``, a root world, until `remove`."""
-    global _hooked
     _live.append(backend)
     if backend.world_size == 1 or _hooked:
         return
-    _hooked = True
+    _hooked.add("this process")
     atexit.register(_leave_all)
     previous = sys.excepthook
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpishard import settings
@@ -38,6 +39,7 @@ class Job:
         self.mpi = mpi
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
+        self._counted_heads = 0.0
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
 
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
@@ -89,7 +91,7 @@ class Job:
             group.leave()
         start = time.monotonic()
         polls = 0
-        while not all([group.has_left() for group in groups]):
+        while sum(not group.has_left() for group in groups):
             self.progress()
             polls += 1
             if polls < 1000:
@@ -118,22 +120,24 @@ class Job:
             settings.EXIT_FAILURE,
         )
 
-    def dead_rank(self) -> int | None:
-        """A rank of this node whose process is gone, as after SIGKILL."""
-        return None if self.board is None else self.board.dead_rank()
-
-    def mourn(self, rank: int, where: str) -> NoReturn:
-        """End the job because the process of ``rank`` is gone."""
-        self.end(
-            f"mpishard: the process of rank {rank} of {self.world_size} is gone (killed, or out "
-            f"of memory?), while rank {self.rank} waits {where}; the job ends",
-            settings.EXIT_FAILURE,
-        )
+    def mourn_the_dead(self, where: Callable[[], str]) -> None:
+        """End the job if a rank of this node is gone, as after SIGKILL. Looks once a second."""
+        now = time.monotonic()
+        if self.board is None or now - self._counted_heads < 1:
+            return
+        self._counted_heads = now
+        dead = self.board.dead_rank()
+        if dead is not None:
+            self.end(
+                f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or "
+                f"out of memory?), while rank {self.rank} waits {where()}; the job ends",
+                settings.EXIT_FAILURE,
+            )
 
     def warn(self, text: str, give_up_after: float) -> None:
         """Say that this rank has waited for long."""
         then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
-        print(f"mpishard: {text}{then if give_up_after else ''}", file=sys.stderr, flush=True)
+        print(f"mpishard: {text}{then if give_up_after else ''}", file=sys.stderr, flush=True)  # noqa: T201
 
     def give_up(self, text: str) -> NoReturn:
         """End the job because this rank has waited for too long."""
@@ -148,7 +152,7 @@ class Job:
         """Print ``report`` unless a rank of this node has printed one, and end all ranks."""
         self.flush()
         if self.board is None or self.board.claim_report():
-            print(report, file=sys.stderr, flush=True)
+            print(report, file=sys.stderr, flush=True)  # noqa: T201
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)
         else:

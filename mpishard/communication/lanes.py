@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Turn(Waitable):
         if self in self._queue:
             self._queue.remove(self)
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -57,7 +57,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     if launched is None or launched <= 1:
         return
     variable = settings.launcher_variable()
-    family = " ".join(library.split("\n")[0].split())
+    family = " ".join(library.partition("\n")[0].split())
     raise MPIUnavailableError(
         f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
         f"the MPI library that mpi4py loads is another one ({family}) and sees a world of one. "

@@ -122,6 +122,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: _World | None = None
+        # This rank's backends: its peers may wait for it in any of them.
+        self._family: weakref.WeakSet[InMemoryCommunicationBackend] = weakref.WeakSet((self,))
 
     @property
     def rank(self) -> int:
@@ -232,12 +234,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _drive(self, work: Work) -> None:
         world = self._joined()
         deadline = time.monotonic() + self._timeout if self._timeout else None
-        while not work.done:
-            for pending in tuple(self._pending):
-                pending.advance()
-            self._forget_done()
+        while True:
+            for backend in tuple(self._family):
+                backend.progress()
             if work.done:
-                break
+                return
             with world.changed:
                 if not self._anything_ready():
                     self._raise_if_hopeless(work)
@@ -248,7 +249,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _anything_ready(self) -> bool:
         return any(
-            pending.waitable is not None and pending.waitable.test() for pending in self._pending
+            pending.waitable is not None and pending.waitable.test()
+            for backend in tuple(self._family)
+            for pending in tuple(backend._pending)
         )
 
     def _raise_if_hopeless(self, work: Work) -> None:
@@ -407,6 +410,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 local, child.world_size, child.name, timeout=self._timeout
             )
             member._world = child
+            member._family = self._family
+            self._family.add(member)
         return member
 
     # ---------------------------------------------------------------------------- point to point

@@ -6,7 +6,6 @@ second MPI message with the data. Both carry the user's tag, and MPI keeps their
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import Any
 

@@ -5,6 +5,7 @@ mpi4py is imported here, when the first backend is made, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -110,7 +111,7 @@ class MPICommunicationBackend(MPICollectives):
 
     @property
     def cores_per_rank(self) -> float:
-        """This rank's part of the cores that it may run on; below 1 where ranks share them."""
+        """The share of the cores that this rank has; below 1 where ranks share them."""
         return self._joined()[0].cores_per_rank
 
     # ------------------------------------------------------------------------------- life cycle
@@ -194,18 +195,17 @@ class MPICommunicationBackend(MPICollectives):
         call = work.call
         job, _ = self._joined()
         patience = self._patience(
-            f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
+            lambda: f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
         )
         while not work.done:
             patience.pause()
             job.progress()
 
     def _patience(
-        self, where: str, sequence: int | None = None, source: int | None = None
+        self, where: Callable[[], str], sequence: int | None = None, source: int | None = None
     ) -> Patience:
         """The way this rank waits ``where``: for all in a collective, or for ``source``."""
         job, group = self._joined()
-        warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
         warned = False
 
         def look(waited: float) -> None:
@@ -215,15 +215,14 @@ class MPICommunicationBackend(MPICollectives):
                 if rank == source or (sequence is not None and last < sequence):
                     group.broken = PeerError(
                         f"rank {rank} left after collective {last}, while rank {self._rank} "
-                        f"waits {where}. Look for a loop or a branch that ends earlier on "
+                        f"waits {where()}. Look for a loop or a branch that ends earlier on "
                         f"rank {rank}",
                         rank,
                     )
                     raise group.broken
-            dead = job.dead_rank()
-            if dead is not None:
-                job.mourn(dead, where)
-            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {where}"
+            job.mourn_the_dead(where)
+            warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
+            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {where()}"
             if warn_after and waited > warn_after and not warned:
                 warned = True
                 job.warn(text, give_up_after)
@@ -268,9 +267,10 @@ class MPICommunicationBackend(MPICollectives):
 
     def _receive(self, source: int, count: int, tag: int) -> Array:
         job, _ = self._joined()
-        where = f"for a message with tag {tag} from rank {source}"
         incoming = self._messages.poll(source, tag)
-        patience = self._patience(where, source=source)
+        patience = self._patience(
+            lambda: f"for a message with tag {tag} from rank {source}", source=source
+        )
         while incoming is None:
             patience.pause()
             job.progress()

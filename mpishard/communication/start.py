@@ -53,7 +53,7 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
         Where ``memory`` is asked for under a launcher of several processes, or the process has a
         backend of the other sort.
     """
-    global _process_backend
+    global _process_backend  # noqa: PLW0603
     if backend not in ("auto", "mpi", "memory"):
         raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
     threads = current_backend.get()
@@ -138,7 +138,7 @@ def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
     if settings.blas_threads_are_set():
         return
     asked = settings.cpus_per_task()
-    threads = asked if asked else max(1, int(backend.cores_per_rank))
+    threads = asked or max(1, int(backend.cores_per_rank))
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"

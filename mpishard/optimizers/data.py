@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpishard.contracts import PathLike
-from mpishard.data import check_dataset
 from mpishard.data import GlobalBatchSampler, check_dataset
 
 __all__ = ["OptimizationInputData", "OptimizationResult"]

@@ -249,8 +249,9 @@ class _StateView:
         }
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        pieces = self.model.engine.owned_pieces
         return {
-            self._prefix + name: [(p.start, vector[p.in_shard]) for p in self.model.engine.owned_pieces]
+            self._prefix + name: [(p.start, vector[p.in_shard]) for p in pieces]
             for name, vector in self.optimizer.state.items()
         }
 

@@ -46,15 +46,15 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
         @functools.wraps(body)
         def test(*, request: Any, world_size: int, **arguments: Any) -> None:
-            for name, value in (("request", request), ("world_size", world_size)):
-                if name in parameters:
-                    arguments[name] = value
+            asked = {"request": request, "world_size": world_size}
+            arguments.update({name: asked[name] for name in asked.keys() & parameters.keys()})
             if request.config.getoption("with_mpi", default=False):
                 body(backend=request.getfixturevalue("backend"), **arguments)
             else:
                 run_in_threads(world_size, lambda backend: body(backend=backend, **arguments))
 
         test.__signature__ = inspect.Signature([*wanted, *added])  # type: ignore[attr-defined]
-        return pytest.mark.in_worlds(pytest.mark.parametrize("world_size", sizes)(test))
+        marked: Callable[..., Any] = pytest.mark.parametrize("world_size", sizes)(test)
+        return pytest.mark.in_worlds(marked)  # type: ignore[no-any-return]
 
     return decorate

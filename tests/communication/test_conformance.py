@@ -5,11 +5,8 @@ import pytest
 
 from mpishard import run_in_threads
 from mpishard.communication import ReductionOperation
-from mpishard.testing.communication import (
-    ADVERSARIAL_VALUES,
-    CommunicationConformance,
-    tree_reduce,
-)
+from mpishard.testing.communication import CommunicationConformance
+from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 

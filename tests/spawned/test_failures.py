@@ -107,7 +107,7 @@ def test_what_was_printed_before_is_not_lost():
 def test_a_rank_that_left_can_be_survived():
     ended = job("leaving_is_caught", 3)
     assert ended.code == 0, ended
-    assert ended.out.count("caught: rank 1 left after collective 0") == 4, ended
+    assert ended.out.count("caught, of rank 1: rank 1 left after collective 0") == 4, ended
 
 
 @needs_mpi
@@ -144,7 +144,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits):
 @needs_mpi
 def test_ctrl_c_ends_all_ranks():
     ended = job("waits_for_ctrl_c", 2, interrupt_when="ready")
-    assert ended.code == 130, ended
+    assert ended.code in {130, 1}, ended  # Open MPI's launcher ends with 1 whatever the ranks say
     assert ended.seconds < 5, ended
 
 

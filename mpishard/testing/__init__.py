@@ -1,0 +1,17 @@
+"""Checks that backends and models of your own can run: conformance, gradients, worlds of ranks."""
+
+from mpishard.testing.communication import CommunicationConformance
+from mpishard.testing.gradients import (
+    GradientMismatchError,
+    check_gradients,
+    check_layer_gradients,
+)
+from mpishard.testing.worlds import in_worlds
+
+__all__ = [
+    "CommunicationConformance",
+    "GradientMismatchError",
+    "check_gradients",
+    "check_layer_gradients",
+    "in_worlds",
+]

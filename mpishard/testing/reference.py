@@ -1,0 +1,105 @@
+"""What a communication backend must compute, the plain way: every rank knows all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.reduction import ReductionOperation
+
+__all__ = [
+    "ADVERSARIAL_VALUES",
+    "assert_raises",
+    "assert_same",
+    "bounds",
+    "even_sizes",
+    "shapes",
+    "tree_reduce",
+    "values",
+]
+
+SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
+
+ADVERSARIAL_VALUES = (
+    1e16, 1.0, -1e16, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 0.1, -0.0, 3.0, np.nan, np.inf,
+)  # fmt: skip
+"""Numbers whose sum depends on the order in which they are added."""
+
+
+def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array:
+    """Combine ``arrays`` in the contract's tree order, the plain way.
+
+    In round k slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), where it exists. 16-bit
+    floats are combined as float32; AVERAGE divides once, at the end.
+    """
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    combine: Callable[[Array, Array], Array] = {
+        SUM: np.add, AVERAGE: np.add, PRODUCT: np.multiply, MIN: np.minimum, MAX: np.maximum,
+    }[operation]  # fmt: skip
+    slots = [array.astype(wide) for array in arrays]
+    stride = 1
+    with np.errstate(all="ignore"):
+        while stride < len(slots):
+            for i in range(0, len(slots) - stride, 2 * stride):
+                slots[i] = combine(slots[i], slots[i + stride])
+            stride *= 2
+        result = slots[0] / np.array(len(slots), wide) if operation is AVERAGE else slots[0]
+        return result.astype(dtype)
+
+
+def assert_same(actual: Any, expected: Array, what: str) -> None:
+    """Same shape, dtype and bits; NaNs are equal whatever their payload."""
+    assert actual is not None, f"{what}: got None"
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
+    if actual.tobytes() != expected.tobytes():
+        both_nan = np.isnan(actual) & np.isnan(expected)
+        sides = [np.where(both_nan, np.zeros((), a.dtype), a) for a in (actual, expected)]
+        assert sides[0].tobytes() == sides[1].tobytes(), f"{what}: {actual} is not {expected}"
+
+
+def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
+    """What ``rank`` brings; every rank can compute it."""
+    generator = np.random.default_rng([rank, salt, 7])
+    if dtype.kind == "b":
+        return generator.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        return generator.integers(0, 100, shape).astype(dtype)
+    real = generator.standard_normal(shape)
+    if dtype.kind == "c":
+        # Whole numbers: how a complex product is rounded depends on the processor's loop.
+        return (np.round(4 * real) + 1j * np.round(4 * generator.standard_normal(shape))).astype(
+            dtype
+        )
+    return real.astype(dtype)
+
+
+def bounds(sizes: Sequence[int], rank: int) -> slice:
+    """Where the part of ``rank`` lies when parts of these sizes stand end to end."""
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def even_sizes(length: int, world_size: int) -> list[int]:
+    """The split of ``length`` over the ranks, remainder to the first."""
+    return [length // world_size + (rank < length % world_size) for rank in range(world_size)]
+
+
+def shapes(world_size: int) -> list[tuple[int, ...]]:
+    """Empty, shorter than the world, around its size, long, and of several dims."""
+    lengths = sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000})
+    return [(n,) for n in lengths] + [(0, 3), (world_size + 2, 3), (5, 0), (7, 2, 3)]
+
+
+def assert_raises(
+    kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> str:
+    """The message of the error that ``call`` raises; it must be a ``kind``."""
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")

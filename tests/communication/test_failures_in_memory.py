@@ -1,0 +1,190 @@
+"""Thread-ranks that fail, leave or disagree: every rank raises, and soon."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mpishard import InMemoryCommunicationBackend, run_in_threads
+from mpishard.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    NotInitializedError,
+    PeerError,
+)
+
+
+def outcomes(world_size, body, timeout=30.0):
+    """What each rank raised, or returned, and how long the slowest took."""
+    started = time.monotonic()
+    ends = [None] * world_size
+
+    def run(backend):
+        try:
+            ends[backend.rank] = body(backend)
+        except BaseException as error:
+            ends[backend.rank] = error
+            raise
+
+    with pytest.raises(BaseException):  # noqa: B017, PT011 - each test looks at `ends`
+        run_in_threads(world_size, run, timeout=timeout)
+    return ends, time.monotonic() - started
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("waits_in", ["collective", "receive", "group"])
+def test_a_rank_that_raises_is_every_rank_s_error(world_size, waits_in):
+    def body(backend):
+        group = backend.split(0)
+        backend.barrier()
+        if backend.rank == 1:
+            raise ValueError("boom")
+        if waits_in == "collective":
+            backend.all_reduce(np.ones(3))
+        elif waits_in == "receive":
+            backend.receive(1, 1)
+        else:
+            group.all_reduce(np.ones(3))
+
+    ends, seconds = outcomes(world_size, body)
+    assert seconds < 2
+    assert isinstance(ends[1], ValueError)
+    for rank, error in enumerate(ends):
+        if rank != 1:
+            assert isinstance(error, PeerError)
+            assert error.rank == 1
+            for words in ("rank 1 failed after collective 2, barrier()", "ValueError: boom"):
+                assert words in str(error)
+
+
+def test_the_first_failure_is_raised_with_its_rank():
+    def body(backend):
+        if backend.rank == 2:
+            raise KeyError("lost")
+        backend.barrier()
+
+    with pytest.raises(KeyError) as caught:
+        run_in_threads(3, body)
+    assert "raised on rank 2 of 3" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_leaves_is_named(world_size):
+    def body(backend):
+        backend.barrier()
+        if backend.rank != 1:
+            backend.all_reduce(np.ones(3))
+
+    ends, seconds = outcomes(world_size, body)
+    assert seconds < 2
+    for rank, error in enumerate(ends):
+        if rank != 1:
+            assert isinstance(error, PeerError)
+            assert "rank 1 left after collective 1" in str(error)
+
+
+def test_a_message_of_a_rank_that_left_can_be_received():
+    def body(backend):
+        if backend.rank == 1:
+            backend.send(np.arange(3), 0)
+            return None
+        time.sleep(0.05)
+        message = backend.receive(1, 3).tolist()
+        with pytest.raises(PeerError, match="rank 1 left"):
+            backend.receive(1, 3)
+        return message
+
+    assert run_in_threads(2, body)[0] == [0, 1, 2]
+
+
+def test_a_rank_that_never_comes():
+    def body(backend):
+        backend.barrier()
+        if backend.rank == 0:
+            time.sleep(1.0)
+            return "slept"
+        return backend.all_reduce(np.ones(2))
+
+    ends, seconds = outcomes(3, body, timeout=0.3)
+    assert seconds < 5
+    for error in ends[1:]:
+        assert isinstance(error, CollectiveTimeoutError | PeerError)
+        assert "ranks [0] did not arrive" in str(error)
+        assert "collective 2, all_reduce(SUM, float64[2])" in str(error)
+
+
+def test_every_rank_raises_the_same_mismatch():
+    def body(backend):
+        if backend.rank == 1:
+            backend.all_reduce(np.ones(3))
+        else:
+            backend.barrier()
+
+    ends, _ = outcomes(3, body)
+    messages = {str(error) for error in ends}
+    assert all(isinstance(error, CollectiveMismatchError) for error in ends)
+    assert len(messages) == 1
+    (message,) = messages
+    assert "rank 1: collective 1, all_reduce(SUM, float64[3]) at " in message
+    assert "test_failures_in_memory.py:" in message
+
+
+def test_life_cycle():
+    backend = InMemoryCommunicationBackend(0, 1, "life")
+    with pytest.raises(NotInitializedError, match="initialize"):
+        backend.barrier()
+    backend.initialize()
+    backend.initialize()
+    backend.barrier()
+    backend.shutdown()
+    backend.shutdown()
+    with pytest.raises(NotInitializedError):
+        backend.all_reduce(np.ones(1))
+    with backend:
+        assert backend.is_initialized
+    assert not backend.is_initialized
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((0, 0), "world_size"), ((2, 2), "outside"), ((-1, 2), "outside"), ((0, 1, " "), "blank")],
+)
+def test_worlds_that_cannot_be(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        InMemoryCommunicationBackend(*arguments)
+
+
+def test_a_rank_can_be_taken_once():
+    first = InMemoryCommunicationBackend(0, 2, "taken")
+    first.initialize()
+    try:
+        with pytest.raises(CommunicationError, match="taken"):
+            InMemoryCommunicationBackend(0, 2, "taken").initialize()
+        with pytest.raises(ValueError, match="2 ranks"):
+            InMemoryCommunicationBackend(1, 3, "taken").initialize()
+    finally:
+        InMemoryCommunicationBackend.clear_environment("taken")
+
+
+def test_own_threads_tell_the_others_through_with():
+    errors = []
+
+    def run(rank):
+        backend = InMemoryCommunicationBackend(rank, 2, "own threads", timeout=10)
+        try:
+            with backend:
+                if rank == 0:
+                    np.ones(2).reshape(3)
+                backend.barrier()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    InMemoryCommunicationBackend.clear_environment("own threads")
+    assert {type(error) for error in errors} == {ValueError, PeerError}

@@ -1,0 +1,190 @@
+"""The parts of the MPI backend that need no MPI."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpishard import settings
+from mpishard.communication.call import DTYPES, Call, Kind
+from mpishard.communication.call_board import CallBoard, SharedCallLog
+from mpishard.communication.header import INLINE_BYTES, Headers, make_row
+from mpishard.communication.job import _cores_per_rank
+from mpishard.communication.lanes import Lane, ScratchPool
+from mpishard.communication.patience import Patience
+from mpishard.communication.reduction import ReductionOperation, TreeReducer
+from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+
+
+class TestLane:
+    def test_turns_come_in_the_order_of_issue(self):
+        lane = Lane(None)
+        first, second, third = lane.turn(), lane.turn(), lane.turn()
+        assert [turn.test() for turn in (first, second, third)] == [True, False, False]
+        second.release()  # a collective that was refused
+        second.release()
+        assert not third.test()
+        first.release()
+        assert third.test()
+
+    def test_a_turn_ends_with_its_collective(self):
+        lane = Lane(None)
+        with pytest.raises(KeyError), lane.turn():
+            raise KeyError
+        assert lane.turn().test()
+
+
+def test_scratch_is_reused_and_never_shared():
+    pool = ScratchPool()
+    first, second = pool.take(100), pool.take(100)
+    assert not np.may_share_memory(first, second)
+    pool.give(first)
+    assert pool.take(50) is first
+    pool.give(first)
+    assert pool.take(1000).size == 1000
+    assert pool.take(100) is not first, "a buffer that was too small is let go"
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 4), max_size=4).map(tuple),
+    root=st.integers(-1, 5),
+    operation=st.sampled_from([None, *ReductionOperation]),
+)
+def test_headers_say_what_was_written(dtype, shape, root, operation):
+    arrays = [np.full(shape, rank, np.int64).astype(dtype) for rank in range(3)]
+    calls = [
+        Call.describe(7, Kind.ALL_GATHER, array, operation=operation, root=root) for array in arrays
+    ]
+    rows = np.stack([make_row(c, a) for c, a in zip(calls, arrays, strict=True)])
+    headers = Headers(rows, calls[1], 1)
+    assert headers.identical
+    assert headers.all_inline == (arrays[0].nbytes <= INLINE_BYTES)
+    rows[2, 0] += 1
+    headers = Headers(rows, calls[1], 1)
+    assert not headers.identical
+    assert list(headers.calls[:2]) == calls[:2]
+    assert headers.calls[2].sequence == 8
+    if headers.all_inline:
+        for rank, array in enumerate(arrays):
+            assert headers.inline(rank).tobytes() == array.tobytes()
+            assert headers.inline(rank).shape == array.shape
+
+
+@given(
+    world=st.integers(1, 9),
+    name=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    operation=st.sampled_from(list(ReductionOperation)),
+    seed=st.integers(0, 1000),
+)
+def test_the_reducer_is_the_naive_tree(world, name, operation, seed):
+    dtype = next(d for d in DTYPES if d.name == name)
+    generator = np.random.default_rng(seed)
+    length = int(generator.integers(0, 40))
+    with np.errstate(all="ignore"):
+        arrays = [
+            np.array(ADVERSARIAL_VALUES)[generator.integers(0, 13, length)].astype(dtype)
+            for _ in range(world)
+        ]
+    out = arrays[-1].copy()
+    expected = tree_reduce(arrays, operation)
+    TreeReducer().reduce([*arrays[:-1], out], operation, out)
+    nan = np.isnan(expected)
+    assert (np.isnan(out) == nan).all()
+    assert out[~nan].tobytes() == expected[~nan].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([(0, 1)], 2),
+        ([(0, 1), (0, 1)], 1),  # not bound
+        ([(0,), (1,)], 1),  # bound by the launcher
+        ([(0, 1, 2, 3), (0, 1, 2, 3)], 2),
+        ([(0, 1)] * 8, 0.25),
+        ([(0, 1), (1, 2)], 1.5),
+    ],
+)
+def test_cores_per_rank(ranks, expected):
+    assert _cores_per_rank(ranks[0], ranks) == expected
+
+
+class OneProcess:
+    """The part of a communicator that a board needs."""
+
+    Get_rank = staticmethod(lambda: 0)
+    bcast = staticmethod(lambda value: value)
+    Barrier = staticmethod(lambda: None)
+
+
+class TestCallBoard:
+    def test_shows_the_last_calls_of_each_rank(self):
+        board = CallBoard(OneProcess, [1])
+        log = SharedCallLog(board, "ranks 0, 1")
+        assert "rank 1: no collective yet" in board.table(3)
+        for number in range(1, settings.CALL_LOG_LENGTH + 6):
+            call = Call.describe(number, Kind.ALL_REDUCE, np.ones((2, 3)))
+            call.filename, call.line = "train.py", number
+            log.record(call, None)
+        lines = board.table(3, count=2).splitlines()
+        assert lines[0] == "  rank 0: on another node"
+        assert lines[1] == "  rank 1:"
+        assert lines[2:4] == [
+            f"    collective {n}, all_reduce(float64[2, 3]), at train.py:{n} (ranks 0, 1)"
+            for n in (settings.CALL_LOG_LENGTH + 4, settings.CALL_LOG_LENGTH + 5)
+        ]
+
+    def test_long_paths_keep_their_end(self):
+        board = CallBoard(OneProcess, [0])
+        call = Call.describe(1, Kind.BARRIER, None)
+        call.filename, call.line = "/very/long" * 40 + "/train.py", 12
+        board.record(call, "")
+        assert board.table(1).endswith("/train.py:12")
+
+    def test_one_reports(self):
+        board = CallBoard(OneProcess, [0])
+        assert board.claim_report()
+        assert not board.claim_report()
+        assert board.dead_rank() is None
+        board._rows[0, 0, 1] = 2**22 + 1  # beyond any process number
+        if Path("/proc/self").is_dir():
+            assert board.dead_rank() == 0
+
+
+class TestPatience:
+    @pytest.mark.parametrize("crowded", [False, True])
+    def test_looks_round_while_it_waits(self, crowded):
+        looks = []
+        patience = Patience(crowded, looks.append)
+        for _ in range(2_000_000):
+            patience.pause()
+            if len(looks) == 3:
+                break
+        assert 0.1 < looks[-1] < 5
+        assert looks == sorted(looks)
+
+    def test_a_look_may_raise(self):
+        def give_up(waited):
+            raise TimeoutError
+
+        def wait():
+            patience = Patience(True, give_up)
+            for _ in range(2_000_000):
+                patience.pause()
+
+        with pytest.raises(TimeoutError):
+            wait()
+
+
+class TestSettings:
+    def test_seconds(self, monkeypatch):
+        monkeypatch.delenv("MPISHARD_TIMEOUT", raising=False)
+        assert settings.mpi_timeout() == 300
+        monkeypatch.setenv("MPISHARD_TIMEOUT", "1.5")
+        assert settings.mpi_timeout() == 1.5
+        for text in ("soon", "-1", "inf", "nan"):
+            monkeypatch.setenv("MPISHARD_TIMEOUT", text)
+            with pytest.raises(ValueError, match="MPISHARD_TIMEOUT must be a number of seconds"):
+                settings.mpi_timeout()

@@ -1,0 +1,150 @@
+"""What users import: the names, their documentation, and the quick start as printed."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+
+ROOT = Path(__file__).parents[1]
+# A process of its own finds the package here, installed or not.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+# The names that the documented surface promises.
+PROMISED = {
+    "CommunicationBackend", "DDPModel", "DDPOptimizer", "DistributedStrategy", "FSDPModel",
+    "FSDPOptimizer", "FunctionModel", "InMemoryCommunicationBackend", "MPICommunicationBackend",
+    "OptimizationInputData", "OptimizationResult", "ReductionOperation", "ShardLayout",
+    "ShardedModelBase", "ShardedOptimizerBase", "ShardingConfiguration", "as_distributed",
+    "checkpoint", "init", "launch", "nn", "optimizers", "run_in_threads",
+}  # fmt: skip
+ROOMS = (ms, ms.nn, ms.optimizers, ms.checkpoint, ms.data)
+
+
+PUBLIC = [
+    pytest.param(room, name, id=f"{room.__name__}.{name}")
+    for room in ROOMS
+    for name in room.__all__
+]
+
+
+def test_the_promised_names_are_there():
+    assert set(ms.__all__) >= PROMISED
+    for room in ROOMS:
+        assert sorted(room.__all__) == sorted(set(room.__all__))
+
+
+@pytest.mark.parametrize(("room", "name"), PUBLIC)
+def test_every_public_name_exists_and_is_documented(room, name):
+    value = getattr(room, name)
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        return  # a constant or type alias
+    assert inspect.getdoc(value), name
+    if not inspect.isclass(value) or issubclass(value, Exception):
+        return
+    for member, method in vars(value).items():
+        if not member.startswith("_") and (
+            inspect.isfunction(method) or isinstance(method, property)
+        ):
+            assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", ["FSDPModel", "DDPModel"])
+def test_what_every_rank_must_call_says_so(name):
+    for member in (
+        "train", "accumulate", "unsharded", "gather_full_parameters", "get_parameters",
+        "set_parameters", "with_parameters", "compute_gradients", "apply_gradients", "predict",
+        "synchronize_gradients", "serialize", "deserialize", "save_model", "load_model",
+    ):  # fmt: skip
+        assert "ollective" in inspect.getdoc(getattr(getattr(ms, name), member)), member
+
+
+@pytest.mark.spawned
+def test_the_quick_start_runs_as_printed(tmp_path):
+    script = ROOT / "examples" / "quickstart.py"
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    (loss,) = re.findall(r"loss (\d\.\d\de-\d\d)", ended.stdout)
+    assert float(loss) < 0.5
+    # What two ranks saved, one loads without any.
+    model = ms.nn.MLP([64, 128, 1], seed=1)
+    model.load_model(tmp_path / "runs" / "quickstart")
+    x = np.random.default_rng(0).standard_normal((4096, 64))
+    y = x @ np.linspace(-1, 1, 64)[:, None]
+    assert ms.nn.MSE()(model.predict(x), y) < 2 * float(loss)
+
+
+@pytest.mark.spawned
+def test_import_needs_no_optional_dependency():
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mpi4py", "cupy", "torch", "jax", "autograd", "matplotlib",
+                                  "onnx", "scipy", "pytest"):
+            raise ImportError(f"{name} is optional")
+sys.meta_path.insert(0, Refuse())
+import mpishard, mpishard.nn, mpishard.testing.gradients, mpishard.testing.worlds
+print(mpishard.run_in_threads(2, lambda backend: backend.world_size))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("[2, 2]\n", "")
+
+
+def test_as_distributed_picks_the_classes():
+    with ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend:
+        for strategy, model_class, optimizer_class in (
+            ("ddp", ms.DDPModel, ms.DDPOptimizer),
+            ("FSDP", ms.FSDPModel, ms.FSDPOptimizer),
+            (ms.DistributedStrategy.DDP, ms.DDPModel, ms.DDPOptimizer),
+        ):
+            for config in (backend, ms.ShardingConfiguration(backend)):
+                model = ms.as_distributed(ms.nn.MLP([2, 2]), config, strategy)
+                optimizer = ms.as_distributed(ms.optimizers.SGD(), config, strategy)
+                assert (type(model), type(optimizer)) == (model_class, optimizer_class)
+        assert type(ms.as_distributed(ms.nn.MLP([2, 2]), backend)) is ms.FSDPModel
+        for arguments in ((None, backend), (ms.nn.MLP([2, 2]), None)):
+            with pytest.raises(TypeError, match="as_distributed needs"):
+                ms.as_distributed(*arguments)
+        with pytest.raises(ValueError, match=r"unknown strategy 'zero9'; there are ddp, fsdp"):
+            ms.as_distributed(ms.nn.MLP([2, 2]), backend, "zero9")
+
+
+def test_launch_on_threads(monkeypatch):
+    for variable in ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(variable, raising=False)
+    assert ms.launch(lambda backend, a: (backend.rank, backend.world_size, a), "a") == (0, 1, "a")
+    assert ms.launch(lambda backend: backend.world_size, world_size=3) == 3
+    with pytest.raises(ValueError, match="world_size must be 1 or more"):
+        ms.launch(print, world_size=0)
+    with pytest.raises(ValueError, match="got 'nccl'"):
+        ms.launch(print, backend="nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0}, "learning_rate must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be above 0 and finite"),
+        ({"minimum_parameter_group_size": 0}, "minimum_parameter_group_size must be 1 or more"),
+    ],
+)
+def test_configuration_refuses(options, message):
+    with ms.InMemoryCommunicationBackend(0, 1, "test_configuration") as backend:
+        with pytest.raises(ValueError, match=message):
+            ms.ShardingConfiguration(backend, **options)
+        with pytest.raises(AttributeError):
+            ms.ShardingConfiguration(backend).communication_backend = backend
+    with pytest.raises(TypeError, match=r"got NoneType; mpishard\.init\(\) returns one"):
+        ms.ShardingConfiguration(None)
