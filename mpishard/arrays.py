@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Array", "array_namespace", "chunk_length", "is_device_array", "to_host"]
+__all__ = ["Array", "array_namespace", "chunk_length", "is_device_array", "to_device", "to_host"]
 
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
@@ -34,6 +34,16 @@ def is_device_array(array: Array) -> bool:
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """``array`` as a NumPy array: itself, or a copy from the GPU."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+
+
+def to_device(array: np.ndarray[Any, Any]) -> Array:
+    """A copy of ``array`` in GPU memory, where CuPy is loaded; else ``array``."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return array
+    copy = cupy.empty(array.shape, array.dtype)
+    copy.set(array)
+    return copy
 
 
 def chunk_length(array: Array) -> int:

@@ -110,6 +110,10 @@ def _announcement(launcher: Launcher, ranks: int, added: dict[str, str]) -> str:
 def _supervise(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run ``command`` to its end and return its exit code, or 128 + the signal that ended it.
 
+    The code is that of the rank that aborted the job, as mpishard does when a rank fails. A rank
+    that dies without a word, by ``os._exit`` or a signal, Hydra reports by the bare signal number,
+    and at times by that of the SIGKILL with which it then ends the others.
+
     The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
     a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
     an empty input instead of being stopped by the first read.

@@ -175,10 +175,11 @@ class CommunicationBackend(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.abort(error)
-        else:
+        # sys.exit is a way to leave, not a failure.
+        if error is None or isinstance(error, SystemExit):
             self.shutdown()
+        else:
+            self.abort(error)
 
     def print(self, *values: object) -> None:
         """Print on rank 0 only. Not collective."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array
+from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.backend import Steps, Work
 from mpishard.communication.call import Call, Kind
@@ -280,7 +280,7 @@ class MPICommunicationBackend(MPICollectives):
         while request is not None and not request.test():
             patience.pause()
             job.progress()
-        return array
+        return to_device(array) if incoming.on_device else array
 
     @staticmethod
     def _refuse_other_size(incoming: Incoming, source: int, count: int, tag: int) -> None:

@@ -5,46 +5,42 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
-import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import safetensors.numpy
 
-from mpishard import checkpoint
 from mpishard.arrays import Array, array_namespace
-from mpishard.checkpoint.plain import named_arrays, packed_vector
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     ILayeredModel,
     ILossFunction,
     IShardedModel,
     ModelMetadata,
-    PathLike,
 )
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine, StepReport, Update
-from mpishard.models.gradient_store import ReplicatedGradients, ShardedGradients
-from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.models.files import ShardedModelFiles
 from mpishard.models.policy import Policy
 from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
+from mpishard.models.wrapping import (
+    build_engine,
+    claim,
+    deal,
+    disclaim,
+    program_of,
+    require_same_on_all_ranks,
+)
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit, owned_pieces
+from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
 __all__ = ["ShardedModelBase"]
 
 _log = logging.getLogger("mpishard")
-_owners_lock = threading.Lock()
-# By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
-# it finds the object that two of them have wrapped.
-_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
 
 
-class ShardedModelBase(IShardedModel):
+class ShardedModelBase(ShardedModelFiles, IShardedModel):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
     Life cycle. Construction is collective: rank 0's first values are dealt to the ranks, unit by
@@ -85,80 +81,27 @@ class ShardedModelBase(IShardedModel):
         self._wrapped_model = wrapped_model
         self._config = config
         self.backend.initialize()
-        if isinstance(wrapped_model, ILayeredModel):
-            # Raises, on every rank, where another wrapper has taken the parameters.
-            wrapped_model.fill_parameters(0, np.empty(0, wrapped_model.dtype))
-        program = _program_of(wrapped_model, config)
+        program = program_of(wrapped_model, config)
         self._is_layered = isinstance(program, LayeredProgram)
-        _claim(wrapped_model, self)
-        self._ledger = MemoryLedger()
-        self._require_same_on_all_ranks(program)
-        self._engine = self._build_engine(program)
-        self._initialize_sharding(program)
+        claim(wrapped_model, self)
+        require_same_on_all_ranks(wrapped_model, program, self.strategy, self.backend)
+        self._engine = build_engine(program, self.policy, config, self.default_loss_function)
+        deal(self._engine)
+        self._take_over()
         self._said_train = False
 
-    # ----------------------------------------------------------------------------- construction
-
-    def _effective_policy(self) -> Policy:
-        """The policy; a black box keeps its parameters whole whatever the strategy says."""
-        if self._is_layered or not self.policy.shards_parameters:
-            return self.policy
-        return Policy(False, self.policy.shards_gradients, self.policy.shards_state)
-
-    def _build_engine(self, program: Program) -> Engine:
-        policy = self._effective_policy()
-        common = (program.units, self.backend, program.dtype, self._ledger)
-        if policy.shards_parameters:
-            parameters: Any = ShardedParameters(*common, kept=program.kept)
-        else:
-            parameters = ReplicatedParameters(*common)
-        gradients = (ShardedGradients if policy.shards_gradients else ReplicatedGradients)(*common)
-        config = self._config
-        return Engine(
-            program, parameters, gradients, policy, self.default_loss_function,
-            allow_nonfinite=lambda: config.allow_nonfinite,
-        )  # fmt: skip
-
-    def _initialize_sharding(self, program: Program) -> None:
-        """Deal rank 0's values, unit by unit, so that no rank holds two full units."""
-        longest = max(unit.length for unit in program.units)
-        full = np.empty(longest if self.rank == 0 else 0, program.dtype)
-        for unit in program.units:
-            values = None
-            if self.rank == 0:
-                values = full[: unit.length]
-                program.fill(unit, values)
-            self._engine.parameters.fill(unit, values)
+    def _take_over(self) -> None:
+        """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
         if isinstance(self._wrapped_model, ILayeredModel):
             self._wrapped_model.release_parameters(f"a {type(self).__name__}")
-        else:
-            program.changed(self._engine.parameters)
-            if self.policy.shards_parameters and self.rank == 0:
-                _log.warning(
-                    "%s: the parameters of %s stay whole on every rank, because it is a black "
-                    "box; gradients and optimizer state are sharded. A model that implements "
-                    "ILayeredModel (mpishard.nn) has its parameters sharded too",
-                    type(self).__name__, type(self._wrapped_model).__name__,
-                )  # fmt: skip
-
-    def _require_same_on_all_ranks(self, program: Program) -> None:
-        model = self._wrapped_model
-        entries = model.parameter_table.entries if isinstance(model, ILayeredModel) else ()
-        bounds = repr(
-            ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in entries])
-        ).encode()
-        strategy = zlib.crc32(f"{self.strategy}/{program.dtype.name}".encode())
-        mine = np.array([program.length, len(program.units), zlib.crc32(bounds), strategy])
-        everyone = self.backend.all_gather(mine.reshape(1, -1))
-        if (everyone != everyone[0]).any():
-            rows = "; ".join(
-                f"rank {rank}: {row[0]} parameters in {row[1]} units"
-                for rank, row in enumerate(everyone)
-            )
-            raise ValueError(
-                f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-                + ("" if (everyone[:, :2] != everyone[0, :2]).any()
-                   else " (units, names, shapes, strategy or dtype differ)")
+            return
+        self._engine.program.changed(self._engine.parameters)
+        if self.policy.shards_parameters and self.rank == 0:
+            _log.warning(
+                "%s: the parameters of %s stay whole on every rank, because it is a black box; "
+                "gradients and optimizer state are sharded. A model that implements "
+                "ILayeredModel (mpishard.nn) has its parameters sharded too",
+                type(self).__name__, type(self._wrapped_model).__name__,
             )  # fmt: skip
 
     # -------------------------------------------------------------------------------- properties
@@ -192,7 +135,7 @@ class ShardedModelBase(IShardedModel):
     @property
     def memory(self) -> MemoryLedger:
         """Bytes that this rank holds for this model, by category."""
-        return self._ledger
+        return self._engine.holdings.ledger
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -206,11 +149,6 @@ class ShardedModelBase(IShardedModel):
             entries: tuple[ParameterEntry, ...] = self._wrapped_model.parameter_table.entries
             return entries
         return (ParameterEntry("parameters", (self.parameter_count,), 0),)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the flat vector."""
-        return self._engine.program.dtype
 
     @property
     def parameter_count(self) -> int:
@@ -230,10 +168,7 @@ class ShardedModelBase(IShardedModel):
         """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
         if not self._engine.policy.shards_parameters:
             return ((0, self.parameter_count),)
-        return tuple((piece.start, piece.stop) for piece in self._pieces())
-
-    def _pieces(self) -> tuple[Piece, ...]:
-        return owned_pieces(self.units, self.world_size, self.rank)
+        return tuple((piece.start, piece.stop) for piece in self._engine.holdings.pieces())
 
     def get_model_metadata(self) -> ModelMetadata:
         policy = self._engine.policy
@@ -341,7 +276,9 @@ class ShardedModelBase(IShardedModel):
             if full is not None:
                 full[...] = store.shard
             return full
-        for piece, owned in zip(self._pieces(), store.owned(self._pieces()), strict=True):
+        for piece, owned in zip(
+            self._engine.holdings.pieces(), store.owned(self._engine.holdings.pieces()), strict=True
+        ):
             unit = self.backend.gather(owned, root=root)
             if full is not None:
                 full[piece.unit.start : piece.unit.stop] = unit
@@ -445,8 +382,7 @@ class ShardedModelBase(IShardedModel):
             program: Program = OpaqueProgram(model._wrapped_model)
         else:
             program = self._engine.program
-        model._ledger = MemoryLedger()
-        model._engine = model._build_engine(program)
+        model._engine = build_engine(program, self.policy, self._config, self.default_loss_function)
         model._engine.parameters.shard[...] = self._engine.parameters.shard
         return model
 
@@ -458,100 +394,15 @@ class ShardedModelBase(IShardedModel):
         model = self._wrapped_model
         if isinstance(model, ILayeredModel):
             model.reclaim_parameters(self._engine.gather())
-        with _owners_lock:
-            if _owners.get(id(model)) is self:
-                del _owners[id(model)]
+        disclaim(model, self)
         return model
-
-    # ------------------------------------------------------------------------------------- files
-
-    def serialize(self) -> bytes:
-        """The named parameters in safetensors format, the same bytes on every rank. Collective."""
-        full = self._engine.gather()
-        return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
-
-    def deserialize(self, data: bytes) -> None:
-        """Take parameters from what `serialize` gave at any world size. Collective."""
-        arrays = safetensors.numpy.load(data)
-        self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
-
-    def save_model(self, path: PathLike) -> None:
-        """Write the parameters to a checkpoint directory. Collective."""
-        checkpoint.save(Path(path), self)
-
-    def load_model(self, path: PathLike) -> None:
-        """Take parameters from a checkpoint of any world size and strategy. Collective.
-
-        Raises
-        ------
-        FileNotFoundError
-            Where nothing is there.
-        CheckpointError
-            Where it is torn or of another model; nothing has changed then.
-        """
-        checkpoint.load(Path(path), self)
-
-    @property
-    def checkpoint_backend(self) -> CommunicationBackend:
-        """Every rank writes its part."""
-        return self.backend
-
-    @property
-    def checkpoint_dtype(self) -> np.dtype[Any]:
-        """The dtype of what is written."""
-        return self.dtype
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        """Name, shape and start of each parameter."""
-        return self.parameter_entries
-
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        """The rank's own pieces; of replicas each rank writes one part."""
-        pieces = self._pieces()
-        owned = self._engine.parameters.owned(pieces)
-        return {"parameters": [(p.start, a) for p, a in zip(pieces, owned, strict=True)]}
-
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        """All that this rank holds."""
-        if self._engine.policy.shards_parameters:
-            return self.arrays_to_write()
-        return {"parameters": [(0, self._engine.parameters.shard)]}
-
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Where the checkpoint came from, for those who read it."""
-        return {"strategy": self.strategy, "world_size": self.world_size}
-
-    def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Hear that the parameters have been read."""
-        self._engine.program.changed(self._engine.parameters)
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
         """Zeros for an optimizer's state, one vector per name, as long as what is owned."""
         length = sum(piece.length for piece in self._engine.owned_pieces)
         state = {}
         for name in names:
-            vector = self._ledger.allocate(MemoryCategory.OPTIMIZER_STATE, length, self.dtype)
+            vector = self._engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
             vector.fill(0)
             state[name] = vector
         return state
-
-
-def _program_of(model: Any, config: ShardingConfiguration) -> Program:
-    if isinstance(model, ILayeredModel):
-        return LayeredProgram(model, config.minimum_parameter_group_size)
-    return OpaqueProgram(model)
-
-
-def _claim(model: Any, wrapper: ShardedModelBase) -> None:
-    """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
-
-    Two ranks that set parameters on one object would overwrite each other's.
-    """
-    with _owners_lock:
-        owner = _owners.get(id(model))
-        if owner is not None:
-            raise ShardingError(
-                f"this {type(model).__name__} object is wrapped already, by rank {owner.rank}; "
-                "each rank wraps an object of its own: build the model inside main(backend)"
-            )
-        _owners[id(model)] = wrapper

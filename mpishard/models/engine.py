@@ -15,12 +15,12 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NonFiniteLossError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
+from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
 from mpishard.nn.layer import Context
-from mpishard.observe.ledger import MemoryLedger
-from mpishard.sharding import Piece, owned_pieces
+from mpishard.sharding import Piece
 
 __all__ = ["Engine", "StepReport", "Update"]
 
@@ -88,20 +88,17 @@ class Engine:
         self._defers: bool = False
         self._local = np.zeros(2)
         self._round_is_open = False
-        world_size, rank = self.backend.world_size, self.backend.rank
-        self.owned_pieces: tuple[Piece, ...] = owned_pieces(
-            program.units, *((world_size, rank) if policy.shards_state else (1, 0))
-        )
+        self.owned_pieces: tuple[Piece, ...] = self.holdings.pieces(sharded=policy.shards_state)
+
+    @property
+    def holdings(self) -> Holdings:
+        """Units, ranks, and where memory is booked."""
+        return self.parameters.holdings
 
     @property
     def backend(self) -> CommunicationBackend:
         """How the ranks talk."""
         return self.parameters.backend
-
-    @property
-    def ledger(self) -> MemoryLedger:
-        """Counts what is held."""
-        return self.parameters.ledger
 
     def step(
         self,
@@ -229,9 +226,7 @@ class Engine:
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
         self.program.check_pair(x, y, loss or self.loss)
-        sink = ReplicatedGradients(
-            self.program.units, self.backend, self.program.dtype, self.ledger
-        )
+        sink = ReplicatedGradients(self.holdings)
         with self._leaving_no_unit():
             total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
         if weight:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunk_length
-from mpishard.communication import CommunicationBackend, Work
-from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import Piece, Unit, owned_pieces
+from mpishard.communication import Work
+from mpishard.models.holdings import Holdings
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import Piece, Unit
 
 __all__ = ["GradientStore", "ReplicatedGradients", "ShardedGradients", "squared_norm"]
 
@@ -25,27 +23,13 @@ class GradientStore(ABC):
 
     Parameters
     ----------
-    units : sequence of Unit
-        The units, in order.
-    backend : CommunicationBackend
-        How the ranks talk.
-    dtype : numpy.dtype
-        Of the gradients.
-    ledger : MemoryLedger
-        Counts what is held.
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-    ) -> None:
-        self.units = tuple(units)
-        self.backend = backend
-        self.dtype = dtype
-        self.ledger = ledger
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.backend = holdings.backend
         self._is_first = True
         self._is_last = True
 
@@ -86,14 +70,8 @@ class ReplicatedGradients(GradientStore):
     Earlier passes only add locally, so that accumulation sends nothing.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-    ) -> None:
-        super().__init__(units, backend, dtype, ledger)
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
         self._vector: Array | None = None
         self._touched: set[int] = set()
         self._works: list[Work] = []
@@ -102,9 +80,7 @@ class ReplicatedGradients(GradientStore):
     def vector(self) -> Array:
         """The full gradient, shape (length of the flat vector,)."""
         if self._vector is None:
-            self._vector = self.ledger.allocate(
-                MemoryCategory.GRADIENTS, self.units[-1].stop, self.dtype
-            )
+            self._vector = self.holdings.allocate(MemoryCategory.GRADIENTS, self.holdings.length)
         return self._vector
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
@@ -148,17 +124,11 @@ class ShardedGradients(GradientStore):
 
     _SLOTS = 2
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-    ) -> None:
-        super().__init__(units, backend, dtype, ledger)
-        self.pieces = owned_pieces(self.units, backend.world_size, backend.rank)
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self.pieces = holdings.pieces()
         self._shard: Array | None = None
-        self._slot_length = max(unit.length for unit in self.units)
+        self._slot_length = max(unit.length for unit in self.holdings.units)
         self._slot_count = 0
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
@@ -173,7 +143,7 @@ class ShardedGradients(GradientStore):
         """Reduced gradients of all owned pieces, end to end."""
         if self._shard is None:
             length = sum(p.length for p in self.pieces)
-            self._shard = self.ledger.allocate(MemoryCategory.GRADIENTS, length, self.dtype)
+            self._shard = self.holdings.allocate(MemoryCategory.GRADIENTS, length)
         return self._shard
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
@@ -188,8 +158,8 @@ class ShardedGradients(GradientStore):
             buffer = self._open.get(unit.index)
         if buffer is None:
             if self._is_deferring:
-                buffer = self._deferred[unit.index] = self.ledger.allocate(
-                    MemoryCategory.FULL_GRADIENTS, unit.length, self.dtype
+                buffer = self._deferred[unit.index] = self.holdings.allocate(
+                    MemoryCategory.FULL_GRADIENTS, unit.length
                 )
             else:
                 buffer = self._open[unit.index] = self._take_slot()
@@ -244,13 +214,13 @@ class ShardedGradients(GradientStore):
         if self._free:
             return self._free.pop()
         self._slot_count += 1
-        return self.ledger.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length, self.dtype)
+        return self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
 
     def _take_scratch(self) -> Array:
         if self._scratch:
             return self._scratch.pop()
         length = max(p.length for p in self.pieces)
-        return self.ledger.allocate(MemoryCategory.SCRATCH, length, self.dtype)
+        return self.holdings.allocate(MemoryCategory.SCRATCH, length)
 
 
 def squared_norm(arrays: Sequence[Array]) -> float:

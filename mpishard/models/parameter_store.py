@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend, Work
+from mpishard.communication import Work
 from mpishard.layout import ShardLayout
-from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import Piece, Unit, owned_pieces
+from mpishard.models.holdings import Holdings
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import Piece, Unit
 
 __all__ = ["ParameterStore", "ReplicatedParameters", "ShardedParameters"]
 
@@ -25,27 +25,13 @@ class ParameterStore(ABC):
 
     Parameters
     ----------
-    units : sequence of Unit
-        The units, in order.
-    backend : CommunicationBackend
-        How the ranks talk.
-    dtype : numpy.dtype
-        Of the parameters.
-    ledger : MemoryLedger
-        Counts what is held.
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-    ) -> None:
-        self.units = tuple(units)
-        self.backend = backend
-        self.dtype = dtype
-        self.ledger = ledger
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.backend = holdings.backend
 
     @property
     @abstractmethod
@@ -87,15 +73,9 @@ class ParameterStore(ABC):
 class ReplicatedParameters(ParameterStore):
     """Every rank holds all parameters; a unit is a view of them."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-    ) -> None:
-        super().__init__(units, backend, dtype, ledger)
-        self._vector = ledger.allocate(MemoryCategory.PARAMETERS, self.units[-1].stop, dtype)
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self._vector = holdings.allocate(MemoryCategory.PARAMETERS, self.holdings.length)
 
     @property
     def shard(self) -> Array:
@@ -140,28 +120,16 @@ class ShardedParameters(ParameterStore):
 
     Kept units, used from forward to backward, have buffers of their own. All others share two:
     one for the unit in use, one for the unit that is on its way.
-
-    Parameters
-    ----------
-    kept : set of int
-        Indices of the kept units.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        backend: CommunicationBackend,
-        dtype: np.dtype[Any],
-        ledger: MemoryLedger,
-        kept: frozenset[int],
-    ) -> None:
-        super().__init__(units, backend, dtype, ledger)
-        self.pieces = owned_pieces(self.units, backend.world_size, backend.rank)
-        self.kept = kept
-        self._shard = ledger.allocate(
-            MemoryCategory.PARAMETERS, sum(p.length for p in self.pieces), dtype
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self.pieces = holdings.pieces()
+        self.kept = holdings.kept
+        self._shard = holdings.allocate(
+            MemoryCategory.PARAMETERS, sum(p.length for p in self.pieces)
         )
-        passing = [unit.length for unit in self.units if unit.index not in kept]
+        passing = [unit.length for unit in self.holdings.units if unit.index not in self.kept]
         self._slot_length = max(passing, default=0)
         self._free: list[Array] = []
         self._kept_buffers: dict[int, Array] = {}
@@ -227,12 +195,12 @@ class ShardedParameters(ParameterStore):
         if unit.index in self.kept:
             buffer = self._kept_buffers.get(unit.index)
             if buffer is None:
-                buffer = self.ledger.allocate(MemoryCategory.GATHERED, unit.length, self.dtype)
+                buffer = self.holdings.allocate(MemoryCategory.GATHERED, unit.length)
                 self._kept_buffers[unit.index] = buffer
             return buffer
         if self._free:
             return self._free.pop()
-        return self.ledger.allocate(MemoryCategory.GATHERED, self._slot_length, self.dtype)
+        return self.holdings.allocate(MemoryCategory.GATHERED, self._slot_length)
 
 
 def _read_only(array: Array) -> Array:

@@ -124,6 +124,12 @@ def exit_3_everywhere():
     sys.exit(3)
 
 
+def exit_3_in_with():
+    with mpishard.init() as backend:
+        backend.barrier()
+        sys.exit(3)
+
+
 def mismatched_calls():
     backend = mpishard.init()
     if backend.rank == 1:

@@ -111,8 +111,9 @@ def test_a_rank_that_left_can_be_survived():
 
 
 @needs_mpi
-def test_exit_codes_of_ones_own_are_kept():
-    ended = job("exit_3_everywhere")
+@pytest.mark.parametrize("scenario", ["exit_3_everywhere", "exit_3_in_with"])
+def test_exit_codes_of_ones_own_are_kept(scenario):
+    ended = job(scenario)
     assert ended.code == 3, ended
     assert "mpishard" not in ended.err, ended
 
@@ -122,6 +123,17 @@ def test_a_killed_rank_ends_the_job():
     ended = job("killed_rank", 3)
     assert ended.code != 0, ended
     assert ended.seconds < 10, ended
+
+
+@needs_mpi
+def test_where_the_launcher_lets_them_survivors_name_the_killed_rank():
+    version = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True, check=True)
+    if "HYDRA" not in version.stdout:
+        pytest.skip("another launcher ends the survivors at once")
+    ended = job("killed_rank", 3, options=["-disable-auto-cleanup"])
+    assert ended.code != 0, ended
+    assert ended.seconds < 10, ended
+    assert "the process of rank 1 of 3 is gone" in ended.err, ended
 
 
 @needs_mpi

@@ -1,0 +1,107 @@
+"""Files and bytes for a model whose parameters lie on several ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import safetensors.numpy
+
+from mpishard import checkpoint
+from mpishard.arrays import Array
+from mpishard.checkpoint.plain import named_arrays, packed_vector
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
+from mpishard.models.engine import Engine
+from mpishard.sharding import ParameterEntry
+
+__all__ = ["ShardedModelFiles"]
+
+
+class ShardedModelFiles(ICheckpointableModel, IParameterizable):
+    """Serialisation of what an engine holds: layout-free, and collective throughout."""
+
+    strategy: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The one way in which the parameters change."""
+
+    @property
+    @abstractmethod
+    def parameter_entries(self) -> tuple[ParameterEntry, ...]:
+        """Name, shape and start of each parameter."""
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """How the ranks talk."""
+        return self.engine.backend
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the flat vector."""
+        return self.engine.holdings.dtype
+
+    def serialize(self) -> bytes:
+        """The named parameters in safetensors format, the same bytes on every rank. Collective."""
+        full = self.engine.gather()
+        return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
+
+    def deserialize(self, data: bytes) -> None:
+        """Take parameters from what `serialize` gave at any world size. Collective."""
+        arrays = safetensors.numpy.load(data)
+        self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the parameters to a checkpoint directory. Collective."""
+        checkpoint.save(Path(path), self)
+
+    def load_model(self, path: PathLike) -> None:
+        """Take parameters from a checkpoint of any world size and strategy. Collective.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where nothing is there.
+        CheckpointError
+            Where it is torn or of another model; nothing has changed then.
+        """
+        checkpoint.load(Path(path), self)
+
+    @property
+    def checkpoint_backend(self) -> CommunicationBackend:
+        """Every rank writes its part."""
+        return self.backend
+
+    @property
+    def checkpoint_dtype(self) -> np.dtype[Any]:
+        """The dtype of what is written."""
+        return self.dtype
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        """Name, shape and start of each parameter."""
+        return self.parameter_entries
+
+    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """The rank's own pieces; of replicas each rank writes one part."""
+        pieces = self.engine.holdings.pieces()
+        owned = self.engine.parameters.owned(pieces)
+        return {"parameters": [(p.start, a) for p, a in zip(pieces, owned, strict=True)]}
+
+    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """All that this rank holds."""
+        if self.engine.policy.shards_parameters:
+            return self.arrays_to_write()
+        return {"parameters": [(0, self.engine.parameters.shard)]}
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Where the checkpoint came from, for those who read it."""
+        return {"strategy": self.strategy, "world_size": self.backend.world_size}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Hear that the parameters have been read."""
+        self.engine.program.changed(self.engine.parameters)

@@ -1,0 +1,159 @@
+"""How a plain model becomes a sharded one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.errors import ShardingError
+from mpishard.models.engine import Engine
+from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, ShardedGradients
+from mpishard.models.holdings import Holdings
+from mpishard.models.parameter_store import (
+    ParameterStore,
+    ReplicatedParameters,
+    ShardedParameters,
+)
+from mpishard.models.policy import Policy
+from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.sharding import ShardingConfiguration
+
+if TYPE_CHECKING:
+    from mpishard.models.base import ShardedModelBase
+
+__all__ = [
+    "build_engine",
+    "claim",
+    "deal",
+    "disclaim",
+    "program_of",
+    "require_same_on_all_ranks",
+]
+
+_owners_lock = threading.Lock()
+# By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
+# it finds the object that two of them have wrapped.
+_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
+
+
+def program_of(model: Any, config: ShardingConfiguration) -> Program:
+    """What computes ``model``: layer by layer where it has layers, else as a black box.
+
+    Raises
+    ------
+    StructureOnlyError
+        Where another wrapper has taken the model's parameters.
+    MissingMemberError, ValueError
+        For a black box that lacks a member, or whose parameters are no floating vector.
+    """
+    if isinstance(model, ILayeredModel):
+        model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
+        return LayeredProgram(model, config.minimum_parameter_group_size)
+    return OpaqueProgram(model)
+
+
+def claim(model: Any, wrapper: ShardedModelBase) -> None:
+    """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
+
+    Two ranks that set parameters on one object would overwrite each other's.
+
+    Raises
+    ------
+    ShardingError
+        Naming the rank that has wrapped it.
+    """
+    with _owners_lock:
+        owner = _owners.get(id(model))
+        if owner is not None:
+            raise ShardingError(
+                f"this {type(model).__name__} object is wrapped already, by rank {owner.rank}; "
+                "each rank wraps an object of its own: build the model inside main(backend)"
+            )
+        _owners[id(model)] = wrapper
+
+
+def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
+    """Let others wrap the object again."""
+    with _owners_lock:
+        if _owners.get(id(model)) is wrapper:
+            del _owners[id(model)]
+
+
+def require_same_on_all_ranks(
+    model: Any, program: Program, strategy: str, backend: CommunicationBackend
+) -> None:
+    """Refuse models that differ between ranks. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, with each rank's number of parameters and units.
+    """
+    entries = model.parameter_table.entries if isinstance(model, ILayeredModel) else ()
+    structure = repr(
+        ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in entries])
+    ).encode()
+    manner = f"{strategy}/{program.dtype.name}".encode()
+    mine = [program.length, len(program.units), zlib.crc32(structure), zlib.crc32(manner)]
+    everyone = backend.all_gather(np.array([mine]))
+    if (everyone == everyone[0]).all():
+        return
+    rows = "; ".join(
+        f"rank {rank}: {row[0]} parameters in {row[1]} units" for rank, row in enumerate(everyone)
+    )
+    counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
+    raise ValueError(
+        f"every rank must wrap the same model in the same strategy and dtype: {rows}"
+        + ("" if counts_differ else " (units, names, shapes, strategy or dtype differ)")
+    )
+
+
+def build_engine(
+    program: Program,
+    policy: Policy,
+    config: ShardingConfiguration,
+    loss: ILossFunction | None,
+) -> Engine:
+    """Stores as the policy says, and the engine that runs ``program`` through them.
+
+    A black box keeps its parameters whole whatever the policy says.
+    """
+    if isinstance(program, OpaqueProgram):
+        policy = Policy(
+            shards_parameters=False,
+            shards_gradients=policy.shards_gradients,
+            shards_state=policy.shards_state,
+        )
+    holdings = Holdings(
+        program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger()
+    )
+    parameters: ParameterStore = (
+        ShardedParameters(holdings) if policy.shards_parameters else ReplicatedParameters(holdings)
+    )
+    gradients: GradientStore = (
+        ShardedGradients(holdings) if policy.shards_gradients else ReplicatedGradients(holdings)
+    )
+    return Engine(
+        program, parameters, gradients, policy, loss,
+        allow_nonfinite=lambda: config.allow_nonfinite,
+    )  # fmt: skip
+
+
+def deal(engine: Engine) -> None:
+    """Give every rank rank 0's values, unit by unit: no rank holds two full units. Collective."""
+    is_root = engine.backend.rank == 0
+    longest = max(unit.length for unit in engine.program.units)
+    full = np.empty(longest if is_root else 0, engine.program.dtype)
+    for unit in engine.program.units:
+        values = None
+        if is_root:
+            values = full[: unit.length]
+            engine.program.fill(unit, values)
+        engine.parameters.fill(unit, values)
