@@ -27,6 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -36,6 +37,11 @@ from mpishard.communication.patience import yield_processor
 from mpishard.errors import PeerError
 
 _VERDICT_BYTES = 8192
+
+# scripts/test.sh --full sets the variable. Time limits are pytest's: these machines are noisy.
+hypothesis.settings.register_profile("sample", deadline=None)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("full" if os.environ.get("MPISHARD_TEST_FULL") else "sample")
 
 
 class Verdicts:

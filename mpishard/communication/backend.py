@@ -76,7 +76,7 @@ class Work:
                 self._waitable = next(self._steps)
             except StopIteration as stop:
                 self._done, self._result, self._waitable = True, stop.value, None
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - wait() raises it
                 self._done, self._error, self._waitable = True, error, None
             except BaseException as error:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.

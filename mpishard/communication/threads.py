@@ -87,7 +87,7 @@ def run_in_threads(
         current_backend.set(backend)
         try:
             results[rank] = fn(backend, *args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below, by the caller
             failures.append((rank, error))
             backend.abort(error)
         else:

@@ -56,3 +56,12 @@ def test_the_reference_tree_is_the_documented_one():
     expected = ((a[0] + a[1]) + (a[2] + a[3])) + a[4]
     assert tree_reduce(a, ReductionOperation.SUM).tobytes() == expected.tobytes()
     assert tree_reduce(a, ReductionOperation.AVERAGE).tobytes() == (expected / 5).tobytes()
+
+
+@in_worlds(2, 3)
+def test_long_pieces_go_in_rounds(backend, monkeypatch):
+    """The scratch of a reduction is bounded; a small bound here makes many rounds."""
+    monkeypatch.setattr("mpishard.communication.mpi_collectives._SCRATCH_BYTES", 100)
+    CommunicationConformance().check_all_reduce(backend)
+    CommunicationConformance().check_reduce_scatter(backend)
+    CommunicationConformance().check_async_orders(backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.testing.worlds import in_worlds
 
 KINDS = ("mlp", "gpt", "tied", "function")
+
+# scripts/test.sh --full
+MORE_WORLDS = (6, 7, 9, 16) if os.environ.get("MPISHARD_TEST_FULL") else ()
 
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
@@ -30,7 +34,7 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 @by_rule
 @by_strategy
-@in_worlds(1, 2, 3, 4, 5, 8)
+@in_worlds(1, 2, 3, 4, 5, 8, *MORE_WORLDS)
 def test_equals_sequential_training(
     backend: Any, problems: Any, kind: str, rule: str, strategy: str
 ) -> None:
