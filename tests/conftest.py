@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
 import signal
 import time
 import traceback
