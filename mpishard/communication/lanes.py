@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.communication.backend import Waitable
+from mpishard.communication.work import Waitable
 
 __all__ = ["Condition", "Lane", "Pending", "ScratchPool", "Turn"]
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.backend import CommunicationBackend, Steps, Waitable, Work
+from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
+from mpishard.communication.work import Steps, Waitable, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 

@@ -14,7 +14,6 @@ import numpy as np
 from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
-from mpishard.communication.backend import Steps, Work
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_board import SharedCallLog
 from mpishard.communication.group import Group
@@ -25,6 +24,7 @@ from mpishard.communication.messages import Incoming, Messages
 from mpishard.communication.mpi_collectives import MPICollectives
 from mpishard.communication.patience import Patience
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.work import Steps, Work
 from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
 
 __all__ = ["MPICommunicationBackend", "load_mpi"]

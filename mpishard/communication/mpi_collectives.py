@@ -28,12 +28,13 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace, is_device_array, to_host
-from mpishard.communication.backend import CommunicationBackend, Steps
+from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
 from mpishard.communication.group import Group
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
 from mpishard.communication.lanes import Pending, ScratchPool, Turn
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.work import Steps
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.layout import ShardLayout
 

@@ -1,0 +1,302 @@
+"""What a backend is before it has collectives: a rank, a life, and ways to reach the others.
+
+What is checked, logged and counted stands here, once for all backends.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
+from mpishard.communication.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.traffic import Traffic
+from mpishard.communication.work import Steps, Work
+from mpishard.errors import NotInitializedError
+from mpishard.layout import ShardLayout
+
+__all__ = ["Transport"]
+
+
+class Transport(ABC):
+    """Identity, life cycle, and what a subclass must give.
+
+    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_receive`, and the
+    two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    """
+
+    def __init__(self) -> None:
+        self._initialized = False
+        self._sequence = 0
+        self._pending: deque[Work] = deque()
+        self._reducer = TreeReducer()
+        self.check_collectives = True
+        self.traffic = Traffic()
+        self.call_log = CallLog()
+
+    # ------------------------------------------------------------------ identity and life cycle
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this thread, in ``[0, world_size)``."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's number among the ranks of its node."""
+        return self.rank
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes that the ranks run on."""
+        return 1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether collectives may be called."""
+        return self._initialized
+
+    def initialize(self) -> None:
+        """Make the backend ready. Idempotent."""
+        if not self._initialized:
+            self._on_initialize()
+            self._initialized = True
+
+    def shutdown(self) -> None:
+        """Leave the world. Idempotent. Peers that still wait for this rank are told."""
+        if self._initialized:
+            self._on_shutdown()
+            self._initialized = False
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Tell every rank that this one failed, so that none waits for it.
+
+        In memory the others raise `PeerError`; under MPI the job ends.
+        """
+
+    def __enter__(self) -> Self:
+        self.initialize()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # sys.exit is a way to leave, not a failure.
+        if error is None or isinstance(error, SystemExit):
+            self.shutdown()
+        else:
+            self.abort(error)
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only. Not collective."""
+        if self.rank == 0:
+            print(*values, flush=True)  # noqa: T201
+
+    def progress(self) -> None:
+        """Let collectives that were issued go on as far as they can. Never blocks.
+
+        Worth calling between pieces of a long computation, where a `Work` should advance.
+        """
+        for pending in tuple(self._pending):
+            pending.advance()
+        self._forget_done()
+
+    def describe(self) -> str:
+        """One line that names this backend in messages."""
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
+
+    # -------------------------------------------------------------------------- for the transport
+
+    @abstractmethod
+    def _on_initialize(self) -> None: ...
+
+    @abstractmethod
+    def _on_shutdown(self) -> None: ...
+
+    @abstractmethod
+    def _drive(self, work: Work) -> None:
+        """Advance the pending collectives, oldest first, until ``work`` is done.
+
+        All of them are advanced, not only ``work``, so that ranks may wait in different orders.
+        """
+
+    @abstractmethod
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps: ...
+
+    @abstractmethod
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps: ...
+
+    @abstractmethod
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps: ...
+
+    @abstractmethod
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps: ...
+
+    @abstractmethod
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps: ...
+
+    @abstractmethod
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps: ...
+
+    @abstractmethod
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps: ...
+
+    @abstractmethod
+    def _steps_barrier(self, call: Call) -> Steps: ...
+
+    @abstractmethod
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps: ...
+
+    @abstractmethod
+    def _send(self, array: Array, destination: int, tag: int) -> None: ...
+
+    @abstractmethod
+    def _receive(self, source: int, count: int, tag: int) -> Array: ...
+
+    # ------------------------------------------------------------------------------------ shared
+
+    def _issue(self, call: Call, steps: Steps) -> Work:
+        work = Work(self, steps, call)
+        self._pending.append(work)
+        work.advance()
+        self._forget_done()
+        return work
+
+    def _forget_done(self) -> None:
+        while self._pending and self._pending[0].done:
+            self._pending.popleft()
+
+    def _verify(self, calls: Sequence[Call]) -> None:
+        """Refuse, on every rank alike, calls that do not belong together."""
+        check_calls(calls)
+
+    def _call(
+        self,
+        kind: Kind,
+        array: Array | None,
+        *,
+        operation: ReductionOperation | None = None,
+        root: int = -1,
+        counts: tuple[int, ...] | None = None,
+        out_rows: int = -1,
+    ) -> Call:
+        self._ready()
+        self._sequence += 1
+        call = Call.describe(
+            self._sequence, kind, array, operation=operation, root=root, counts=counts,
+            out_rows=out_rows,
+        )  # fmt: skip
+        self.call_log.record(call, sys._getframe(1))
+        return call
+
+    def _ready(self) -> None:
+        if not self._initialized:
+            raise NotInitializedError(
+                f"{self.describe()} is not initialised; call initialize(), or use "
+                "mpishard.init() which returns an initialised backend"
+            )
+
+    def _check_array(self, array: Any, name: str, *, needs_dim: bool = False) -> None:
+        if array is None:
+            raise TypeError(f"{name} needs an array, got None")
+        array_namespace(array)
+        if array.dtype not in DTYPES:
+            known = ", ".join(dtype.name for dtype in DTYPES)
+            raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name} needs a C-contiguous array, got shape {array.shape} with strides "
+                f"{array.strides}; pass a copy (numpy.ascontiguousarray)"
+            )
+        if needs_dim and array.ndim == 0:
+            raise ValueError(f"{name} splits along dim 0, and a 0-dim array has none")
+        if array.ndim > settings.MAXIMUM_DIMS:
+            raise ValueError(
+                f"{name} takes arrays of up to {settings.MAXIMUM_DIMS} dims, got {array.ndim}"
+            )
+
+    def _check_out(
+        self, out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str
+    ) -> None:
+        self._check_array(out, name)
+        if out.shape != shape or out.dtype != dtype:
+            raise ValueError(
+                f"{name}: out has shape {out.shape} and dtype {out.dtype.name}, expected "
+                f"{shape} and {dtype.name}"
+            )
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside [0, {self.world_size})")
+
+    def _check_peer(self, rank: int, tag: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
+        if rank == self.rank:
+            raise ValueError(f"rank {rank} cannot send to or receive from itself")
+        if not 0 <= tag <= settings.MAXIMUM_TAG:
+            raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")
+
+    # The bytes that a rank is booked with, the same on every backend.
+
+    def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
+        rows = sum(counts)
+        row_bytes = call.nbytes // rows if rows else 0
+        self.traffic.count(Kind.REDUCE_SCATTER.label, (rows - counts[self.rank]) * row_bytes)
+
+    def _count_all_reduce(self, call: Call, counts: Sequence[int]) -> None:
+        self._count_reduce_scatter(call, counts)
+        rows = sum(counts)
+        piece = counts[self.rank] * (call.nbytes // rows) if rows else 0
+        self.traffic.count(Kind.ALL_GATHER.label, piece * (self.world_size - 1))
+
+    def _count_all_gather(self, array: Array) -> None:
+        self.traffic.count(Kind.ALL_GATHER.label, array.nbytes * (self.world_size - 1))
+
+    def _count_broadcast(self, array: Array, root: int) -> None:
+        nbytes = array.nbytes * (self.world_size - 1) if self.rank == root else 0
+        self.traffic.count(Kind.BROADCAST.label, nbytes)
+
+    def _count_scatter(self, sent: Array | None, piece: Array) -> None:
+        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
+        self.traffic.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
+
+    def _count_gather(self, array: Array, root: int) -> None:
+        self.traffic.count(Kind.GATHER.label, 0 if self.rank == root else array.nbytes)
+
+    def _count_all_to_all(self, parts: Sequence[Array]) -> None:
+        nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        self.traffic.count(Kind.ALL_TO_ALL.label, nbytes)
+
+    def _counts(
+        self, rows: int, counts: Sequence[int] | None, strict: bool, name: str
+    ) -> tuple[int, ...]:
+        if strict and rows % self.world_size:
+            raise ValueError(
+                f"{name}: {rows} rows over {self.world_size} ranks leave "
+                f"{rows % self.world_size}; strict=True allows no remainder"
+            )
+        if counts is None:
+            return ShardLayout(rows, self.world_size).sizes
+        pieces = tuple(int(count) for count in counts)
+        if len(pieces) != self.world_size or min(pieces) < 0 or sum(pieces) != rows:
+            raise ValueError(
+                f"{name}: counts {pieces} must be {self.world_size} numbers, none negative, "
+                f"that add up to {rows}; they add up to {sum(pieces)}"
+            )
+        return pieces
