@@ -214,8 +214,9 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
 
         def descend(updates: list[Update], report: StepReport) -> None:
             for update in updates:
-                parameters = update.parameters
-                parameters -= (rate / report.weight) * update.gradients
+                parameters, gradients = update.parameters, update.gradients
+                gradients *= rate / report.weight
+                parameters -= gradients
 
         return self._engine.step(x, y, descend).loss
 
@@ -392,9 +393,9 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         The object can be used and wrapped again; this wrapper should be used no more.
         """
         model = self._wrapped_model
+        disclaim(model, self)
         if isinstance(model, ILayeredModel):
             model.reclaim_parameters(self._engine.gather())
-        disclaim(model, self)
         return model
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:

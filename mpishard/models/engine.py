@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import NonFiniteLossError
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import ParameterStore
@@ -29,7 +29,8 @@ __all__ = ["Engine", "StepReport", "Update"]
 class StepReport:
     """What one step found, the same on every rank.
 
-    ``loss`` is the mean over all samples of the round, ``weight`` their total weight,
+    ``loss`` is the mean over all samples of the round, NaN where a black box does not tell it,
+    ``weight`` their total weight,
     ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
     that only accumulated.
     """
@@ -86,9 +87,10 @@ class Engine:
         self._allow_nonfinite = allow_nonfinite
         self._accumulates: bool = False
         self._defers: bool = False
-        self._local = np.zeros(2)
+        self._local = np.zeros(3)  # of the round so far: loss sum, weight, passes
         self._round_is_open = False
         self.owned_pieces: tuple[Piece, ...] = self.holdings.pieces(sharded=policy.shards_state)
+        self._norm_pieces = self.holdings.pieces()
 
     @property
     def holdings(self) -> Holdings:
@@ -110,13 +112,15 @@ class Engine:
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
-        Nothing has changed where it raises.
+        Nothing has changed where it raises; only an exception of ``rule`` itself may come late.
 
         Raises
         ------
         ValueError
             For a batch that does not fit the model, before anything is communicated; on every
-            rank where no rank has a sample.
+            rank where no rank has a sample that counts.
+        ShardingError
+            On every rank, where the ranks accumulated different numbers of batches.
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
@@ -141,23 +145,25 @@ class Engine:
             is_last=not self._accumulates, sample_start=sample_start,
         )  # fmt: skip
         self._round_is_open = True
+        self._local += np.array([loss, weight, 1.0])
         if self._accumulates:
             total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
-            self._local += np.array([loss, weight])
-            return StepReport(total / max(total_weight, 1e-300), total_weight, None)
-        owned = self.gradients.owned(self.owned_pieces)
-        counts_here = self.policy.shards_state or self.backend.rank == 0
-        # One small all-reduce carries all three; a replicated norm is sent by rank 0 alone.
-        norm_part = squared_norm(owned) if counts_here else 0.0
-        message = np.array([self._local[0] + loss, self._local[1] + weight, norm_part])
+            return StepReport(self._mean(total, total_weight), total_weight, None)
+        # Of a replicated gradient, too, each rank takes the norm of its piece alone.
+        norm_part = squared_norm(self.gradients.owned(self._norm_pieces))
+        message = np.array([*self._local[:2], norm_part])
         total, total_weight, squared = self._totals(message, loss)
         if total_weight == 0:
-            raise ValueError("no rank has a sample in this step")
-        report = StepReport(total / total_weight, total_weight, math.sqrt(squared) / total_weight)
+            raise ValueError("no rank has a sample that counts in this step; all weights are 0")
+        norm = math.sqrt(squared) / total_weight
+        report = StepReport(self._mean(total, total_weight), total_weight, norm)
         updates = [
-            Update(piece, parameters, gradients)
-            for piece, parameters, gradients in zip(
-                self.owned_pieces, self.parameters.owned(self.owned_pieces), owned, strict=True
+            Update(*given)
+            for given in zip(
+                self.owned_pieces,
+                self.parameters.owned(self.owned_pieces),
+                self.gradients.owned(self.owned_pieces),
+                strict=True,
             )
         ]
         rule(updates, report)
@@ -189,10 +195,24 @@ class Engine:
         gradients.settle()
         return total, weight
 
-    def _totals(self, message: np.ndarray[Any, Any], own_loss: float) -> tuple[float, ...]:
-        totals = tuple(float(v) for v in self.backend.all_reduce(message))
-        if all(math.isfinite(v) for v in totals) or self._allow_nonfinite():
-            return totals
+    def _totals(self, message: np.ndarray[Any, Any], own_loss: float) -> tuple[float, float, float]:
+        """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
+
+        With them travel the number of passes in the round and its square, which tell whether it
+        is the same on all ranks.
+        """
+        passes = self._local[2] + 0.5 * self._accumulates
+        sums = self.backend.all_reduce(np.array([*message, passes, passes * passes]))
+        total, weight, squared, all_passes, squared_passes = (float(v) for v in sums)
+        if all_passes * all_passes != squared_passes * self.backend.world_size:
+            raise ShardingError(
+                f"the ranks are in different rounds: rank {self.backend.rank} has added "
+                f"{self._local[2]:g} batches, all {self.backend.world_size} together "
+                f"{int(all_passes)}. One has left accumulate() by an exception that its script "
+                "caught, or did not enter it. Nothing was updated, and every rank drops its round"
+            )
+        if all(math.isfinite(v) for v in (total, weight, squared)) or self._allow_nonfinite():
+            return total, weight, squared
         losses = self.backend.all_gather(np.array([own_loss]))
         ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
@@ -202,6 +222,11 @@ class Engine:
             "rate, clip_global_norm=1.0, or look at the data; "
             "ShardingConfiguration(allow_nonfinite=True) goes on regardless"
         )
+
+    def _mean(self, total: float, weight: float) -> float:
+        """The mean loss; NaN where a black box does not tell its loss, or nothing was weighed."""
+        known = self.program.knows_loss(self.loss) and weight > 0
+        return total / weight if known else math.nan
 
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -241,8 +266,13 @@ class Engine:
             return self.program.predict(self.parameters, x)
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
-        """Sum and weight of the loss over this rank's batch, without a gradient."""
+        """Sum and weight of the loss over this rank's batch.
+
+        Without a gradient, but where a black box tells its loss only together with one.
+        """
         self.program.check_pair(x, y, self.loss)
+        if not self.policy.shards_parameters and len(x) == 0:
+            return 0.0, 0.0
         if self.loss is None:
             total, weight, _ = self.program.forward(
                 self.parameters, x, y, None, Context(training=False)

@@ -14,7 +14,13 @@ from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
-from mpishard.sharding import ParameterTable, Unit, build_units, nested_views
+from mpishard.sharding import (
+    ParameterEntry,
+    ParameterTable,
+    Unit,
+    build_units,
+    nested_views,
+)
 
 __all__ = ["LayeredProgram", "OpaqueProgram", "Program"]
 
@@ -35,6 +41,10 @@ class Program(ABC):
     units: tuple[Unit, ...]
     kept: frozenset[int]
     dtype: np.dtype[Any]
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        """Whether `forward` can tell the loss; a black box need only know its gradient."""
+        return loss is not None
 
     @property
     def length(self) -> int:
@@ -79,7 +89,8 @@ class Program(ABC):
 class LayeredProgram(Program):
     """A chain of layers. A unit is gathered when its first layer begins, let go after its last.
 
-    The last unit, and any unit that a later layer uses again, is kept from forward to backward.
+    The last unit, and any unit that a layer outside it uses too, is kept from its first use in
+    forward to its last in backward.
 
     Parameters
     ----------
@@ -102,6 +113,13 @@ class LayeredProgram(Program):
             for i in range(len(infos))
         ]
         self._entries = [self._table.layer_entries(info.name) for info in infos]
+        # Where each parameter lies: its unit, and its range in the unit's buffer.
+        self._places = {
+            entry.name: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
+            for unit in self.units
+            for entry in self._table.entries
+            if unit.start <= entry.start and entry.stop <= unit.stop
+        }
         self._uses = [self._units_of(entries) for entries in self._entries]
         reused = {
             unit.index
@@ -110,15 +128,15 @@ class LayeredProgram(Program):
             if unit is not self._own_unit[layer]
         }
         self.kept = frozenset(reused | {self.units[-1].index})
+        # Backward is through with a unit at the first layer that uses it, tied or its own.
+        self._ending: list[list[Unit]] = [[] for _ in infos]
+        for unit in self.units:
+            first_use = next(i for i, uses in enumerate(self._uses) if unit in uses)
+            self._ending[first_use].append(unit)
 
-    def _units_of(self, entries: dict[str, Any]) -> tuple[Unit, ...]:
-        found = {
-            unit.index: unit
-            for entry in entries.values()
-            for unit in self.units
-            if unit.start <= entry.start < unit.stop
-        }
-        return tuple(found[index] for index in sorted(found))
+    def _units_of(self, entries: dict[str, ParameterEntry]) -> tuple[Unit, ...]:
+        indices = {self._places[entry.name][0] for entry in entries.values()}
+        return tuple(self.units[index] for index in sorted(indices))
 
     def check(self, x: Any) -> None:
         self._output_shape(x)
@@ -178,14 +196,13 @@ class LayeredProgram(Program):
         loss, saved = tape.pop()
         dy = loss.backward(saved)
         for index in reversed(range(len(self._layers))):
-            own = self._own_unit[index]
-            views = self._views(index, parameters, following=own.index - 1)
+            views = self._views(index, parameters, following=self._own_unit[index].index - 1)
             targets = self._targets(index, gradients)
             dy = self._layers[index].backward(views, tape.pop(), dy, targets)
             del views, targets
-            if index == own.first_layer:
-                parameters.reshard(own)
-                gradients.reduce(own)
+            for unit in self._ending[index]:
+                parameters.reshard(unit)
+                gradients.reduce(unit)
 
     def _run(self, parameters: ParameterStore, x: Array, context: Context) -> tuple[Array, Any]:
         tape: list[Any] = []
@@ -212,11 +229,9 @@ class LayeredProgram(Program):
         )
 
     def _nested(self, index: int, buffers: dict[int, Array]) -> dict[str, Any]:
-        def find(entry: Any) -> Array:
-            for unit in self._uses[index]:
-                if unit.start <= entry.start < unit.stop:
-                    return buffers[unit.index][entry.start - unit.start : entry.stop - unit.start]
-            raise AssertionError(f"no unit holds {entry}")
+        def find(entry: ParameterEntry) -> Array:
+            unit, place = self._places[entry.name]
+            return buffers[unit][place]
 
         return nested_views(self._entries[index], find)
 
@@ -262,6 +277,9 @@ class OpaqueProgram(Program):
         self.check(x)
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
 
     def fill(self, unit: Unit, out: Array) -> None:
         out[...] = self._model.get_parameters()

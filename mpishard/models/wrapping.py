@@ -80,10 +80,20 @@ def claim(model: Any, wrapper: ShardedModelBase) -> None:
 
 
 def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
-    """Let others wrap the object again."""
+    """Let others wrap the object again.
+
+    Raises
+    ------
+    ShardingError
+        Where it is another wrapper that holds the object.
+    """
     with _owners_lock:
-        if _owners.get(id(model)) is wrapper:
-            del _owners[id(model)]
+        if _owners.get(id(model)) is not wrapper:
+            raise ShardingError(
+                f"this wrapper does not hold its {type(model).__name__} (it is a copy of the one "
+                "that does, or has released it)"
+            )
+        del _owners[id(model)]
 
 
 def require_same_on_all_ranks(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from enum import StrEnum
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,11 +36,9 @@ class MemoryLedger:
         self._held: Counter[MemoryCategory] = Counter()
         self._peak: Counter[MemoryCategory] = Counter()
 
-    def allocate(
-        self, category: MemoryCategory, length: int, dtype: np.dtype[Any], xp: ModuleType = np
-    ) -> Array:
+    def allocate(self, category: MemoryCategory, length: int, dtype: np.dtype[Any]) -> Array:
         """An uninitialised 1-D array of ``length`` elements, counted under ``category``."""
-        array = xp.empty(length, dtype)
+        array = np.empty(length, dtype)
         self._held[category] += array.nbytes
         self._peak[category] = max(self._peak[category], self._held[category])
         weakref.finalize(array, self._free, category, array.nbytes).atexit = False

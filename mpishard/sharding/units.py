@@ -45,11 +45,6 @@ class Piece:
         return self.stop - self.start
 
     @property
-    def in_unit(self) -> slice:
-        """The piece as a slice of its unit."""
-        return slice(self.start - self.unit.start, self.stop - self.unit.start)
-
-    @property
     def in_shard(self) -> slice:
         """The piece as a slice of the rank's shard."""
         return slice(self.offset, self.offset + self.length)

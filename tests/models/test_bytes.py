@@ -17,7 +17,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
-TOTALS = np.zeros(3)  # loss, weight, squared norm: the one small all-reduce of a step
+TOTALS = np.zeros(5)  # the one small all-reduce of a step, see Engine._totals
 
 by_kind = pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -25,7 +25,7 @@ from mpishard.optimizers.optimizer import Optimizer
 
 Backend = InMemoryCommunicationBackend
 Patch = pytest.MonkeyPatch
-TOTALS = (3,)  # shape of the small all-reduce of a step: loss, weight, squared norm
+TOTALS = (5,)  # shape of the small all-reduce of a step, see Engine._totals
 
 
 class Done:

@@ -39,7 +39,7 @@ def test_every_element_is_owned_once(layer_sizes, minimum, world_size):
             assert piece.offset == offset
             assert piece.length == ShardLayout(unit.length, world_size).size(rank)
             assert unit.start <= piece.start <= piece.stop <= unit.stop
-            assert piece.in_unit == slice(piece.start - unit.start, piece.stop - unit.start)
+            assert piece.in_shard == slice(offset, offset + piece.length)
             offset += piece.length
             for index in range(piece.start, piece.stop):
                 owners[index] += 1
