@@ -127,6 +127,36 @@ def report_memory(model: ms.ShardedModelBase) -> None:
         )  # fmt: skip
 
 
+def build(
+    backend: ms.CommunicationBackend, strategy: str, settings: dict
+) -> tuple[ms.ShardedModelBase, ms.ShardedOptimizerBase]:
+    """Model and optimizer, wrapped. Collective."""
+    model = ms.nn.GPT(
+        vocabulary_size=256,
+        context_length=settings["context"],
+        width=settings["width"],
+        heads=settings["heads"],
+        layers=settings["layers"],
+        seed=settings["seed"],
+        dtype=settings["dtype"],
+    )
+    rate = settings["learning_rate"]
+    decay_steps = max(1, settings["steps"] - settings["warm_up"])
+    optimizer = ms.optimizers.AdamW(
+        ms.optimizers.WarmUp(
+            settings["warm_up"], ms.optimizers.Cosine(rate, decay_steps, minimum=rate / 20)
+        ),
+        beta2=0.99,
+        weight_decay=settings["weight_decay"],
+        clip_global_norm=settings["clip"],
+        parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
+    )
+    return (
+        ms.as_distributed(model, backend, strategy),
+        ms.as_distributed(optimizer, backend, strategy),
+    )
+
+
 def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
     """What each rank does."""
     settings = settings_of(arguments)
@@ -137,51 +167,21 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
         f"{len(train):,} bytes to train on, {len(validation):,} to validate; "
         f"an add-one bigram model reaches {baseline:.3f} nats per byte"
     )
-    model = ms.as_distributed(
-        ms.nn.GPT(
-            vocabulary_size=256,
-            context_length=settings["context"],
-            width=settings["width"],
-            heads=settings["heads"],
-            layers=settings["layers"],
-            seed=settings["seed"],
-            dtype=settings["dtype"],
-        ),
-        backend,
-        strategy=arguments.strategy,
-    )
-    schedule = ms.optimizers.WarmUp(
-        settings["warm_up"],
-        ms.optimizers.Cosine(
-            settings["learning_rate"],
-            max(1, settings["steps"] - settings["warm_up"]),
-            minimum=settings["learning_rate"] / 20,
-        ),
-    )
-    optimizer = ms.as_distributed(
-        ms.optimizers.AdamW(
-            schedule,
-            beta2=0.99,
-            weight_decay=settings["weight_decay"],
-            clip_global_norm=settings["clip"],
-            parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
-        ),
-        backend,
-        strategy=arguments.strategy,
-    )
+    model, optimizer = build(backend, arguments.strategy, settings)
     if backend.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-    context = settings["context"]
-    windows = ms.data.TokenWindows
+    context, windows = settings["context"], ms.data.TokenWindows
+    inputs = windows(train[:-1], context)
     result = optimizer.optimize(
         ms.OptimizationInputData(
             model=model,
-            x_train=windows(train[:-1], context),
+            x_train=inputs,
             y_train=windows(train[1:], context),
             x_validation=windows(validation[:-1], context, stride=context),
             y_validation=windows(validation[1:], context, stride=context),
             batch_size=settings["batch"],
+            epochs=1 + settings["steps"] * settings["batch"] // len(inputs),
             max_steps=settings["steps"],
             seed=settings["seed"],
             validate_every=settings["validate_every"],
@@ -194,35 +194,50 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     )
     with model.unsharded(root=0) as plain:
         if plain is not None:
-            finish(plain, directory, baseline, settings)
-    backend.print(f"{model.parameter_count:,} parameters, {arguments.strategy} on "
-                  f"{backend.world_size} rank(s)")  # fmt: skip
+            sample(plain, directory, settings["seed"])
+            plot(directory, baseline)
+    summarize(model, arguments.strategy, result, baseline)
+    backend.print(directory)
+
+
+def summarize(
+    model: ms.ShardedModelBase, strategy: str, result: ms.OptimizationResult, baseline: float
+) -> None:
+    """Print what the run was and what it reached. Collective."""
+    say = model.backend.print
+    say(f"{model.parameter_count:,} parameters, {strategy} on {model.world_size} rank(s)")
     report_memory(model)
     loss = result.validation_history[-1][1]
-    backend.print(
+    say(
         f"{result.iterations} steps, of which this run made {len(result.loss_history)} in "
         f"{result.seconds:.1f} s, {result.weight / max(result.seconds, 1e-9):,.0f} tokens/s\n"
-        f"validation loss {loss:.3f} nats per byte, {baseline - loss:.3f} below the bigram model\n"
-        f"{directory}"
+        f"validation loss {loss:.3f} nats per byte, {baseline - loss:.3f} below the bigram model"
     )
 
 
-def finish(plain: ms.nn.GPT, directory: Path, baseline: float, settings: dict) -> None:
-    """Write the loss curve and a sample. On rank 0."""
-    rows = read_metrics(directory / "metrics.jsonl")
-    plot_loss_curve(
-        directory / "loss.png",
-        [(row["step"], row["loss"]) for row in rows if "loss" in row],
-        [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row],
-        baseline=("add-one bigram model", baseline),
-        title="GPT on the text of CPython's help topics",
-        unit="nats per byte",
-    )
+def sample(plain: ms.nn.GPT, directory: Path, seed: int) -> None:
+    """Let the model write. On rank 0."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int64)
-    generated = plain.generate(prompt, 400, temperature=0.8, seed=settings["seed"])
-    sample = bytes(int(token) for token in generated).decode(errors="replace")
-    (directory / "sample.txt").write_text(sample + "\n")
-    print("sample:", " ".join(sample.split())[:200], flush=True)
+    generated = plain.generate(prompt, 400, temperature=0.8, seed=seed)
+    text = bytes(int(token) for token in generated).decode(errors="replace")
+    (directory / "sample.txt").write_text(text + "\n")
+    print("sample:", " ".join(text.split())[:200], flush=True)
+
+
+def plot(directory: Path, baseline: float) -> None:
+    """Draw the loss curve. On rank 0."""
+    rows = read_metrics(directory / "metrics.jsonl")
+    try:
+        plot_loss_curve(
+            directory / "loss.png",
+            [(row["step"], row["loss"]) for row in rows if "loss" in row],
+            [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row],
+            baseline=("add-one bigram model", baseline),
+            title="GPT on the text of CPython's help topics",
+            unit="nats per byte",
+        )
+    except ImportError as error:
+        print(f"no loss curve: {error}", flush=True)
 
 
 if __name__ == "__main__":

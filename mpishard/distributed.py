@@ -77,6 +77,9 @@ def as_distributed(
     """
     if model_or_optimizer is None or backend_or_config is None:
         raise TypeError("as_distributed needs a model or optimizer, and a backend or configuration")
+    if isinstance(model_or_optimizer, type):
+        name = model_or_optimizer.__name__
+        raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")
     try:
         model_class, optimizer_class = _CLASSES[DistributedStrategy(str(strategy).lower())]
     except ValueError:

@@ -74,7 +74,12 @@ class FunctionModel(PlainModelFiles, IFullModel):
 
     def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
         """Mean loss over the samples, and its gradient of shape (parameter_count,)."""
-        loss, gradient = self._function(self._theta, x, y)
+        result: Any = self._function(self._theta, x, y)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise TypeError(
+                f"the function must return (loss, gradient), got {type(result).__name__}"
+            )
+        loss, gradient = result
         shape = getattr(gradient, "shape", None)
         if shape != self._theta.shape:
             raise ValueError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from mpishard.arrays import Array, to_host
@@ -15,7 +16,7 @@ from mpishard.checkpoint.snapshot import load, save
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["PlainModelFiles", "named_arrays", "packed_vector"]
+__all__ = ["PlainModelFiles", "named_arrays", "named_arrays_of", "packed_vector"]
 
 
 class PlainModelFiles(ICheckpointableModel):
@@ -39,7 +40,7 @@ class PlainModelFiles(ICheckpointableModel):
         """Take parameters from what `serialize` gave, also of a sharded model."""
         vector = self._flat_vector()
         vector[...] = packed_vector(
-            safetensors.numpy.load(data), self.checkpoint_parameters(), vector.dtype
+            named_arrays_of(data), self.checkpoint_parameters(), vector.dtype
         )
 
     def save_model(self, path: PathLike) -> None:
@@ -92,6 +93,22 @@ def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, 
         stop = record.start + int(np.prod(record.shape, dtype=np.int64))
         result[record.name] = vector[record.start : stop].reshape(record.shape)
     return result
+
+
+def named_arrays_of(data: bytes) -> dict[str, Array]:
+    """The named arrays in what ``serialize`` gave.
+
+    Raises
+    ------
+    ValueError
+        Where it is something else, or torn.
+    """
+    try:
+        return safetensors.numpy.load(data)
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"these {len(data)} bytes are not what serialize() gave: {error}"
+        ) from None
 
 
 def packed_vector(

@@ -84,7 +84,7 @@ def write_checkpoint(
         with together(backend):
             pieces = _host_pieces(arrays)
             if rank == 0:
-                target = _target(path)
+                target = target_of(path)
                 directory = _temporary(target)
         where = Path(share_text(backend, str(directory)))
         with together(backend):
@@ -127,7 +127,7 @@ def _host_pieces(arrays: Pieces) -> dict[str, list[tuple[int, np.ndarray[Any, An
     return pieces
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
+def target_of(path: str | os.PathLike[str]) -> Path:
     """The directory to replace, refused where something else would be lost with it."""
     if not str(path).strip():
         raise ValueError("the path of a checkpoint must not be blank")

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from mpishard import checkpoint
 from mpishard.arrays import Array
-from mpishard.checkpoint.plain import named_arrays, packed_vector
+from mpishard.checkpoint.plain import named_arrays, named_arrays_of, packed_vector
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
 from mpishard.models.engine import Engine
@@ -53,7 +53,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def deserialize(self, data: bytes) -> None:
         """Take parameters from what `serialize` gave at any world size. Collective."""
-        arrays = safetensors.numpy.load(data)
+        arrays = named_arrays_of(data)
         self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
 
     def save_model(self, path: PathLike) -> None:

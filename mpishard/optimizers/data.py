@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from mpishard.contracts import PathLike
@@ -101,7 +102,11 @@ class OptimizationInputData:
                 raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
         for name in ("batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name not in ("batch_size", "epochs"):
+                continue
+            if not isinstance(value, Integral):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("checkpoint_every needs checkpoint, the directory to write to")

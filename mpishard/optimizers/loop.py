@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.checkpoint.consensus import together
+from mpishard.checkpoint.consensus import gather_texts, share_text, together
+from mpishard.checkpoint.writer import target_of
 from mpishard.data import GlobalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.observe.metrics import MetricsWriter
@@ -55,6 +57,8 @@ class _Loop:
         self.epoch_sums = np.zeros(2)  # loss sum and weight of the epoch under way
 
     def run(self) -> OptimizationResult:
+        self._refuse_early()
+        self._require_agreement()
         if self.data.resume is not None:
             self._resume(Path(self.data.resume))
         is_root = self.model.rank == 0
@@ -83,6 +87,43 @@ class _Loop:
         scores = [loss for _, loss in self.result.validation_history] or self.result.fitness_history
         self.result.best_fitness_score = min(scores, default=float("inf"))
         return self.result
+
+    def _refuse_early(self) -> None:
+        """What would only fail after hours of training fails now, and on every rank."""
+        data, engine = self.data, self.model.engine
+        first = np.zeros(1, np.int64)
+        with together(self.model.backend):
+            for x, y in (
+                (data.x_train, data.y_train),
+                (data.x_validation, data.y_validation),
+                (data.x_test, data.y_test),
+            ):
+                if x is not None:
+                    engine.program.check_pair(take(x, first), take(y, first), engine.loss)
+            if data.checkpoint is not None and self.model.rank == 0:
+                target_of(data.checkpoint)
+
+    def _require_agreement(self) -> None:
+        """Refuse a run whose length, order or rule differs between ranks. Collective."""
+        names = ("validate_every", "checkpoint_every", "checkpoint", "resume", "max_steps")
+        mine = {
+            **self._order(),
+            "epochs": self.data.epochs,
+            **{name: str(getattr(self.data, name)) for name in names},
+            "validation": self.data.x_validation is not None,
+            "test": self.data.x_test is not None,
+            **self.optimizer.wrapped_optimizer.fingerprint(),
+        }
+        texts = gather_texts(self.model.backend, json.dumps(mine))  # on rank 0
+        everyone = [json.loads(text) for text in texts]
+        differing = [
+            f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
+            for name in mine
+            if any(other.get(name) != everyone[0][name] for other in everyone)
+        ]
+        message = share_text(self.model.backend, "; ".join(differing))
+        if message:
+            raise ValueError(f"every rank must ask for the same training; by rank, {message}")
 
     def _one_step(self, progress: Progress, metrics: MetricsWriter | None, started: float) -> None:
         data, model = self.data, self.model

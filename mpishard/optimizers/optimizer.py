@@ -17,7 +17,7 @@ from mpishard.optimizers.options import (
     check_options,
     option_ranges,
 )
-from mpishard.optimizers.schedules import Schedule, as_schedule
+from mpishard.optimizers.schedules import Schedule, as_number, as_schedule
 
 if TYPE_CHECKING:
     from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
@@ -81,6 +81,7 @@ class Optimizer(IGradientBasedOptimizer):
         self.clip_global_norm = clip_global_norm
         self.parameter_options = dict(parameter_options or {})
         check_options(self.parameter_options)
+        self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
         self._scratch: dict[Any, list[Array]] = {}
 
     def needed_state(self) -> tuple[str, ...]:
@@ -108,7 +109,12 @@ class Optimizer(IGradientBasedOptimizer):
         context : UpdateContext
             Step, rate and scale.
         """
-        for span in option_ranges(segments, self.weight_decay, self.parameter_options):
+        key = tuple(segments)
+        spans = self._spans.get(key)
+        if spans is None:
+            spans = option_ranges(segments, self.weight_decay, self.parameter_options)
+            self._spans[key] = spans
+        for span in spans:
             for start, stop in self._chunks(parameters, span):
                 self._update_chunk(
                     parameters[start:stop],
@@ -148,6 +154,17 @@ class Optimizer(IGradientBasedOptimizer):
     def get_options(self) -> Mapping[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings as JSON knows them, to be compared between ranks and with a checkpoint.
+
+        A schedule may be any function, so it stands there by its rates at some steps.
+        """
+        found: dict[str, Any] = {"rule": type(self).__name__}
+        for name, value in self.get_options().items():
+            found[name] = value if isinstance(value, int | float | str | None) else repr(value)
+        found["learning_rate"] = [self.learning_rate(step) for step in (0, 1, 10, 100, 1000, 10000)]
+        return found
+
     def get_current_learning_rate(self) -> float:
         """The rate of the first update; a rule has no step of its own."""
         return self.learning_rate(0)
@@ -175,13 +192,13 @@ class Optimizer(IGradientBasedOptimizer):
 
 
 def _at_least_zero(name: str, value: float) -> float:
-    if not 0 <= value < float("inf"):
+    if not 0 <= as_number(name, value) < float("inf"):
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
     return float(value)
 
 
 def check_fraction(name: str, value: float) -> float:
     """``value`` where it is in [0, 1); ValueError elsewhere."""
-    if not 0 <= value < 1:
+    if not 0 <= as_number(name, value) < 1:
         raise ValueError(f"{name} must be in [0, 1), got {value}")
     return float(value)

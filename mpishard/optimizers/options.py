@@ -59,6 +59,11 @@ def check_options(options: ParameterOptions) -> None:
         For an unknown option, or a negative value.
     """
     for pattern, values in options.items():
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"parameter_options[{pattern!r}] must be a mapping such as "
+                f'{{"weight_decay": 0}}, got {values!r}'
+            )
         for name, value in values.items():
             if name not in _FIELDS:
                 raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 __all__ = ["Constant", "Cosine", "Schedule", "WarmUp", "as_schedule"]
 
@@ -75,9 +76,25 @@ class WarmUp:
 
 def as_schedule(rate: float | Schedule) -> Schedule:
     """A schedule as it is; a number as a constant one."""
-    return rate if callable(rate) else Constant(float(rate))
+    if callable(rate):
+        return rate
+    _check_rate("learning_rate", rate)
+    return Constant(float(rate))
+
+
+def as_number(name: str, value: object) -> float:
+    """``value`` as a float.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument, where it is no number.
+    """
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
 
 
 def _check_rate(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
+    if not 0 < as_number(name, value) < float("inf"):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")

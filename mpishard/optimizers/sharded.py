@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IShardedOptimizer
-from mpishard.errors import CheckpointError, ShardingError
+from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
@@ -19,6 +21,8 @@ from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, owned_pieces
 
 __all__ = ["ShardedOptimizerBase"]
+
+_log = logging.getLogger("mpishard")
 
 _PREFIX = "optimizer/"
 
@@ -134,9 +138,15 @@ class ShardedOptimizerBase(IShardedOptimizer):
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
+        rate = self._optimizer.learning_rate(self._steps)
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"the schedule gave a learning rate of {rate} for step {self._steps}; nothing was "
+                "updated"
+            )
         context = UpdateContext(
             step=self._steps + 1,
-            learning_rate=self._optimizer.learning_rate(self._steps),
+            learning_rate=rate,
             gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
         )
         for update, segments in zip(updates, self._segments, strict=True):
@@ -193,8 +203,10 @@ class ShardedOptimizerBase(IShardedOptimizer):
         TypeError, ValueError
             For input that cannot be trained, before anything is communicated or written.
         """
-        if input_data is None:
-            raise TypeError("optimize needs an OptimizationInputData, got None")
+        if not isinstance(input_data, OptimizationInputData):
+            raise TypeError(
+                f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
+            )
         input_data.check()
         model = input_data.model
         if not isinstance(model, ShardedModelBase):
@@ -257,16 +269,18 @@ class _StateView:
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         return {
-            "optimizer": type(self.optimizer.wrapped_optimizer).__name__,
+            "settings": self.optimizer.wrapped_optimizer.fingerprint(),
             "optimizer_steps": self.optimizer.steps,
         }
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        name = type(self.optimizer.wrapped_optimizer).__name__
-        if metadata.get("optimizer") != name:
-            raise CheckpointError(
-                f"the checkpoint holds the state of {metadata.get('optimizer', 'no optimizer')}, "
-                f"and this one is {name}"
-            )
+        saved = metadata["settings"]
+        changed = [
+            f"{name} was {saved.get(name)} and is {value}"
+            for name, value in self.optimizer.wrapped_optimizer.fingerprint().items()
+            if saved.get(name) != value
+        ]
+        if changed and self.model.rank == 0:
+            _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
         self.optimizer._steps = int(metadata["optimizer_steps"])
         self.model.engine.step_number = self.optimizer.steps

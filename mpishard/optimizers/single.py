@@ -24,8 +24,8 @@ def optimize_single(optimizer: Optimizer, input_data: OptimizationInputData) -> 
     OptimizationResult
         Its ``model`` is the plain model that was passed, with the trained parameters.
     """
-    if input_data is None:
-        raise TypeError("optimize needs an OptimizationInputData, got None")
+    if not isinstance(input_data, OptimizationInputData):
+        raise TypeError(f"optimize needs an OptimizationInputData, got {type(input_data).__name__}")
     input_data.check()
     plain = input_data.model
     with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:

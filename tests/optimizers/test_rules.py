@@ -113,7 +113,7 @@ def test_clip_factor():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SGD(-1), "rate must be above 0"),
+        (lambda: SGD(-1), "learning_rate must be above 0"),
         (lambda: SGD(momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
         (lambda: SGD(nesterov=True), "nesterov needs a momentum"),
         (lambda: AdamW(beta2=-0.1), "beta2 must be"),

@@ -1,0 +1,137 @@
+"""What would fail after hours fails at once, on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.errors import CheckpointError
+
+X = np.random.default_rng(0).standard_normal((12, 3))
+Y = X[:, :1]
+
+
+def wrap(backend, rule=None, strategy="fsdp"):
+    model = ms.as_distributed(ms.nn.MLP([3, 4, 1]), backend, strategy)
+    return model, ms.as_distributed(rule or ms.optimizers.SGD(0.1), backend, strategy)
+
+
+def data(model, **options):
+    given = {"x_train": X, "y_train": Y, "batch_size": 4, "progress": False}
+    return ms.OptimizationInputData(model=model, **(given | options))
+
+
+def on_all_ranks(error, message, options, rule=lambda rank: ms.optimizers.SGD(0.1)):
+    """Every one of 2 ranks refuses; parameters and the sequence of collectives stay in step."""
+
+    def main(backend):
+        model, optimizer = wrap(backend, rule(backend.rank))
+        before = model.gather_full_parameters()
+        with pytest.raises(error, match=message):
+            optimizer.optimize(data(model, **options(backend.rank)))
+        assert (model.gather_full_parameters() == before).all()
+        assert optimizer.steps == 0
+
+    ms.run_in_threads(2, main)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"x_validation": X[:, :2], "y_validation": Y}, ValueError, "3"),
+        ({"x_test": X[:, :2], "y_test": Y}, ValueError, "3"),
+        ({"y_train": np.zeros((12, 2))}, ValueError, "2"),
+        ({"batch_size": 2.5}, TypeError, "batch_size must be an integer, got 2.5"),
+        ({"epochs": 1.5}, TypeError, "epochs must be an integer"),
+        ({"max_steps": 0}, ValueError, "max_steps must be 1 or more"),
+    ],
+)
+def test_on_every_rank(options, error, message):
+    on_all_ranks(error, message, lambda rank: options)
+
+
+def test_a_checkpoint_path_with_other_files(tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    on_all_ranks(CheckpointError, "mine.txt", lambda rank: {"checkpoint": tmp_path})
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda rank: {"seed": rank}, "seed is 0, 1"),
+        (lambda rank: {"epochs": 1 + rank}, "epochs is 1, 2"),
+        (lambda rank: {"x_train": X[rank:], "y_train": Y[rank:]}, "samples is 12, 11"),
+        (lambda rank: {"batch_size": 4 + rank}, "batch_size is 4, 5"),
+        (lambda rank: {"x_test": X, "y_test": Y} if rank else {}, "test is False, True"),
+    ],
+)
+def test_ranks_that_ask_for_different_training(options, message):
+    on_all_ranks(ValueError, f"same training; by rank, .*{message}", options)
+
+
+def test_ranks_with_different_rules():
+    def rule(rank):
+        return ms.optimizers.SGD(0.1 + rank)
+
+    on_all_ranks(ValueError, r"learning_rate is \[0.1", lambda rank: {}, rule)
+
+
+def test_a_schedule_without_a_rate_changes_nothing():
+    def main(backend):
+        model, optimizer = wrap(backend, ms.optimizers.SGD(lambda step: float("nan")))
+        before = model.gather_full_parameters()
+        with pytest.raises(ValueError, match="learning rate of nan for step 0"):
+            optimizer.step(model, X, Y)
+        assert (model.gather_full_parameters() == before).all()
+
+    ms.run_in_threads(2, main)
+
+
+def test_other_settings_on_resume_are_named(tmp_path, caplog):
+    def main(backend, rate, beta, resume):
+        model, optimizer = wrap(backend, ms.optimizers.AdamW(rate, beta))
+        options = {"checkpoint": tmp_path / "c", "resume": resume, "epochs": 1 + bool(resume)}
+        return optimizer.optimize(data(model, **options)).iterations
+
+    assert ms.run_in_threads(2, main, 1e-3, 0.9, None) == [3, 3]
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        assert ms.run_in_threads(3, main, 2e-3, 0.5, tmp_path / "c") == [6, 6, 6]
+    (record,) = caplog.records
+    assert "beta1 was 0.9 and is 0.5" in record.getMessage()
+    assert "learning_rate was [0.001" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ms.optimizers.AdamW(1e-3, (0.9, 0.99)), TypeError, "beta1 must be a number"),
+        (lambda: ms.optimizers.AdamW("fast"), TypeError, "learning_rate must be a number"),
+        (lambda: ms.optimizers.SGD(-1), ValueError, "learning_rate must be above 0"),
+        (
+            lambda: ms.optimizers.SGD(parameter_options={"*.bias": 0}),
+            TypeError,
+            r"parameter_options\['\*.bias'\] must be a mapping",
+        ),
+        (lambda: ms.optimizers.SGD().optimize({}), TypeError, "OptimizationInputData, got dict"),
+    ],
+)
+def test_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_class_instead_of_an_object():
+    def main(backend):
+        with pytest.raises(TypeError, match=r"pass SGD\(...\), not the class SGD"):
+            ms.as_distributed(ms.optimizers.SGD, backend)
+
+    ms.run_in_threads(1, main)
+
+
+def test_bytes_that_are_no_model():
+    with pytest.raises(ValueError, match="3 bytes are not what serialize"):
+        ms.nn.MLP([3, 1]).deserialize(b"abc")
