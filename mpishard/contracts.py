@@ -83,6 +83,9 @@ class ILossFunction(ABC):
         Nothing need be kept for `backward` where ``training`` is False.
         """
 
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets that `forward` could not take; nothing is communicated before."""
+
     @abstractmethod
     def backward(self, saved: Any) -> Array:
         """Gradient of the *sum* with respect to the prediction."""
@@ -288,6 +291,16 @@ class ILayeredModel(ABC):
     @abstractmethod
     def dtype(self) -> np.dtype[Any]:
         """The one dtype of parameters and activations."""
+
+    def as_input(self, x: Array) -> Array:
+        """``x`` as the first layer takes it: in the model's dtype, unless integers are tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For values that the first layer cannot take.
+        """
+        return x
 
     @abstractmethod
     def fill_parameters(self, start: int, out: Array) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
@@ -151,9 +151,7 @@ class LayeredProgram(Program):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        # What the loss has to say about shapes and dtypes, it says of no samples too.
-        xp = array_namespace(x)
-        loss.forward(xp.empty((0, *shape), self.dtype), y[:0], training=False)
+        loss.check_target((len(x), *shape), y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         """Shape of a sample's output; the layers refuse what they cannot take."""
@@ -163,6 +161,7 @@ class LayeredProgram(Program):
                 f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
                 + (f"shape {tuple(shape)}" if shape is not None else type(x).__name__)
             )
+        self._model.as_input(x)
         output = tuple(shape[1:])
         for layer in self._layers:
             output = layer.output_shape(output)
@@ -172,7 +171,7 @@ class LayeredProgram(Program):
         self._model.fill_parameters(unit.start, out)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        y, _ = self._run(parameters, self._cast(x), Context(training=False))
+        y, _ = self._run(parameters, self._model.as_input(x), Context(training=False))
         for unit in self.units:
             if unit.index in self.kept:
                 parameters.reshard(unit)
@@ -187,7 +186,7 @@ class LayeredProgram(Program):
         context: Context,
     ) -> tuple[float, float, Any]:
         assert loss is not None
-        prediction, tape = self._run(parameters, self._cast(x), context)
+        prediction, tape = self._run(parameters, self._model.as_input(x), context)
         total, weight, saved = loss.forward(prediction, y)
         tape.append((loss, saved))
         return total, weight, tape
@@ -198,7 +197,9 @@ class LayeredProgram(Program):
         for index in reversed(range(len(self._layers))):
             views = self._views(index, parameters, following=self._own_unit[index].index - 1)
             targets = self._targets(index, gradients)
-            dy = self._layers[index].backward(views, tape.pop(), dy, targets)
+            dy = self._layers[index].backward(
+                views, tape.pop(), dy, targets, needs_input_gradient=index > 0
+            )
             del views, targets
             for unit in self._ending[index]:
                 parameters.reshard(unit)
@@ -234,9 +235,6 @@ class LayeredProgram(Program):
             return buffers[unit][place]
 
         return nested_views(self._entries[index], find)
-
-    def _cast(self, x: Array) -> Array:
-        return x.astype(self.dtype, copy=False) if x.dtype.kind == "f" else x
 
 
 class OpaqueProgram(Program):

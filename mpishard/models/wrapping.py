@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import ShardingError
@@ -141,6 +142,7 @@ def build_engine(
             shards_gradients=policy.shards_gradients,
             shards_state=policy.shards_state,
         )
+    reuse_freed_memory()
     holdings = Holdings(
         program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger()
     )

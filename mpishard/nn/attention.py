@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.nn.layer import Context, Layer, Parameters
+from mpishard.nn.sizes import check_sizes
 
 __all__ = ["CausalAttention"]
 
@@ -41,12 +41,11 @@ class CausalAttention(Layer):
     Raises
     ------
     ValueError
-        For ``heads`` below 1.
+        Where ``heads`` is no integer >= 1.
     """
 
     def __init__(self, heads: int) -> None:
-        if heads < 1:
-            raise ValueError(f"CausalAttention needs heads >= 1, got {heads}")
+        check_sizes("CausalAttention", heads=heads)
         self.heads = heads
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,17 +66,18 @@ class CausalAttention(Layer):
         q_BHTK, k_BHSK, v_BHSK = self._split(x)
         y_BHTK = self._by_head(y)
         logsum_BHT1 = xp.empty((*y_BHTK.shape[:3], 1), dtype=x.dtype)
-        mask_TS = _causal_mask(xp, x)
+        mask_RR = self._causal_mask(x)
         scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
         for which, queries in self._blocks(x):
             keys = slice(0, queries.stop)
             q = q_BHTK[which][..., queries, :] * scale
             scores = xp.matmul(q, k_BHSK[which][..., keys, :].swapaxes(-1, -2))
-            scores[..., queries] += mask_TS[queries, queries]
+            size = queries.stop - queries.start
+            scores[..., queries] += mask_RR[:size, :size]
             largest = scores.max(axis=-1, keepdims=True)
             scores -= largest
             xp.exp(scores, out=scores)
-            total = scores.sum(axis=-1, keepdims=True)
+            total = xp.einsum("...rs->...r", scores)[..., None]
             y_block = y_BHTK[which][..., queries, :]
             xp.matmul(scores, v_BHSK[which][..., keys, :], out=y_block)
             y_block /= total
@@ -99,7 +99,7 @@ class CausalAttention(Layer):
         q_BHTK, k_BHSK, v_BHSK = self._split(x)
         dq_BHTK, dk_BHSK, dv_BHSK = self._split(dx)
         y_BHTK, dy_BHTK = self._by_head(y), self._by_head(dy)
-        mask_TS = _causal_mask(xp, x)
+        mask_RR = self._causal_mask(x)
         scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
         for which, queries in self._blocks(x):
             keys = slice(0, queries.stop)
@@ -108,11 +108,12 @@ class CausalAttention(Layer):
             d = dy_BHTK[which][..., queries, :]
             q = q_BHTK[which][..., queries, :] * scale
             scores = xp.matmul(q, k.swapaxes(-1, -2))
-            scores[..., queries] += mask_TS[queries, queries]
+            size = queries.stop - queries.start
+            scores[..., queries] += mask_RR[:size, :size]
             scores -= logsum_BHT1[which][..., queries, :]
             xp.exp(scores, out=scores)
             dscores = xp.matmul(d, v.swapaxes(-1, -2))
-            dscores -= (d * y_BHTK[which][..., queries, :]).sum(axis=-1, keepdims=True)
+            dscores -= xp.einsum("...rk,...rk->...r", d, y_BHTK[which][..., queries, :])[..., None]
             dscores *= scores
             dq = dq_BHTK[which][..., queries, :]
             xp.matmul(dscores, k, out=dq)
@@ -141,19 +142,28 @@ class CausalAttention(Layer):
         of them reaches all keys.
         """
         batch, length = x.shape[:2]
-        limit = chunk_length(x)
-        rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * length)))
-        heads = max(1, min(self.heads, limit // (rows * length)))
-        whole = rows == length and heads == self.heads
-        samples = max(1, limit // (heads * rows * length)) if whole else 1
+        samples, heads, rows = self._block_sizes(x)
         for b in range(0, batch, samples):
             for h in range(0, self.heads, heads):
                 for t in reversed(range(0, length, rows)):
                     which = (slice(b, b + samples), slice(h, h + heads))
                     yield which, slice(t, min(t + rows, length))
 
+    def _block_sizes(self, x: Array) -> tuple[int, int, int]:
+        """The most samples, heads and queries that a block has."""
+        length = int(x.shape[1])
+        limit = chunk_length(x)
+        rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * length)))
+        heads = max(1, min(self.heads, limit // (rows * length)))
+        whole = rows == length and heads == self.heads
+        samples = max(1, limit // (heads * rows * length)) if whole else 1
+        return samples, heads, rows
 
-def _causal_mask(xp: ModuleType, x: Array) -> Array:
-    """Shape (T, T) for x_BT3D: 0 where the key is not after the query, else -infinity."""
-    length = x.shape[1]
-    return xp.triu(xp.full((length, length), -xp.inf, dtype=x.dtype), k=1)
+    def _causal_mask(self, x: Array) -> Array:
+        """Mask of a block against its own positions: 0, or -infinity for a key after its query.
+
+        Keys before the block need none, and keys after it are left out of the scores.
+        """
+        xp = array_namespace(x)
+        rows = self._block_sizes(x)[2]
+        return xp.triu(xp.full((rows, rows), -xp.inf, dtype=x.dtype), k=1)

@@ -90,10 +90,25 @@ class Sequential(Layer):
         for name, child in self._children.items():
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
-    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
         """Both halves of one layer after the other, in reverse, so that little is pending."""
+        first = next(iter(self._children))
         for name, child in reversed(self._children.items()):
-            dy = child.backward(p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE))
+            dy = child.backward(
+                p.get(name, _NONE),
+                saved.pop(),
+                dy,
+                g.get(name, _NONE),
+                needs_input_gradient=needs_input_gradient or name != first,
+            )
         return dy
 
 
@@ -146,8 +161,16 @@ class Residual(Layer):
         """The inner layers' half."""
         self.inner.backward_weight(pending, g)
 
-    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
-        """Both halves, layer by layer."""
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, layer by layer; always with the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
         dx += dy
         return dx

@@ -12,6 +12,7 @@ from typing import Any
 from mpishard.arrays import Array, array_namespace
 from mpishard.nn.initializers import normal
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
+from mpishard.nn.sizes import check_sizes
 
 __all__ = ["Embedding", "PositionalEmbedding"]
 
@@ -29,16 +30,13 @@ class Embedding(Layer):
     Raises
     ------
     ValueError
-        For a size below 1.
+        For a size that is no integer >= 1.
     """
 
     def __init__(
         self, vocabulary_size: int, width: int, initializer: Initializer | None = None
     ) -> None:
-        if vocabulary_size < 1 or width < 1:
-            raise ValueError(
-                f"Embedding needs sizes >= 1, got vocabulary_size={vocabulary_size}, width={width}"
-            )
+        check_sizes("Embedding", vocabulary_size=vocabulary_size, width=width)
         self.vocabulary_size = vocabulary_size
         self.width = width
         self._weight = ParameterSpec((vocabulary_size, width), initializer or normal(0.02))
@@ -48,20 +46,14 @@ class Embedding(Layer):
         """``weight`` of shape (vocabulary_size, width)."""
         return {"weight": self._weight}
 
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(...) -> (..., width): each token becomes a vector."""
-        return (*input_shape, self.width)
+    @property
+    def takes_integers(self) -> bool:
+        """True: tokens are integers."""
+        return True
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Look up integer tokens of any shape; saves them.
-
-        Raises
-        ------
-        TypeError
-            Where ``x`` is not of an integer dtype.
-        ValueError
-            For a token outside [0, V).
-        """
+    def check_input(self, x: Array) -> None:
+        """Refuse what are no integers, and tokens outside [0, V)."""
+        array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if x.size:
@@ -70,6 +62,18 @@ class Embedding(Layer):
                     raise ValueError(
                         f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
                     )
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(...) -> (..., width): each token becomes a vector."""
+        return (*input_shape, self.width)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Look up integer tokens of any shape; saves them.
+
+        Checks them again, as `check_input` does: that costs microseconds, and an index that is
+        negative would be taken from the table's end without a word.
+        """
+        self.check_input(x)
         return p["weight"].take(x, axis=0), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -110,17 +114,13 @@ class PositionalEmbedding(Layer):
     Raises
     ------
     ValueError
-        For a size below 1.
+        For a size that is no integer >= 1.
     """
 
     def __init__(
         self, context_length: int, width: int, initializer: Initializer | None = None
     ) -> None:
-        if context_length < 1 or width < 1:
-            raise ValueError(
-                "PositionalEmbedding needs sizes >= 1, got "
-                f"context_length={context_length}, width={width}"
-            )
+        check_sizes("PositionalEmbedding", context_length=context_length, width=width)
         self.context_length = context_length
         self.width = width
         self._weight = ParameterSpec((context_length, width), initializer or normal(0.02))

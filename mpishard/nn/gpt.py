@@ -18,6 +18,7 @@ from mpishard.nn.linear import Linear
 from mpishard.nn.losses import CrossEntropy
 from mpishard.nn.model import Model
 from mpishard.nn.normalization import LayerNorm
+from mpishard.nn.sizes import is_size
 
 __all__ = ["GPT", "gpt_chain"]
 
@@ -59,7 +60,8 @@ class GPT(Model):
     Raises
     ------
     ValueError
-        For a size below 1, fewer than 0 layers, or heads that do not divide the width.
+        For a size that is no integer >= 1, a number of layers that is none >= 0, or heads that
+        do not divide the width.
     """
 
     def __init__(
@@ -140,11 +142,7 @@ class GPT(Model):
                 "prompt must be a 1-D array of at least one integer, got "
                 f"shape {tokens.shape} of {tokens.dtype}"
             )
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < self.vocabulary_size:
-                raise ValueError(
-                    f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
-                )
+        self.chain.check_input(tokens)
         return tokens
 
 
@@ -167,8 +165,10 @@ def gpt_chain(
         "width": width,
         "heads": heads,
     }
-    if min(sizes.values()) < 1 or layers < 0:
-        raise ValueError(f"a GPT needs sizes >= 1 and layers >= 0, got {sizes}, {layers=}")
+    if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
+        raise ValueError(
+            f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
+        )
     if width % heads:
         raise ValueError(
             f"heads must divide width, got {width} = {width // heads} * {heads} + {width % heads}"

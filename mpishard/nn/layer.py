@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 
 __all__ = ["Context", "Gradients", "Initializer", "Layer", "ParameterSpec", "Parameters"]
 
@@ -92,6 +92,36 @@ class Layer(ABC):
         for name, child in self.children.items():
             yield from child.walk_parameters(f"{prefix}{name}.")
 
+    @property
+    def takes_integers(self) -> bool:
+        """Whether integer inputs are to stay integers, and not become the model's dtype.
+
+        A composite's first child decides.
+        """
+        first = next(iter(self.children.values()), None)
+        return first is not None and first.takes_integers
+
+    def check_input(self, x: Array) -> None:
+        """Refuse an input, with its batch dim, whose dtype or values `forward` cannot take.
+
+        Callers ask the first layer of a model before they communicate, so that a rank's bad
+        input is an error on that rank and no failure in the middle of a collective. One pass over
+        ``x`` at most; shapes are `output_shape`'s business. A composite asks its first child.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for a dtype that the layer does not take.
+        ValueError
+            For values that the layer does not take.
+        """
+        array_namespace(x)
+        first = next(iter(self.children.values()), None)
+        if first is not None:
+            first.check_input(x)
+        elif x.dtype.kind not in "biuf":
+            raise TypeError(f"{type(self).__name__} takes real numbers, got an array of {x.dtype}")
+
     @abstractmethod
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one sample's output for one sample's input, without the batch dim.
@@ -132,8 +162,20 @@ class Layer(ABC):
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the gradients of the layer's parameters into ``g``."""
 
-    def backward(self, p: Parameters, saved: Any, dy: Array, g: Gradients) -> Array:
-        """Both halves, leaf by leaf: add into ``g`` and return the input's gradient."""
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, leaf by leaf: add into ``g`` and return the input's gradient.
+
+        Where ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
+        spare itself that gradient and return None.
+        """
         dx, pending = self.backward_input(p, saved, dy)
         self.backward_weight(pending, g)
         return dx

@@ -11,6 +11,7 @@ from typing import Any
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.nn.initializers import kaiming_uniform, zeros
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
+from mpishard.nn.sizes import check_sizes
 
 __all__ = ["Linear"]
 
@@ -36,7 +37,7 @@ class Linear(Layer):
     Raises
     ------
     ValueError
-        For a size below 1.
+        For a size that is no integer >= 1.
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class Linear(Layer):
         initializer: Initializer | None = None,
         tied_to: str | None = None,
     ) -> None:
-        if inputs < 1 or outputs < 1:
-            raise ValueError(f"Linear needs sizes >= 1, got inputs={inputs}, outputs={outputs}")
+        check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.inputs = inputs
         self.outputs = outputs
         self.bias = bias
@@ -85,6 +85,21 @@ class Linear(Layer):
         xp = array_namespace(dy)
         dx_NI = xp.matmul(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, or the weight's alone, which spares one of two matrix products."""
+        if needs_input_gradient:
+            return super().backward(p, saved, dy, g)
+        self.backward_weight((saved, dy), g)
+        return None
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""

@@ -57,32 +57,13 @@ class CrossEntropy(Loss):
         """Logits of shape (..., V) against integer targets of shape (...).
 
         Saves the gradient itself, which takes the exponentials that the loss needs anyway.
-
-        Raises
-        ------
-        TypeError
-            Where the targets are not of an integer dtype.
-        ValueError
-            For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
+        Errors are those of `check_target`.
         """
         xp = array_namespace(prediction)
-        if prediction.ndim < 1 or target.shape != prediction.shape[:-1]:
-            raise ValueError(
-                "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
-                f"{prediction.shape} and {target.shape}"
-            )
-        if target.dtype.kind not in "iu":
-            raise TypeError(f"CrossEntropy takes integer targets, got an array of {target.dtype}")
-        classes = prediction.shape[-1]
-        logits_NV = prediction.reshape(-1, classes)
+        self.check_target(prediction.shape, target)
+        logits_NV = prediction.reshape(-1, prediction.shape[-1])
         target_N = target.reshape(-1)
         counted_N = target_N != self.ignore_index
-        wrong_N = counted_N & ((target_N < 0) | (target_N >= classes))
-        if wrong_N.any():
-            raise ValueError(
-                f"target {int(target_N[wrong_N][0])} is neither in [0, {classes}) nor "
-                f"the ignored {self.ignore_index}"
-            )
         gradient = xp.empty_like(logits_NV) if training else None
         total = 0.0
         for rows in chunks(logits_NV):
@@ -103,6 +84,32 @@ class CrossEntropy(Loss):
         saved = None if gradient is None else gradient.reshape(prediction.shape)
         return total, float(counted_N.sum()), saved
 
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets that name no class.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for any but an integer dtype.
+        ValueError
+            For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
+        """
+        array_namespace(target)
+        if not prediction_shape or target.shape != prediction_shape[:-1]:
+            raise ValueError(
+                "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
+                f"{prediction_shape} and {target.shape}"
+            )
+        if target.dtype.kind not in "iu":
+            raise TypeError(f"CrossEntropy takes integer targets, got an array of {target.dtype}")
+        classes = prediction_shape[-1]
+        wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            raise ValueError(
+                f"target {int(target[wrong][0])} is neither in [0, {classes}) nor "
+                f"the ignored {self.ignore_index}"
+            )
+
     def backward(self, saved: Any) -> Array:
         """softmax(z) minus the target's unit vector; 0 where the target is ignored."""
         return saved
@@ -116,21 +123,33 @@ class MSE(Loss):
     ) -> tuple[float, float, Any]:
         """Prediction and target of one shape (N, ...); the weight is N.
 
-        Raises
-        ------
-        ValueError
-            Where the shapes differ: they are never broadcast.
+        Errors are those of `check_target`.
         """
-        if prediction.ndim < 1 or prediction.shape != target.shape:
-            raise ValueError(
-                "MSE needs prediction and target of one shape (N, ...), got "
-                f"{prediction.shape} and {target.shape}"
-            )
+        self.check_target(prediction.shape, target)
         xp = array_namespace(prediction)
         outputs = math.prod(prediction.shape[1:])
         error = xp.subtract(prediction, target, dtype=prediction.dtype, casting="same_kind")
         total = float(xp.square(error).sum(dtype=xp.float64)) / outputs
         return total, float(prediction.shape[0]), (error, outputs) if training else None
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets of another shape: they are never broadcast.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for a dtype that is not of real numbers.
+        ValueError
+            Where the shapes differ.
+        """
+        array_namespace(target)
+        if not prediction_shape or prediction_shape != target.shape:
+            raise ValueError(
+                "MSE needs prediction and target of one shape (N, ...), got "
+                f"{prediction_shape} and {target.shape}"
+            )
+        if target.dtype.kind not in "fiub":
+            raise TypeError(f"MSE takes real targets, got an array of {target.dtype}")
 
     def backward(self, saved: Any) -> Array:
         """2 (prediction - target) / (number of output elements per sample)."""

@@ -13,6 +13,7 @@ from mpishard.nn.layer import Initializer, Layer
 from mpishard.nn.linear import Linear
 from mpishard.nn.losses import MSE, Loss
 from mpishard.nn.model import Model
+from mpishard.nn.sizes import is_size
 
 __all__ = ["MLP", "mlp_chain"]
 
@@ -39,7 +40,7 @@ class MLP(Model):
     Raises
     ------
     ValueError
-        For fewer than two sizes, a size below 1, or an unknown activation.
+        For fewer than two sizes, one that is no integer >= 1, or an unknown activation.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
 
     Parameters and errors are those of `MLP`.
     """
-    if len(sizes) < 2 or min(sizes) < 1:
-        raise ValueError(f"an MLP needs at least two sizes, all >= 1, got {list(sizes)}")
+    if len(sizes) < 2 or not all(is_size(size) for size in sizes):
+        raise ValueError(f"an MLP needs at least two sizes, all integers >= 1, got {list(sizes)}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
     layers: dict[str, Layer] = {}
-    for i, (inputs, outputs) in enumerate(pairwise(sizes)):
+    for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
         if i > 0:
             layers[f"{activation}{i - 1}"] = _ACTIVATIONS[activation]()
         initializer = _initializer(activation, inputs, outputs)

@@ -182,14 +182,19 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
 
     # ---------------------------------------------------------------------------------- computing
 
-    def _input(self, x: Array) -> Array:
-        """``x`` in the model's dtype where it is floating; token numbers stay integers."""
-        return x.astype(self._dtype, copy=False) if x.dtype.kind == "f" else x
+    def as_input(self, x: Array) -> Array:
+        self.chain.check_input(x)
+        return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
+
+    def _prediction_shape(self, x: Array) -> tuple[int, ...]:
+        return (*x.shape[:1], *self.chain.output_shape(x.shape[1:]))
 
     def predict(self, x: Array) -> Array:
         """Outputs, shape (B, ...), for inputs of shape (B, ...)."""
+        x = self.as_input(x)
+        self._prediction_shape(x)  # raises where the layers cannot take x
         views = self._table.nested_views(self._parameters())
-        y, _ = self.chain.forward(views, self._input(x), Context(training=False))
+        y, _ = self.chain.forward(views, x, Context(training=False))
         return y
 
     def compute_loss_and_gradients(
@@ -197,15 +202,23 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
     ) -> tuple[float, Array]:
         """Mean loss, and its gradient of shape (parameter_count,)."""
         loss = loss_function or self._loss
+        x = self.as_input(x)
+        loss.check_target(self._prediction_shape(x), y)
         vector = self._parameters()
         gradients = array_namespace(vector).zeros_like(vector)
         views = self._table.nested_views(vector)
-        prediction, saved = self.chain.forward(views, self._input(x), Context())
+        prediction, saved = self.chain.forward(views, x, Context())
         total, weight, loss_saved = loss.forward(prediction, y)
         if weight == 0:
             return 0.0, gradients
+        held = [loss.backward(loss_saved)]
+        del prediction, loss_saved  # large, and of no use to the layers
         self.chain.backward(
-            views, saved, loss.backward(loss_saved), self._table.nested_views(gradients)
+            views,
+            saved,
+            held.pop(),
+            self._table.nested_views(gradients),
+            needs_input_gradient=False,
         )
         gradients /= weight
         return total / weight, gradients

@@ -12,6 +12,7 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.nn.chunks import chunks
 from mpishard.nn.initializers import ones, zeros
 from mpishard.nn.layer import Context, Gradients, Layer, Parameters, ParameterSpec
+from mpishard.nn.sizes import check_sizes
 
 __all__ = ["LayerNorm"]
 
@@ -32,14 +33,13 @@ class LayerNorm(Layer):
     Raises
     ------
     ValueError
-        For a width below 1 or an epsilon that is not positive.
+        For a width that is no integer >= 1 or an epsilon that is not positive.
     """
 
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
-        if width < 1 or not epsilon > 0:
-            raise ValueError(
-                f"LayerNorm needs width >= 1 and epsilon > 0, got {width=}, {epsilon=}"
-            )
+        check_sizes("LayerNorm", width=width)
+        if not epsilon > 0:
+            raise ValueError(f"LayerNorm needs epsilon > 0, got {epsilon}")
         self.width = width
         self.epsilon = epsilon
 

@@ -86,14 +86,7 @@ def check_gradients(
         Where there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
-    start: _Vector = np.array(model.get_parameters())
-    gradient = np.asarray(model.compute_gradients(x, y))
-    if gradient.shape != start.shape:
-        raise AssertionError(
-            f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}"
-        )
-    if not np.array_equal(start, np.asarray(model.get_parameters())):
-        raise AssertionError("compute_gradients changed the parameters")
+    start, gradient = _parameters_and_gradient(model, x, y)
 
     def at(parameters: _Vector) -> float:
         model.set_parameters(parameters.copy())
@@ -125,7 +118,7 @@ def check_layer_gradients(
     of the input and of every parameter; that input and parameters are left as they are; that
     nothing is saved and the output is the same without ``training``; that gradients are added;
     that `backward` and the two halves give the same bits, even where the caller overwrites the
-    input's gradient between the halves.
+    input's gradient between the halves; that `backward` without the input's gradient does, too.
 
     Parameters
     ----------
@@ -156,17 +149,9 @@ def check_layer_gradients(
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
-    values = {
-        name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
-        for name, spec in layer.walk_parameters()
-    }
-    y, _ = layer.forward(_nested(_frozen(values)), _frozen({"x": x})["x"], Context())
-    r = generator.standard_normal(y.shape)
-    _check_promises(layer, values, x, r)
-
-    gradients = {name: np.zeros_like(value) for name, value in values.items()}
-    _, saved = layer.forward(_nested(values), x, Context())
-    dx = layer.backward(_nested(values), saved, r.copy(), _nested(gradients))
+    values = _perturbed_parameters(layer, generator)
+    r = generator.standard_normal((len(x), *layer.output_shape(x.shape[1:])))
+    dx, gradients = _check_promises(layer, values, x, r)
 
     def evaluate() -> float:
         return float((r * layer.forward(_nested(values), x, Context(training=False))[0]).sum())
@@ -232,6 +217,29 @@ def _difference(
     return (high - low) / (above - below)
 
 
+def _parameters_and_gradient(model: Any, x: Any, y: Any) -> tuple[_Vector, _Vector]:
+    """Copies of both; AssertionError where they do not fit each other."""
+    start: _Vector = np.array(model.get_parameters())
+    gradient = np.array(model.compute_gradients(x, y))
+    _promise(
+        gradient.shape == start.shape,
+        f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}",
+    )
+    _promise(
+        np.array_equal(start, np.asarray(model.get_parameters())),
+        "compute_gradients changed the parameters",
+    )
+    return start, gradient
+
+
+def _perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
+    """First parameters moved at random, so that none is exactly 0 or 1."""
+    return {
+        name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
+        for name, spec in layer.walk_parameters()
+    }
+
+
 def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
     """A function of no arguments: the model's mean loss on the batch."""
     if loss is None and hasattr(model, "compute_loss_and_gradients"):
@@ -255,11 +263,16 @@ def _ranges(model: Any, length: int) -> Iterator[tuple[str, slice]]:
         yield entry.name, slice(entry.start, entry.start + entry.size)
 
 
-def _check_promises(layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector) -> None:
-    """Everything but the values of the gradients; frozen arrays raise where written to."""
+def _check_promises(
+    layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
+) -> tuple[_Vector, dict[str, _Vector]]:
+    """Everything but the values of the gradients, which it returns: the input's, and by name.
+
+    Frozen arrays raise where they are written to.
+    """
     p, frozen_x = _nested(_frozen(values)), _frozen({"x": x})["x"]
     y, saved = layer.forward(p, frozen_x, Context())
-    _promise(y.shape[1:] == layer.output_shape(x.shape[1:]), "output_shape is not the output's")
+    _promise(y.shape == r.shape, "output_shape is not the output's")
     quiet, nothing = layer.forward(p, frozen_x, Context(training=False))
     _promise(nothing is None, "forward saved something without training")
     _promise(np.array_equal(y, quiet), "the output depends on training")
@@ -277,6 +290,10 @@ def _check_promises(layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: 
         dx_half[...] = np.nan
     layer.backward_weight(pending, _nested(halves))
 
+    alone = {name: np.zeros_like(value) for name, value in values.items()}
+    _, saved = layer.forward(p, frozen_x, Context())
+    layer.backward(p, saved, r.copy(), _nested(alone), needs_input_gradient=False)
+
     added = {name: np.ones_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
     layer.backward(p, saved, r.copy(), _nested(added))
@@ -287,9 +304,14 @@ def _check_promises(layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: 
             "shares memory with the input's gradient",
         )
         _promise(
+            np.array_equal(gradient, alone[name]),
+            f"the gradient of {name} depends on whether the input's is asked for",
+        )
+        _promise(
             np.allclose(added[name], gradient + 1, rtol=1e-12, atol=1e-12),
             f"the gradient of {name} was not added to what was there",
         )
+    return dx, whole
 
 
 def _promise(kept: bool, message: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.layout import ShardLayout
 from mpishard.models import FSDPModel
@@ -155,6 +156,7 @@ class Traced:
 
 def test_what_all_ranks_allocate_together_is_one_model() -> None:
     # Thread-ranks share a process: with a model on each rank there would be four.
+    reuse_freed_memory()  # once in a process: 32 MiB of address space, and no page of it
     with Traced() as construction:
         models = run_in_threads(4, wrap)
     assert sum(model.memory.held(PARAMETERS) for model in models) == WHOLE
@@ -241,10 +243,10 @@ class Recorder:
         for name in ("forward", "backward"):
             original = getattr(layer, name)
 
-            def call(*arguments: Any, original: Any = original) -> Any:
+            def call(*arguments: Any, original: Any = original, **options: Any) -> Any:
                 under_way = {i for i, work in self.store._works.items() if work is not None}
                 self.resident.append((unit, set(self.store.resident), under_way))
-                return original(*arguments)
+                return original(*arguments, **options)
 
             setattr(layer, name, call)
 

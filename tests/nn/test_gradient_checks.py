@@ -47,6 +47,13 @@ class InPlace(Tanh):
         return super().forward(p, np.tanh(x, out=x), context)
 
 
+class Forgetful(Linear):
+    """Where the input's gradient is not asked for, the weight gets none either."""
+
+    def backward(self, p, saved, dy, g, *, needs_input_gradient=True):
+        return super().backward(p, saved, dy, g) if needs_input_gradient else None
+
+
 class Pending(Linear):
     """What is pending shares memory with what is returned."""
 
@@ -76,6 +83,7 @@ def test_the_wrong_gradient_is_named_worst_first():
         (Overwriting(3, 2), "weight was not added"),
         (Sharing(), "without training"),
         (Pending(3, 3), "shares memory"),
+        (Forgetful(3, 2), "gradient of weight depends on whether"),
     ],
 )
 def test_broken_promises_are_found(layer, message):

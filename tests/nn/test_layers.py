@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -248,6 +249,23 @@ def test_attention_takes_scores_that_overflow_exp() -> None:
     assert np.isfinite(dx).all()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_attention_grows_with_the_length_and_not_its_square(backward: bool) -> None:
+    def peak(length: int) -> int:
+        x = np.zeros((1, length, 12))
+        y, saved = CausalAttention(1).forward({}, x, Context())
+        tracemalloc.start()
+        if backward:
+            CausalAttention(1).backward_input({}, saved, y)
+        else:
+            CausalAttention(1).forward({}, x, Context())
+        bytes_at_most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return bytes_at_most
+
+    assert peak(2048) < 2.5 * peak(1024)
+
+
 def test_embedding_adds_up_the_rows_of_each_token() -> None:
     layer, dy = Embedding(4, 3), np.random.default_rng(0).standard_normal((6, 3))
     tokens = np.array([3, 1, 3, 3, 0, 1])
@@ -267,6 +285,65 @@ def test_tokens_outside_the_vocabulary_are_named(token: int) -> None:
 def test_embedding_takes_integers_only() -> None:
     with pytest.raises(TypeError, match="float64"):
         Embedding(4, 2).forward({"weight": np.zeros((4, 2))}, np.zeros((1, 2)), Context())
+
+
+REAL = [np.float32, np.float64, np.int8, np.uint64, bool]
+CHAIN_OF_TOKENS = Sequential(Residual(Embedding(4, 2)), Tanh())
+
+
+@pytest.mark.parametrize("layer", [Linear(2, 2), Tanh(), Sequential(Residual(Linear(2, 2)))])
+def test_layers_take_real_numbers(layer: Layer) -> None:
+    assert not layer.takes_integers
+    for dtype in REAL:
+        layer.check_input(np.zeros((3, 2), dtype))
+        layer.check_input(np.zeros((0, 2), dtype))
+    for dtype in (complex, object, "U3", "datetime64[s]"):
+        with pytest.raises(TypeError, match="takes real numbers, got an array of"):
+            layer.check_input(np.zeros((3, 2), dtype))
+        with pytest.raises(TypeError, match="takes real numbers, got an array of"):
+            layer.check_input(np.zeros((0, 2), dtype))
+    with pytest.raises(TypeError, match="array, got list"):
+        layer.check_input([[1.0, 2.0]])
+
+
+@pytest.mark.parametrize("layer", [Embedding(4, 2), CHAIN_OF_TOKENS])
+def test_an_embedding_takes_tokens(layer: Layer) -> None:
+    assert layer.takes_integers
+    for dtype in (np.int64, np.uint8, np.uint64):
+        layer.check_input(np.array([[0, 3]], dtype))
+        layer.check_input(np.zeros((0, 2), dtype))
+    for token in (-1, 4):
+        with pytest.raises(ValueError, match=rf"token {token} is outside the vocabulary \[0, 4\)"):
+            layer.check_input(np.array([[1, token]]))
+    for dtype in (np.float32, bool, complex, object):
+        with pytest.raises(TypeError, match="integer tokens, got an array of"):
+            layer.check_input(np.zeros((1, 2), dtype))
+    with pytest.raises(TypeError, match="array, got list"):
+        layer.check_input([[1, 2]])
+
+
+def test_a_chain_spares_itself_the_gradient_of_its_input() -> None:
+    asked = []
+
+    class Spy(Linear):
+        def backward_input(self, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+            asked.append(self.inputs)
+            return super().backward_input(p, saved, dy)
+
+    chain = Sequential(Sequential(Spy(2, 3), Tanh()), Spy(3, 4))
+    values = parameters(chain)
+    results = []
+    for needed in (True, False):
+        asked.clear()
+        y, saved = chain.forward(nested(values), np.ones((5, 2)), Context())
+        g = {name: np.zeros_like(value) for name, value in values.items()}
+        dx = chain.backward(
+            nested(values), saved, np.ones_like(y), nested(g), needs_input_gradient=needed
+        )
+        assert asked == ([3, 2] if needed else [3])
+        assert (dx is not None) == needed
+        results.append(np.concatenate([gradient.ravel() for gradient in g.values()]))
+    np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +376,11 @@ def test_shapes_that_do_not_fit_are_named(
         lambda: LayerNorm(0),
         lambda: LayerNorm(3, epsilon=0.0),
         lambda: CausalAttention(0),
+        lambda: Linear(3.0, 3),
+        lambda: Embedding(3, 2.0),
+        lambda: PositionalEmbedding(np.float64(3), 2),
+        lambda: LayerNorm("3"),
+        lambda: CausalAttention(2.0),
         Sequential,
         lambda: Sequential({}),
         lambda: Sequential({"a.b": ReLU()}),

@@ -102,6 +102,43 @@ def test_targets_of_wrong_shape_or_dtype(logits, target):
         CrossEntropy()(logits, target.astype(float))
 
 
+@pytest.mark.parametrize("leading", [(7,), (2, 3), (0,), (0, 3)])
+def test_cross_entropy_checks_targets_without_a_prediction(leading):
+    check, shape = CrossEntropy().check_target, (*leading, 5)
+    for dtype in (np.int64, np.uint8, np.uint64):
+        check(shape, np.full(leading, 4, dtype))
+    check(shape, np.full(leading, -1))
+    with pytest.raises(ValueError, match=r"targets of shape \(\.\.\.\), got"):
+        check(shape, np.zeros(shape, int))
+    for dtype in (float, bool, complex, object):
+        with pytest.raises(TypeError, match="integer targets, got an array of"):
+            check(shape, np.zeros(leading, dtype))
+    with pytest.raises(TypeError, match="array, got list"):
+        check(shape, [1, 2])
+
+
+@pytest.mark.parametrize("value", [-2, 5])
+def test_cross_entropy_checks_values_without_a_prediction(target, value):
+    target[3] = value
+    with pytest.raises(ValueError, match=rf"target {value} is neither in \[0, 5\) nor"):
+        CrossEntropy().check_target((7, 5), target)
+    CrossEntropy(ignore_index=value).check_target((7, 5), np.where(target < 0, value, target))
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4,), (0, 2)])
+def test_mse_checks_targets_without_a_prediction(shape):
+    check = MSE().check_target
+    for dtype in (np.float32, np.float64, np.int64, bool):
+        check(shape, np.zeros(shape, dtype))
+    with pytest.raises(ValueError, match="of one shape"):
+        check(shape, np.zeros((*shape, 1)))
+    for dtype in (complex, object, "U3"):
+        with pytest.raises(TypeError, match="real targets, got an array of"):
+            check(shape, np.zeros(shape, dtype))
+    with pytest.raises(TypeError, match="array, got list"):
+        check(shape, [1.0])
+
+
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (5, 3), (2, 3, 4), (1, 1)])
 def test_mse_is_the_formula(shape):
     generator = np.random.default_rng(0)

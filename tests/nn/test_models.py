@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd import grad
 
-from mpishard.nn import GPT, MLP, MSE, CrossEntropy
+from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Linear, Model, Sequential
 from mpishard.testing.gradients import check_gradients
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
@@ -161,9 +163,130 @@ def test_no_samples_give_zero_gradients(model):
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_integer_features_become_the_models_dtype(dtype):
+    model, x, y = MLP([2, 3, 1], dtype=dtype), np.array([[1, 2], [3, 4]]), np.ones((2, 1), int)
+    assert model.as_input(x).dtype == dtype
+    assert model.predict(x).dtype == dtype
+    expected = model.compute_loss_and_gradients(x.astype(dtype), y.astype(dtype))
+    for features in (x, x.astype(np.uint8), x.astype(np.float32), x.astype(np.float64)):
+        loss, gradient = model.compute_loss_and_gradients(features, y)
+        assert loss == expected[0]
+        np.testing.assert_array_equal(gradient, expected[1])
+
+
+def test_inputs_are_copied_only_where_their_dtype_changes():
+    x, tokens = np.ones((2, 2), np.float32), np.ones((2, 6), np.uint8)
+    assert MLP([2, 1], dtype="float32").as_input(x) is x
+    assert GPT(**SIZES).as_input(tokens) is tokens
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Makes a model whose layers fail if they are run."""
+
+    def never(*_, **__):
+        raise AssertionError("the layers ran")
+
+    def make(model_class, *arguments, **keywords):
+        model = model_class(*arguments, **keywords)
+        for layer in model.layers:
+            monkeypatch.setattr(layer, "forward", never)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([[1, 11]], ValueError, "token 11"),
+        ([[1, -1]], ValueError, "token -1"),
+        ([[1.0, 2.0]], TypeError, "integer tokens"),
+        ([[1] * 7], ValueError, r"T <= 6, 12\), got \(7, 12\)"),
+    ],
+)
+def test_gpt_refuses_inputs_before_it_computes(idle, x, error, message):
+    model = idle(GPT, **SIZES)
+    with pytest.raises(error, match=message):
+        model.predict(np.array(x))
+    with pytest.raises(error, match=message):
+        model.compute_loss_and_gradients(np.array(x), np.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([[1j, 2]], TypeError, "Linear takes real numbers"),
+        ([["1", "2"]], TypeError, "Linear takes real numbers"),
+        ([[1.0]], ValueError, "last dim is 2"),
+    ],
+)
+def test_mlp_refuses_inputs_before_it_computes(idle, x, error, message):
+    model = idle(MLP, [2, 1])
+    with pytest.raises(error, match=message):
+        model.predict(np.array(x))
+    with pytest.raises(error, match=message):
+        model.compute_loss_and_gradients(np.array(x), np.ones((1, 1)))
+
+
+def test_targets_are_refused_before_anything_is_computed(idle):
+    model, tokens = idle(GPT, **SIZES), np.array([[1, 2]])
+    with pytest.raises(ValueError, match="target 11"):
+        model.compute_loss_and_gradients(tokens, np.array([[1, 11]]))
+    with pytest.raises(ValueError, match=r"\(1, 2, 11\) and \(1, 1\)"):
+        model.compute_loss_and_gradients(tokens, np.array([[1]]))
+    with pytest.raises(TypeError, match="integer targets"):
+        model.compute_loss_and_gradients(tokens, np.ones((1, 2)))
+    model, x = idle(MLP, [2, 1]), np.ones((1, 2))
+    with pytest.raises(ValueError, match=r"\(1, 1\) and \(1,\)"):
+        model.compute_loss_and_gradients(x, np.ones(1))
+    with pytest.raises(TypeError, match="real targets"):
+        model.compute_loss_and_gradients(x, np.array([[1j]]))
+
+
+def test_backward_holds_neither_prediction_nor_loss_gradient():
+    refs = []
+
+    class Last(Linear):
+        def forward(self, p, x, context):
+            y, saved = super().forward(p, x, context)
+            refs.append(weakref.ref(y))
+            return y, saved
+
+    class First(Linear):
+        def backward(self, *arguments, **keywords):
+            seen.extend(ref() is None for ref in refs)
+            return super().backward(*arguments, **keywords)
+
+    class Traced(CrossEntropy):
+        def backward(self, saved):
+            refs.append(weakref.ref(saved))
+            return saved
+
+    seen = []
+    model = Model(Sequential(First(3, 2), Last(2, 4)), Traced(), input_shape=(3,))
+    model.compute_loss_and_gradients(np.ones((5, 3)), np.zeros(5, int))
+    assert seen == [True, True]
+
+
+def test_the_first_layer_makes_no_input_gradient(monkeypatch):
+    model, asked = MLP([3, 2, 1]), []
+    for layer in model.layers:
+        half = layer.backward_input
+        monkeypatch.setattr(
+            layer, "backward_input", lambda *a, of=layer, half=half: (asked.append(of), half(*a))[1]
+        )
+    model.compute_loss_and_gradients(np.ones((4, 3)), np.ones((4, 1)))
+    assert asked == list(reversed(model.layers[1:]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"width": 12.0}, r"integer sizes >= 1 .*'width': 12\.0"),
+        ({"vocabulary_size": "11"}, "'vocabulary_size': '11'"),
+        ({"layers": 2.5}, r"layers=2\.5"),
         ({"width": 10}, r"heads must divide width, got 10 = 3 \* 3 \+ 1"),
         ({"heads": 0}, "'heads': 0"),
         ({"vocabulary_size": 0}, "'vocabulary_size': 0"),
@@ -180,12 +303,19 @@ def test_gpt_refuses_sizes(arguments, message):
     [
         (([5],), r"\[5\]"),
         (([5, 0, 2],), r"\[5, 0, 2\]"),
+        (([3.0, 1],), r"all integers >= 1, got \[3\.0, 1\]"),
+        ((["3", 1],), r"all integers >= 1, got \['3', 1\]"),
         (([5, 2], "selu"), r"\['gelu', 'relu', 'tanh'\], got 'selu'"),
     ],
 )
 def test_mlp_refuses_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         MLP(*arguments)
+
+
+def test_sizes_may_be_of_numpy():
+    assert MLP(np.array([3, 2], np.int32)).parameter_count == 8
+    assert GPT(**{name: np.int64(size) for name, size in SIZES.items()}).layer_count == 8
 
 
 def test_generation_takes_the_likeliest_token_at_temperature_0():
