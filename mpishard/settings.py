@@ -14,11 +14,11 @@ __all__ = [
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
     "blas_threads_are_set",
+    "check",
     "cpus_per_task",
     "launched_world_size",
     "launcher_variable",
     "log_level",
-    "malloc_tunables",
     "mpi_timeout",
     "mpi_warning",
     "openblas_kernel",
@@ -81,9 +81,30 @@ def blas_threads_are_set() -> bool:
     return any(name in os.environ for name in names)
 
 
-def log_level() -> str:
-    """MPISHARD_LOG: ``debug``, ``info``, ``warning`` (default) or ``error``."""
-    return os.environ.get("MPISHARD_LOG", "warning").lower()
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def log_level() -> str | None:
+    """MPISHARD_LOG: ``debug``, ``info``, ``warning`` or ``error``; None where it is not set."""
+    text = os.environ.get("MPISHARD_LOG")
+    if text is None:
+        return None
+    if text.lower() not in _LOG_LEVELS:
+        raise ValueError(f"MPISHARD_LOG must be one of {', '.join(_LOG_LEVELS)}; got {text!r}")
+    return text.lower()
+
+
+def check() -> None:
+    """Refuse, before anything starts, variables that would fail when they are needed.
+
+    Raises
+    ------
+    ValueError
+        Naming the variable, what it may be, and what it is.
+    """
+    log_level()
+    mpi_timeout()
+    mpi_warning()
 
 
 def mpi_timeout() -> float:
@@ -127,17 +148,6 @@ def openblas_kernel(chosen: str | None) -> str | None:
     if "OPENBLAS_CORETYPE" in os.environ or chosen not in ("Haswell", "Zen"):
         return None
     return "SkylakeX" if _cpu_flags() >= _AVX512 else None
-
-
-def malloc_tunables() -> str | None:
-    """GLIBC_TUNABLES that keep freed memory for the next step, or None where it is set.
-
-    Every step asks for the same activations again. By default glibc hands large blocks back to
-    the kernel, which then clears each page anew: 10 to 18 % of a GPT's step.
-    """
-    if "GLIBC_TUNABLES" in os.environ:
-        return None
-    return "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=2147483647"
 
 
 def terminal_columns() -> int | None:

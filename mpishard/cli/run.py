@@ -25,7 +25,6 @@ __all__ = ["run"]
 _GRACE_SECONDS = 4
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
-_UNSAID = ("GLIBC_TUNABLES", "MPISHARD_COLUMNS")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,9 +85,6 @@ def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str
     kernel = settings.openblas_kernel(_chosen_kernel())
     if kernel is not None:
         added["OPENBLAS_CORETYPE"] = kernel
-    tunables = settings.malloc_tunables()
-    if tunables is not None:
-        added["GLIBC_TUNABLES"] = tunables
     if sys.stdout.isatty():
         added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
     return added
@@ -103,7 +99,7 @@ def _chosen_kernel() -> str | None:
 def _announcement(launcher: Launcher, ranks: int, added: dict[str, str]) -> str:
     parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} of {launcher.library}"]
     parts.append(f"started by {launcher.program}")
-    parts += [f"{name}={value}" for name, value in added.items() if name not in _UNSAID]
+    parts += [f"{name}={value}" for name, value in added.items() if name != "MPISHARD_COLUMNS"]
     return f"mpishard run: {', '.join(parts)}"
 
 

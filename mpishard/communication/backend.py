@@ -215,6 +215,8 @@ class CommunicationBackend(Transport):
 
         Raises
         ------
+        TypeError, ValueError
+            For an argument that is wrong on this rank alone.
         CollectiveMismatchError
             Where roots differ, or an array passed elsewhere has another shape or dtype.
 
@@ -229,6 +231,8 @@ class CommunicationBackend(Transport):
         self._check_root(root)
         if array is not None or self.rank == root:
             self._check_array(array, "broadcast")
+        if array is not None and self.rank != root:
+            self._check_writeable(array, "broadcast")
         call = self._call(Kind.BROADCAST, array, root=root)
         return self._issue(call, self._steps_broadcast(call, array, root)).wait()
 
@@ -391,6 +395,7 @@ class CommunicationBackend(Transport):
             call, self._steps_split(call, color, self.rank if key is None else key)
         ).wait()
         if member is not None:
+            member._is_root = False
             member.check_collectives = self.check_collectives
             member.initialize()
         return member  # type: ignore[no-any-return]

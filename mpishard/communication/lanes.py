@@ -103,6 +103,11 @@ class ScratchPool:
     def __init__(self) -> None:
         self._free: list[Bytes] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for later operations."""
+        return sum(int(buffer.size) for buffer in self._free)
+
     def take(self, nbytes: int) -> Bytes:
         """A buffer of at least ``nbytes``, out of the pool until `give`."""
         if self._free:

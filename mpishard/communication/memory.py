@@ -12,74 +12,28 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
-from mpishard.communication.work import Steps, Waitable, Work
+from mpishard.communication.meeting import (
+    Arrival,
+    Failure,
+    Meeting,
+    World,
+    new_world,
+    split_worlds,
+)
+from mpishard.communication.work import Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["InMemoryCommunicationBackend"]
 
 
-@dataclass(slots=True)
-class _Failure:
-    rank: int
-    message: str
-
-
-class _Meeting:
-    """One point that all ranks pass: what each has left there, and how many have."""
-
-    __slots__ = ("arrived", "values")
-
-    def __init__(self, world_size: int) -> None:
-        self.values: list[Any] = [None] * world_size
-        self.arrived = 0
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class _World:
-    """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
-
-    Worlds that were split from one another share ``changed`` and ``failures``, so that a
-    failure anywhere wakes every rank.
-    """
-
-    name: str
-    world_size: int
-    global_ranks: tuple[int, ...]
-    changed: threading.Condition
-    failures: list[_Failure]
-    meetings: dict[tuple[int, int], _Meeting] = field(default_factory=dict)
-    messages: dict[tuple[int, int, int], deque[Array]] = field(default_factory=dict)
-    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
-    left: dict[int, int] = field(default_factory=dict)
-    children: list[weakref.ref[_World]] = field(default_factory=list)
-
-
-class _Arrival(Waitable):
-    """A meeting that is not complete yet."""
-
-    __slots__ = ("meeting",)
-
-    def __init__(self, meeting: _Meeting) -> None:
-        self.meeting = meeting
-
-    def test(self) -> bool:
-        return self.meeting.arrived == len(self.meeting.values)
-
-    def missing(self) -> list[int]:
-        return [r for r, value in enumerate(self.meeting.values) if value is None]
-
-
-_environments: dict[str, _World] = {}
+_environments: dict[str, World] = {}
 _environments_lock = threading.Lock()
 
 
@@ -103,6 +57,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         For a rank outside the world, a world below 1, or a blank id.
     """
 
+    _rank_is_process = False
+
     def __init__(
         self,
         rank: int,
@@ -122,7 +78,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._world_size = world_size
         self._environment_id = environment_id
         self._timeout = timeout
-        self._world: _World | None = None
+        self._world: World | None = None
         # This rank's backends: its peers may wait for it in any of them.
         self._family: weakref.WeakSet[InMemoryCommunicationBackend] = weakref.WeakSet((self,))
 
@@ -147,7 +103,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             with _environments_lock:
                 world = _environments.get(self._environment_id)
                 if world is None:
-                    world = _new_world(self._environment_id, self._world_size)
+                    world = new_world(self._environment_id, self._world_size)
                     _environments[self._environment_id] = world
             self._world = world
         world = self._world
@@ -175,7 +131,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 if _environments.get(self._environment_id) is world:
                     del _environments[self._environment_id]
 
-    def _leave(self, world: _World) -> None:
+    def _leave(self, world: World) -> None:
         """Mark this rank as gone, here and in every world split from this one."""
         world.members.pop(self._rank, None)
         world.left[self._rank] = self._sequence
@@ -198,7 +154,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         rank = world.global_ranks[self._rank]
         with world.changed:
             world.failures.append(
-                _Failure(
+                Failure(
                     rank,
                     f"rank {rank} failed {after}, with {type(error).__name__}: {error}\n"
                     f"--- traceback of rank {rank} ---\n{text}",
@@ -206,14 +162,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             )
             world.changed.notify_all()
 
-    def _joined(self) -> _World:
+    def _joined(self) -> World:
         self._ready()
         assert self._world is not None
         return self._world
 
     # ------------------------------------------------------------------------------- the meeting
 
-    def _meet(self, call: Call, phase: int, value: Any) -> _Arrival:
+    def _meet(self, call: Call, phase: int, value: Any) -> Arrival:
         """Leave ``value`` at a meeting; the arrival tells when all ranks have.
 
         A meeting is known by (collective, phase) and not by a running number, because ranks
@@ -224,13 +180,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         with world.changed:
             meeting = world.meetings.get(key)
             if meeting is None:
-                meeting = world.meetings[key] = _Meeting(world.world_size)
+                meeting = world.meetings[key] = Meeting(world.world_size)
             meeting.values[self._rank] = (value,)
             meeting.arrived += 1
             if meeting.arrived == world.world_size:
                 del world.meetings[key]
                 world.changed.notify_all()
-        return _Arrival(meeting)
+        return Arrival(meeting)
 
     def _drive(self, work: Work) -> None:
         world = self._joined()
@@ -265,7 +221,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 failure.rank,
             )
         arrival = work.waitable
-        assert isinstance(arrival, _Arrival)
+        assert isinstance(arrival, Arrival)
         for rank in arrival.missing():
             if rank in world.left:
                 raise PeerError(
@@ -279,7 +235,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _timeout_message(self, work: Work) -> str:
         world = self._joined()
         arrival = work.waitable
-        assert isinstance(arrival, _Arrival)
+        assert isinstance(arrival, Arrival)
         lines = []
         for rank in range(world.world_size):
             member = world.members.get(rank)
@@ -344,15 +300,16 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        if out is not None and array_namespace(array).may_share_memory(array, out):
+            # Peers read this rank's array while it writes to ``out``.
+            array = array.copy()
         arrays = yield from self._open(call, array)
         rows = sum(a.shape[0] for a in arrays)
         if out is None:
             out = array_namespace(array).empty((rows, *array.shape[1:]), array.dtype)
         start = 0
-        for rank, other in enumerate(arrays):
-            part = out[start : start + other.shape[0]]
-            if rank != self._rank or not _same_memory(part, other):
-                part[...] = other
+        for other in arrays:
+            out[start : start + other.shape[0]] = other
             start += other.shape[0]
         yield from self._exchange(call, None)
         self._count_all_gather(array)
@@ -400,9 +357,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         wishes = yield from self._open(call, (color, key))
         world = self._joined()
         member: InMemoryCommunicationBackend | None = None
-        worlds: dict[int, _World] | None = None
+        worlds: dict[int, World] | None = None
         if self._rank == 0:
-            worlds = _split_worlds(world, wishes, call.sequence)
+            worlds = split_worlds(world, wishes, call.sequence)
         shared = yield from self._exchange(call, worlds)
         if color is not None:
             child = shared[0][color]
@@ -460,32 +417,3 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not queue:
                 del world.messages[key]
         return message
-
-
-def _new_world(name: str, world_size: int) -> _World:
-    return _World(name, world_size, tuple(range(world_size)), threading.Condition(), [])
-
-
-def _split_worlds(
-    world: _World, wishes: Sequence[tuple[int | None, int]], sequence: int
-) -> dict[int, _World]:
-    """One new world per color; its members ordered by (key, old rank)."""
-    worlds: dict[int, _World] = {}
-    for color in sorted({c for c, _ in wishes if c is not None}):
-        ranks = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
-        child = _World(
-            f"{world.name}/{sequence}.{color}",
-            len(ranks),
-            tuple(world.global_ranks[rank] for _, rank in ranks),
-            world.changed,
-            world.failures,
-        )
-        worlds[color] = child
-        world.children.append(weakref.ref(child))
-    return worlds
-
-
-def _same_memory(a: Array, b: Array) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.ctypes.data == b.ctypes.data
-    return a is b

@@ -53,6 +53,10 @@ class MPICollectives(CommunicationBackend):
         self._pool = ScratchPool()
 
     @property
+    def scratch_bytes(self) -> int:
+        return super().scratch_bytes + self._pool.nbytes
+
+    @property
     @abstractmethod
     def _talk(self) -> Group:
         """The group of an initialised backend."""

@@ -68,6 +68,11 @@ class TreeReducer:
     def __init__(self) -> None:
         self._scratch: dict[tuple[Any, ...], list[Array]] = {}
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes kept from one call to the next."""
+        return sum(int(buffer.nbytes) for kept in self._scratch.values() for buffer in kept)
+
     def reduce(
         self, contributions: Sequence[Array], operation: ReductionOperation, out: Array
     ) -> None:

@@ -56,6 +56,7 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     global _process_backend  # noqa: PLW0603
     if backend not in ("auto", "mpi", "memory"):
         raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    settings.check()  # before MPI starts: a rank that fails alone later is waited for
     threads = current_backend.get()
     if threads is not None and threads.is_initialized and backend != "mpi":
         return threads
@@ -76,7 +77,6 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     _process_backend = made
     made.initialize()
     if isinstance(made, MPICommunicationBackend):
-        _set_up_logging(made)
         _limit_blas_threads(made)
     return made
 
@@ -115,23 +115,6 @@ def refuse_worlds_of_one() -> None:
             f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
             "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"
         )
-
-
-def _set_up_logging(backend: MPICommunicationBackend) -> None:
-    """Messages of the package come from rank 0; at level debug every rank writes a file."""
-    level = settings.log_level()
-    _logger.setLevel(level.upper())
-    if level == "debug":
-        handler: logging.Handler = logging.FileHandler(f"mpishard-rank{backend.rank}.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        _logger.addHandler(handler)
-    elif backend.rank != 0:
-        _logger.addHandler(logging.NullHandler())
-        _logger.propagate = False
-    elif not _logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("mpishard: %(message)s"))
-        _logger.addHandler(handler)
 
 
 def _limit_blas_threads(backend: MPICommunicationBackend) -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import threadpoolctl
 
 from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
-from mpishard.errors import PeerError
+from mpishard.errors import CommunicationError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]
 
@@ -72,6 +72,8 @@ def run_in_threads(
     >>> run_in_threads(3, lambda backend: backend.rank ** 2)
     [0, 1, 4]
     """
+    if world_size < 1:
+        raise ValueError(f"world_size must be 1 or more, got {world_size}")
     environment = f"threads-{next(_numbers)}"
     backends = [
         InMemoryCommunicationBackend(rank, world_size, environment, timeout=timeout)
@@ -103,15 +105,23 @@ def run_in_threads(
                 thread.start()
             for thread in threads:
                 thread.join()
-    except BaseException as error:
-        backends[0].abort(error)
+    except BaseException as error:  # Ctrl-C reaches the thread that joins
+        alive = next((backend for backend in backends if backend.is_initialized), None)
+        if alive is not None:
+            with suppress(CommunicationError):  # it may leave just now; nobody waits then
+                alive.abort(error)
         raise
     finally:
         InMemoryCommunicationBackend.clear_environment(environment)
+    _raise_first(failures, world_size)
+    return results
+
+
+def _raise_first(failures: list[tuple[int, BaseException]], world_size: int) -> None:
+    """Raise the failure that began it all, if there is one."""
     if failures:
         # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
         rank, first = next((f for f in failures if not isinstance(f[1], PeerError)), failures[0])
         if world_size > 1:
             first.add_note(f"raised on rank {rank} of {world_size}")
         raise first
-    return results

@@ -203,13 +203,6 @@ def test_openblas_kernel(monkeypatch, flags, chosen, kernel):
     assert settings.openblas_kernel(chosen) is None
 
 
-def test_memory_settings_that_the_user_chose_stay(monkeypatch):
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert "glibc.malloc.mmap_threshold" in settings.malloc_tunables()
-    monkeypatch.setenv("GLIBC_TUNABLES", "")
-    assert settings.malloc_tunables() is None
-
-
 def test_terminal_columns(monkeypatch):
     monkeypatch.setenv("MPISHARD_COLUMNS", "132")
     assert settings.terminal_columns() == 132

@@ -11,7 +11,7 @@ from mpishard.testing.worlds import in_worlds
 
 
 @pytest.mark.parametrize("name", CommunicationConformance.names())
-@in_worlds(1, 2, 3, 4, 5, 8)
+@in_worlds(1, 2, 3, 4, 5, 6, 7, 8)
 def test_conformance(backend, name):
     check = getattr(CommunicationConformance(), name)
     for _ in range(2):  # stale buffers and left-over messages show in the second run

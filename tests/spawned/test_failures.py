@@ -163,7 +163,7 @@ def test_ctrl_c_ends_all_ranks():
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [5, 8])
+@pytest.mark.parametrize("ranks", [5, 6, 7, 8])
 def test_more_ranks_than_cores(ranks):
     ended = job("conformance", ranks)
     assert ended.code == 0, ended

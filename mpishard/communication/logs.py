@@ -1,0 +1,40 @@
+"""Where the package's log messages go: rank 0 speaks for all."""
+
+from __future__ import annotations
+
+import logging
+
+from mpishard import settings
+
+__all__ = ["set_up_logging"]
+
+_logger = logging.getLogger("mpishard")
+
+
+def set_up_logging(rank: int, *, is_process: bool) -> None:
+    """Make the package's logger ready, as MPISHARD_LOG says; a level set by the user stays.
+
+    Who logs asks for rank 0 first, so thread-ranks can share one logger. A process that is another
+    rank keeps silent; at level ``debug`` each process writes ``mpishard-rank<r>.log``.
+
+    Parameters
+    ----------
+    rank : int
+        The rank that starts.
+    is_process : bool
+        Whether this process is that rank; else a thread of it is.
+    """
+    level = settings.log_level()
+    if level is not None:
+        _logger.setLevel(level.upper())
+    if level == "debug" and is_process:
+        handler: logging.Handler = logging.FileHandler(f"mpishard-rank{rank}.log", delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        _logger.addHandler(handler)
+    elif is_process and rank != 0:
+        _logger.addHandler(logging.NullHandler())
+        _logger.propagate = False
+    elif not _logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("mpishard: %(message)s"))
+        _logger.addHandler(handler)

@@ -1,0 +1,101 @@
+"""Where thread-ranks meet: the state that they share, guarded by one condition.
+
+A collective in memory is a chain of *meetings*. At a meeting each rank leaves a value, and goes
+on when all have come.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpishard.arrays import Array
+from mpishard.communication.work import Waitable
+
+if TYPE_CHECKING:
+    from mpishard.communication.memory import InMemoryCommunicationBackend
+
+__all__ = ["Arrival", "Failure", "Meeting", "World", "new_world", "split_worlds"]
+
+
+@dataclass(slots=True)
+class Failure:
+    """Which rank failed, and what the others are told."""
+
+    rank: int
+    message: str
+
+
+class Meeting:
+    """One point that all ranks pass: what each has left there, and how many have."""
+
+    __slots__ = ("arrived", "values")
+
+    def __init__(self, world_size: int) -> None:
+        self.values: list[Any] = [None] * world_size
+        self.arrived = 0
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class World:
+    """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
+
+    Worlds that were split from one another share ``changed`` and ``failures``, so that a
+    failure anywhere wakes every rank.
+    """
+
+    name: str
+    world_size: int
+    global_ranks: tuple[int, ...]
+    changed: threading.Condition
+    failures: list[Failure]
+    meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
+    messages: dict[tuple[int, int, int], deque[Array]] = field(default_factory=dict)
+    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    children: list[weakref.ref[World]] = field(default_factory=list)
+
+
+class Arrival(Waitable):
+    """A meeting that is not complete yet."""
+
+    __slots__ = ("meeting",)
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+
+    def test(self) -> bool:
+        """Whether all ranks have come."""
+        return self.meeting.arrived == len(self.meeting.values)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [r for r, value in enumerate(self.meeting.values) if value is None]
+
+
+def new_world(name: str, world_size: int) -> World:
+    """A world that is split from no other."""
+    return World(name, world_size, tuple(range(world_size)), threading.Condition(), [])
+
+
+def split_worlds(
+    world: World, wishes: Sequence[tuple[int | None, int]], sequence: int
+) -> dict[int, World]:
+    """One new world per color; its members ordered by (key, old rank)."""
+    worlds: dict[int, World] = {}
+    for color in sorted({c for c, _ in wishes if c is not None}):
+        ranks = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
+        child = World(
+            f"{world.name}/{sequence}.{color}",
+            len(ranks),
+            tuple(world.global_ranks[rank] for _, rank in ranks),
+            world.changed,
+            world.failures,
+        )
+        worlds[color] = child
+        world.children.append(weakref.ref(child))
+    return worlds

@@ -1,0 +1,71 @@
+"""What only threads in one process can get wrong: shared arrays, Ctrl-C, log messages."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from mpishard.communication import run_in_threads
+from mpishard.testing.worlds import in_worlds
+
+
+@in_worlds(1, 2, 3, 4, 6, 7)
+def test_all_gather_from_anywhere_in_out(backend):
+    for place in range(backend.world_size):
+        buffer = np.zeros(2 * backend.world_size)
+        mine = buffer[2 * place : 2 * place + 2]
+        mine[:] = backend.rank + 1
+        gathered = backend.all_gather(mine, out=buffer)
+        assert gathered.tolist() == [r + 1 for r in range(backend.world_size) for _ in range(2)]
+
+
+@in_worlds(2, 3)
+def test_read_only_results_are_refused_before_anything_is_sent(backend):
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    for attempt in (
+        lambda: backend.all_reduce(frozen),
+        lambda: backend.all_reduce(np.ones(3), out=frozen),
+        lambda: backend.reduce_scatter(np.ones(3 * backend.world_size), out=frozen),
+    ):
+        with pytest.raises(ValueError, match=r"read-only|writ"):
+            attempt()
+    assert backend.all_reduce(np.ones(3)).tolist() == [backend.world_size] * 3
+
+
+def test_an_interrupt_after_rank_0_has_returned_is_not_masked(monkeypatch):
+    import threading
+
+    original = threading.Thread.join
+
+    def join(thread, timeout=None):
+        original(thread, timeout)
+        if thread.name == "rank-0":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_threads(2, lambda backend: None)
+
+
+def test_a_world_has_a_rank():
+    with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
+        run_in_threads(0, lambda backend: None)
+
+
+def test_log_level_of_the_environment(monkeypatch, caplog):
+    logger = logging.getLogger("mpishard")
+    before = logger.level
+    try:
+        monkeypatch.setenv("MPISHARD_LOG", "info")
+        run_in_threads(1, lambda backend: logger.info("heard"))
+        assert "heard" in caplog.text
+        monkeypatch.setenv("MPISHARD_LOG", "verbose")
+        with pytest.raises(ValueError, match="MPISHARD_LOG must be one of debug, info"):
+            run_in_threads(1, lambda backend: None)
+    finally:
+        logger.setLevel(before)
+    monkeypatch.delenv("MPISHARD_LOG")
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "abc")
+    with pytest.raises(ValueError, match="MPISHARD_TIMEOUT must be a number of seconds"):
+        run_in_threads(1, lambda backend: None)
