@@ -24,6 +24,9 @@ class FSDPModel(ShardedModelBase):
     Update
         each rank updates what it owns. The next forward gathers what the owners hold.
 
+    Beside what `memory` counts, the backend keeps the buffers its messages land in: under MPI the
+    peers' contributions to one reduce-scatter, N - 1 pieces (``backend.scratch_bytes``).
+
     Sent per step, summed over N ranks, for S bytes of parameters of which K belong to kept units:
     3 (N - 1) (S - K) + 2 (N - 1) K. After Zhao et al., "PyTorch FSDP: Experiences on Scaling
     Fully Sharded Data Parallel", VLDB 2023; the memory is that of ZeRO stage 3 (Rajbhandari et
