@@ -16,12 +16,16 @@ __all__ = [
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
+    "is_slurm_allocation",
+    "is_slurm_step",
     "launched_world_size",
     "launcher_variable",
     "log_level",
     "mpi_timeout",
     "mpi_warning",
     "openblas_kernel",
+    "pmix_rank",
+    "program_folders",
     "terminal_columns",
 ]
 
@@ -67,6 +71,27 @@ def launched_world_size() -> int | None:
         if value.isdecimal():
             return int(value)
     return None
+
+
+def is_slurm_step() -> bool:
+    """Whether srun started this process."""
+    return "SLURM_STEP_NUM_TASKS" in os.environ
+
+
+def is_slurm_allocation() -> bool:
+    """Whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
+    return bool(os.environ.get("SLURM_JOB_ID"))
+
+
+def pmix_rank() -> int:
+    """PMIX_RANK, 0 where it is not set or no number."""
+    value = os.environ.get("PMIX_RANK", "")
+    return int(value) if value.isdecimal() else 0
+
+
+def program_folders() -> list[Path]:
+    """The folders of PATH."""
+    return [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
 
 
 def cpus_per_task() -> int | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from mpishard import settings
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["Launcher", "MPIFamily", "MPILibrary", "find_launcher", "loaded_library", "usable_cores"]
@@ -166,7 +167,7 @@ def find_launcher(library: MPILibrary) -> Launcher:
         Where none is found, naming those that belong to another MPI.
     """
     srun = shutil.which("srun")
-    if srun is not None and os.environ.get("SLURM_JOB_ID"):
+    if srun is not None and settings.is_slurm_allocation():
         return Launcher(Path(srun), library)
     family = library.family
     if family is None:
@@ -230,7 +231,7 @@ def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
     """Launchers on this machine, nearest to the library first, each once."""
     # <prefix>/lib/libmpi.so, <prefix>/lib/<platform>/libmpi.so, <prefix>/lib/release/libmpi.so
     near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
-    on_path = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    on_path = settings.program_folders()
     seen = set()
     for folder in [*near, Path(sys.prefix) / "bin", *on_path]:
         for name in family.launcher_names:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from mpishard import settings
 from mpishard.errors import MPIUnavailableError
 
@@ -17,7 +15,7 @@ def launcher_name() -> str:
     variable = settings.launcher_variable()
     if variable is None:
         return "no launcher"
-    if "SLURM_STEP_NUM_TASKS" in os.environ:
+    if settings.is_slurm_step():
         return "Slurm (srun)"
     if variable.startswith("OMPI_") or variable == "PMIX_RANK":
         return "Open MPI (mpirun, prterun) or another PMIx launcher"
@@ -51,9 +49,8 @@ def check_launched_world(world_size: int, library: str) -> None:
     if world_size > 1:
         return
     launched = settings.launched_world_size()
-    rank = os.environ.get("PMIX_RANK", "")
-    if launched is None and rank.isdecimal() and int(rank) > 0:
-        launched = int(rank) + 1
+    if launched is None and settings.pmix_rank() > 0:
+        launched = settings.pmix_rank() + 1
     if launched is None or launched <= 1:
         return
     variable = settings.launcher_variable()
