@@ -4,7 +4,7 @@ Runs alone, on threads, or under MPI, with the same results:
 
     mpishard run -n 2 examples/train_gpt.py
     mpirun -n 2 python examples/train_gpt.py
-    srun -n 2 python examples/train_gpt.py
+    srun --mpi=pmi2 -n 2 python examples/train_gpt.py
     python examples/train_gpt.py --backend memory -n 4
     python examples/train_gpt.py --resume runs/NAME        # at any world size
 """

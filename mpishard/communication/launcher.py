@@ -54,11 +54,13 @@ def check_launched_world(world_size: int, library: str) -> None:
     if launched is None or launched <= 1:
         return
     variable = settings.launcher_variable()
+    # srun speaks to an MPI library through a plugin, and by default often through none.
+    slurm = "`srun --mpi=pmi2` (`srun --mpi=list` names others), or " * settings.is_slurm_step()
     family = " ".join(library.partition("\n")[0].split())
     raise MPIUnavailableError(
         f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
         f"the MPI library that mpi4py loads is another one ({family}) and sees a world of one. "
-        "Each process would train alone. Mend: start with `mpishard run`, which takes the "
+        f"Each process would train alone. Mend: start with {slurm}`mpishard run`, which takes the "
         "mpiexec that belongs to the library, or with that mpiexec by its full path (it lies "
         "beside python where MPI was installed as a wheel); or install an mpi4py that is built "
         "for the launcher's MPI"

@@ -93,3 +93,11 @@ def test_a_world_of_one_that_was_asked_for(alone):
     alone.delenv("PMI_SIZE")
     alone.setenv("PMIX_RANK", "0")
     check_launched_world(1, "any")
+
+
+def test_under_srun_without_its_mpi_plugin_the_mend_names_it(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.delenv("PMI_SIZE", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    with pytest.raises(MPIUnavailableError, match="srun --mpi=pmi2"):
+        check_launched_world(1, "MPICH Version: 5")
