@@ -20,6 +20,7 @@ and is shown by rank 0, the only one whose output is printed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import io
 import os
@@ -170,6 +171,20 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def pytest_collection_finish(session):
+    """Refuse to start where the ranks found different tests: they would wait for ever."""
+    verdicts = session.config.stash.get(_verdicts_key, None)
+    if verdicts is None:
+        return
+    names = "\n".join([f"{session.testsfailed} errors", *(item.nodeid for item in session.items)])
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    if len(set(verdicts.exchange(f"{digest}, {session.testsfailed} errors"))) > 1:
+        verdicts.capture.suspend_global_capture(in_=False)
+        print(f"rank {verdicts.rank} collected other tests than the others do, or failed to")
+        time.sleep(0.3)
+        verdicts.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
 
 
 @pytest.hookimpl(wrapper=True)

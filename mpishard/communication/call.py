@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +22,7 @@ from mpishard.arrays import Array
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
 
-__all__ = ["DTYPES", "HEADER_LENGTH", "Call", "CallLog", "Kind", "check_calls"]
+__all__ = ["DTYPES", "HEADER_BYTES", "Call", "CallLog", "Kind", "check_calls"]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)
@@ -33,8 +36,10 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _FIXED = 8
-HEADER_LENGTH = _FIXED + settings.MAXIMUM_DIMS
-"""Number of int64 values that describe a call on the wire."""
+_HEADER = struct.Struct(f"={_FIXED + settings.MAXIMUM_DIMS}q")
+_PADDING = tuple((0,) * n for n in range(settings.MAXIMUM_DIMS, -1, -1))
+HEADER_BYTES = _HEADER.size
+"""Number of bytes that describe a call on the wire."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -56,7 +61,10 @@ class Kind(IntEnum):
     @property
     def label(self) -> str:
         """The method's name."""
-        return self.name.lower()
+        return _LABELS[self]
+
+
+_LABELS = {kind: kind.name.lower() for kind in Kind}
 
 
 @dataclass(slots=True)
@@ -112,10 +120,7 @@ class Call:
         """Bytes of the array that was passed."""
         if self.shape is None or self.dtype is None:
             return 0
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         words = []
@@ -127,10 +132,12 @@ class Call:
             words.append(f"root={self.root}")
         return f"{self.kind.label}({', '.join(words)})"
 
-    def encode(self, out: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Write the call into ``out``, int64 of shape (HEADER_LENGTH,)."""
-        shape = self.shape
-        out[:_FIXED] = (
+    def encode(self, out: bytearray | mmap, start: int = 0) -> None:
+        """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
+        shape = self.shape or ()
+        _HEADER.pack_into(
+            out,
+            start,
             self.sequence,
             self.kind,
             -1 if self.operation is None else self.operation,
@@ -138,15 +145,17 @@ class Call:
             self.root,
             self.counts_hash,
             self.out_rows,
-            -1 if shape is None else len(shape),
+            -1 if self.shape is None else len(shape),
+            *shape,
+            *_PADDING[len(shape)],
         )
-        if shape:
-            out[_FIXED : _FIXED + len(shape)] = shape
 
     @classmethod
-    def decode(cls, header: np.ndarray[Any, np.dtype[np.int64]]) -> Call:
+    def decode(cls, data: bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
-        sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = header.tolist()
+        sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
+            _HEADER.unpack_from(data, start)
+        )
         return cls(
             sequence,
             Kind(kind),

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from mpishard import settings
-from mpishard.communication.call import HEADER_LENGTH, Call, CallLog
+from mpishard.communication.call import HEADER_BYTES, Call, CallLog
 
 __all__ = ["CallBoard", "SharedCallLog"]
 
-_SITE_LENGTH = 16
-_ROW_LENGTH = HEADER_LENGTH + _SITE_LENGTH
-_SITE_BYTES = 8 * _SITE_LENGTH
+_SITE_BYTES = 128
+_ROW_BYTES = HEADER_BYTES + _SITE_BYTES
 _ROWS = settings.CALL_LOG_LENGTH
+_RANK_BYTES = (1 + _ROWS) * _ROW_BYTES
+# The first row of a rank is about itself.
+_COUNT, _PROCESS, _REPORTED = 0, 8, 16
+_NUMBER = struct.Struct("=q")
 
 
 class CallBoard:
@@ -41,8 +43,7 @@ class CallBoard:
     def __init__(self, node_comm: Any, ranks: list[int]) -> None:
         self.ranks = ranks
         self._local = node_comm.Get_rank()
-        shape = (len(ranks), 1 + _ROWS, _ROW_LENGTH)
-        nbytes = 8 * int(np.prod(shape))
+        nbytes = len(ranks) * _RANK_BYTES
         path = None
         if self._local == 0:
             handle, path = tempfile.mkstemp(prefix="mpishard-calls-")
@@ -52,8 +53,9 @@ class CallBoard:
         # Opened by each rank for itself: a lock belongs to the opening, not to the file.
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
-        self._rows = np.ndarray(shape, np.int64, mmap.mmap(self._file, nbytes))
-        self._rows[self._local, 0, 1] = os.getpid()
+        self._map = mmap.mmap(self._file, nbytes)
+        self._number = 0
+        self._write(self._local, _PROCESS, os.getpid())
         node_comm.Barrier()
         if self._local == 0:
             Path(path).unlink()
@@ -61,17 +63,16 @@ class CallBoard:
 
     def record(self, call: Call, group: str) -> None:
         """Write down ``call`` of this rank in the world that reports call ``group``."""
-        mine = self._rows[self._local]
-        number = int(mine[0, 0])
-        row = mine[1 + number % _ROWS]
-        call.encode(row)
+        start = self._local * _RANK_BYTES + (1 + self._number % _ROWS) * _ROW_BYTES
+        call.encode(self._map, start)
         key = (call.filename, call.line, group)
         site = self._sites.get(key)
         if site is None:
             text = (call.site if not group else f"{call.site} ({group})").encode()
             site = self._sites[key] = text[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        row[HEADER_LENGTH:] = np.frombuffer(site, np.int64)
-        mine[0, 0] = number + 1
+        self._map[start + HEADER_BYTES : start + _ROW_BYTES] = site
+        self._number += 1
+        self._write(self._local, _COUNT, self._number)
 
     def claim_report(self) -> bool:
         """Whether this rank is the first of its node to report the end of the job."""
@@ -82,9 +83,9 @@ class CallBoard:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        if self._rows[:, 0, 2].any():
+        if any(self._read(local, _REPORTED) for local in range(len(self.ranks))):
             return False
-        self._rows[self._local, 0, 2] = 1
+        self._write(self._local, _REPORTED, 1)
         return True
 
     def dead_rank(self) -> int | None:
@@ -93,7 +94,7 @@ class CallBoard:
             return None
         for local, rank in enumerate(self.ranks):
             try:
-                stat = Path(f"/proc/{self._rows[local, 0, 1]}/stat").read_bytes()
+                stat = Path(f"/proc/{self._read(local, _PROCESS)}/stat").read_bytes()
             except OSError:
                 return rank
             if stat.rpartition(b")")[2].split()[0] in b"ZX":
@@ -107,15 +108,23 @@ class CallBoard:
             if rank not in self.ranks:
                 lines.append(f"  rank {rank}: on another node")
                 continue
-            rows = self._rows[self.ranks.index(rank)]
-            number = int(rows[0, 0])
+            local = self.ranks.index(rank)
+            number = self._read(local, _COUNT)
             lines.append(f"  rank {rank}:" + ("" if number else " no collective yet"))
             for index in range(max(0, number - count), number):
-                row = rows[1 + index % _ROWS]
-                call = Call.decode(row[:HEADER_LENGTH])
-                site = row[HEADER_LENGTH:].tobytes().rstrip(b"\0").decode(errors="replace")
+                start = local * _RANK_BYTES + (1 + index % _ROWS) * _ROW_BYTES
+                call = Call.decode(self._map, start)
+                text = self._map[start + HEADER_BYTES : start + _ROW_BYTES].rstrip(b"\0")
+                site = text.decode(errors="replace")
                 lines.append(f"    collective {call.sequence}, {call}, at {site}")
         return "\n".join(lines)
+
+    def _read(self, local: int, field: int) -> int:
+        number: int = _NUMBER.unpack_from(self._map, local * _RANK_BYTES + field)[0]
+        return number
+
+    def _write(self, local: int, field: int, number: int) -> None:
+        _NUMBER.pack_into(self._map, local * _RANK_BYTES + field, number)
 
 
 class SharedCallLog(CallLog):

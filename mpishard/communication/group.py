@@ -14,7 +14,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.communication.call import Call, Kind
-from mpishard.communication.header import ROW_LENGTH, Headers, make_row
+from mpishard.communication.header import ROW_BYTES, Headers, make_row
 from mpishard.communication.lanes import Lane, Pending
 from mpishard.communication.patience import yield_processor
 from mpishard.errors import PeerError
@@ -54,7 +54,8 @@ class Group:
         self._open_headers = 0
         self._answered_leave = False
         self._leaving: Pending | None = None
-        self._leave_rows: Any = None
+        self._leave_call: Call | None = None
+        self._leave_rows = bytearray()
         self._left = False
         self._notified = False
         self._noticed: dict[int, int] = {}
@@ -65,15 +66,15 @@ class Group:
 
     # ----------------------------------------------------------------------------------- headers
 
-    def post_header(self, row: Any) -> tuple[Pending, Any]:
+    def post_header(self, row: bytearray) -> tuple[Pending, bytearray]:
         """Send this rank's header; the rows are complete when the request is."""
-        rows = np.empty((self.world_size, ROW_LENGTH), np.int64)
-        kind = self.mpi.INT64_T
-        request = self.comm.Iallgather([row, ROW_LENGTH, kind], [rows, ROW_LENGTH, kind])
+        rows = bytearray(self.world_size * ROW_BYTES)
+        kind = self.mpi.BYTE
+        request = self.comm.Iallgather([row, ROW_BYTES, kind], [rows, ROW_BYTES, kind])
         self._open_headers += 1
         return Pending(request, self.in_flight, row, rows), rows
 
-    def read_headers(self, rows: Any, own: Call) -> Headers:
+    def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""
         self._open_headers -= 1
         headers = Headers(rows, own, self.rank)
@@ -91,8 +92,10 @@ class Group:
     @property
     def all_left(self) -> bool:
         """Whether every rank left in good order: the communicators are of no more use."""
-        rows = self._leave_rows
-        return self._left and rows is not None and bool((rows[:, 1] == Kind.LEAVE).all())
+        if not self._left or self._leave_call is None:
+            return False
+        calls = Headers(self._leave_rows, self._leave_call, self.rank).calls
+        return all(call.kind is Kind.LEAVE for call in calls)
 
     def leave(self) -> None:
         """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
@@ -102,7 +105,7 @@ class Group:
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True
             return
-        call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
+        call = self._leave_call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
         self._leaving, self._leave_rows = self.post_header(make_row(call, None))
 
     def has_left(self) -> bool:

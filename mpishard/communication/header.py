@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.call import HEADER_LENGTH, Call
+from mpishard.communication.call import HEADER_BYTES, Call
 
-__all__ = ["INLINE_BYTES", "ROW_LENGTH", "Headers", "make_row"]
+__all__ = ["INLINE_BYTES", "ROW_BYTES", "Headers", "make_row"]
 
-_INLINE_LENGTH = 16
-INLINE_BYTES = 8 * _INLINE_LENGTH
+INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second message."""
 
-ROW_LENGTH = HEADER_LENGTH + _INLINE_LENGTH
-"""Number of int64 values that each rank sends."""
-
-_HEADER_BYTES = 8 * HEADER_LENGTH
-
-Rows = np.ndarray[Any, np.dtype[np.int64]]
+ROW_BYTES = HEADER_BYTES + INLINE_BYTES
+"""Number of bytes that each rank sends."""
 
 
-def make_row(call: Call, payload: Array | None) -> Rows:
-    """The message of one rank, int64 of shape (ROW_LENGTH,).
+def make_row(call: Call, payload: Array | None) -> bytearray:
+    """The message of one rank: `ROW_BYTES` bytes.
 
     ``payload`` is a host array, and is left out where it is larger than `INLINE_BYTES`.
     """
-    row = np.zeros(ROW_LENGTH, np.int64)
+    row = bytearray(ROW_BYTES)
     call.encode(row)
-    if payload is not None and 0 < payload.nbytes <= INLINE_BYTES:
-        inline = row.view(np.uint8)[_HEADER_BYTES : _HEADER_BYTES + payload.nbytes]
-        inline[:] = payload.reshape(-1).view(np.uint8)
+    if payload is not None and payload.nbytes <= INLINE_BYTES:
+        row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
     return row
 
 
@@ -42,18 +35,23 @@ class Headers:
 
     Parameters
     ----------
-    rows : ndarray
-        int64 of shape (world_size, ROW_LENGTH).
+    rows : bytearray
+        The ranks' rows end to end.
     own : Call
         This rank's call.
+    rank : int
+        This rank.
     """
 
-    def __init__(self, rows: Rows, own: Call, rank: int) -> None:
+    def __init__(self, rows: bytearray, own: Call, rank: int) -> None:
         self._rows = rows
-        heads = rows[:, :HEADER_LENGTH]
-        self.identical = bool((heads == heads[rank]).all())
+        starts = range(0, len(rows), ROW_BYTES)
+        mine = rows[starts[rank] : starts[rank] + HEADER_BYTES]
+        self.identical = all(rows[start : start + HEADER_BYTES] == mine for start in starts)
         self.calls: Sequence[Call] = (
-            (own,) * len(rows) if self.identical else tuple(Call.decode(h) for h in heads)
+            (own,) * len(starts)
+            if self.identical
+            else tuple(Call.decode(rows, start) for start in starts)
         )
 
     @property
@@ -63,15 +61,22 @@ class Headers:
             return self.calls[0].nbytes <= INLINE_BYTES
         return all(call.nbytes <= INLINE_BYTES for call in self.calls)
 
-    def inline(self, rank: int) -> Array:
-        """The array that ``rank`` sent in its header: a view."""
+    def flat(self, rank: int) -> Array:
+        """The elements that ``rank`` sent in its header: a view, 1-D."""
         call = self.calls[rank]
         assert call.dtype is not None
-        assert call.shape is not None
-        data = self._rows[rank].view(np.uint8)[_HEADER_BYTES : _HEADER_BYTES + call.nbytes]
-        return data.view(call.dtype).reshape(call.shape)
+        start = rank * ROW_BYTES + HEADER_BYTES
+        return np.frombuffer(self._rows, call.dtype, call.nbytes // call.dtype.itemsize, start)
+
+    def inline(self, rank: int) -> Array:
+        """The array that ``rank`` sent in its header: a view."""
+        shape = self.calls[rank].shape
+        assert shape is not None
+        return self.flat(rank).reshape(shape)
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""
-        rows: list[list[int]] = self._rows[:, HEADER_LENGTH : HEADER_LENGTH + count].tolist()
-        return rows
+        return [
+            np.frombuffer(self._rows, np.int64, count, rank * ROW_BYTES + HEADER_BYTES).tolist()
+            for rank in range(len(self.calls))
+        ]

@@ -7,6 +7,7 @@ on when all have come.
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arrays import Array
+from mpishard.communication.call import Call
 from mpishard.communication.work import Waitable
 
 if TYPE_CHECKING:
     from mpishard.communication.memory import InMemoryCommunicationBackend
 
-__all__ = ["Arrival", "Failure", "Meeting", "World", "new_world", "split_worlds"]
+__all__ = ["Arrival", "World", "new_world", "split_worlds"]
 
 
 @dataclass(slots=True)
@@ -58,6 +60,37 @@ class World:
     members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     children: list[weakref.ref[World]] = field(default_factory=list)
+
+    def meet(self, call: Call, phase: int, rank: int, value: Any) -> Arrival:
+        """Leave ``value`` of ``rank`` at a meeting; the arrival tells when all ranks have.
+
+        A meeting is known by (collective, phase) and not by a running number, because ranks
+        may issue the next collective before or after they finish this one.
+        """
+        key = (call.sequence, phase)
+        with self.changed:
+            meeting = self.meetings.get(key)
+            if meeting is None:
+                meeting = self.meetings[key] = Meeting(self.world_size)
+            meeting.values[rank] = (value,)
+            meeting.arrived += 1
+            if meeting.arrived == self.world_size:
+                del self.meetings[key]
+                self.changed.notify_all()
+        return Arrival(meeting)
+
+    def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
+        """Tell every rank that ``rank``, whose last collective is ``last``, failed."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        after = f"after collective {last.sequence}, {last}" if last else "before any collective"
+        name = self.global_ranks[rank]
+        message = (
+            f"rank {name} failed {after}, with {type(error).__name__}: {error}\n"
+            f"--- traceback of rank {name} ---\n{text}"
+        )
+        with self.changed:
+            self.failures.append(Failure(name, message))
+            self.changed.notify_all()
 
 
 class Arrival(Waitable):

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
-from mpishard.communication.meeting import (
-    Arrival,
-    Failure,
-    Meeting,
-    World,
-    new_world,
-    split_worlds,
-)
+from mpishard.communication.meeting import Arrival, World, new_world, split_worlds
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -147,46 +141,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
-        world = self._joined()
-        where = next(reversed(list(self.call_log)), None)
-        text = "".join(traceback.format_exception(error)).rstrip()
-        after = f"after collective {where.sequence}, {where}" if where else "before any collective"
-        rank = world.global_ranks[self._rank]
-        with world.changed:
-            world.failures.append(
-                Failure(
-                    rank,
-                    f"rank {rank} failed {after}, with {type(error).__name__}: {error}\n"
-                    f"--- traceback of rank {rank} ---\n{text}",
-                )
-            )
-            world.changed.notify_all()
+        last = next(reversed(list(self.call_log)), None)
+        self._joined().fail(self._rank, error, last)
 
     def _joined(self) -> World:
         self._ready()
         assert self._world is not None
         return self._world
 
-    # ------------------------------------------------------------------------------- the meeting
-
-    def _meet(self, call: Call, phase: int, value: Any) -> Arrival:
-        """Leave ``value`` at a meeting; the arrival tells when all ranks have.
-
-        A meeting is known by (collective, phase) and not by a running number, because ranks
-        may issue the next collective before or after they finish this one.
-        """
-        world = self._joined()
-        key = (call.sequence, phase)
-        with world.changed:
-            meeting = world.meetings.get(key)
-            if meeting is None:
-                meeting = world.meetings[key] = Meeting(world.world_size)
-            meeting.values[self._rank] = (value,)
-            meeting.arrived += 1
-            if meeting.arrived == world.world_size:
-                del world.meetings[key]
-                world.changed.notify_all()
-        return Arrival(meeting)
+    # --------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
         world = self._joined()
@@ -251,7 +214,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _open(self, call: Call, value: Any) -> Steps:
         """First meeting of a collective: check the calls, give back the ranks' values."""
-        arrival = self._meet(call, 0, (call, value))
+        arrival = self._joined().meet(call, 0, self._rank, (call, value))
         yield arrival
         pairs = [left[0] for left in arrival.meeting.values]
         self._verify([peer for peer, _ in pairs])
@@ -259,7 +222,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _exchange(self, call: Call, value: Any) -> Steps:
         """The second meeting: the ranks' values."""
-        arrival = self._meet(call, 1, value)
+        arrival = self._joined().meet(call, 1, self._rank, value)
         yield arrival
         return [left[0] for left in arrival.meeting.values]
 
@@ -300,18 +263,23 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        if out is not None and array_namespace(array).may_share_memory(array, out):
-            # Peers read this rank's array while it writes to ``out``.
-            array = array.copy()
         arrays = yield from self._open(call, array)
-        rows = sum(a.shape[0] for a in arrays)
+        lengths = [a.shape[0] for a in arrays]
         if out is None:
-            out = array_namespace(array).empty((rows, *array.shape[1:]), array.dtype)
+            out = array_namespace(array).empty((sum(lengths), *array.shape[1:]), array.dtype)
+        start = sum(lengths[: self._rank])
+        askew = _overlap_askew(array, out, out[start : start + array.shape[0]])
+        # Peers read this rank's array until the next meeting: a result on top of it waits so long.
+        target = array_namespace(array).empty(out.shape, out.dtype) if askew else out
         start = 0
         for other in arrays:
-            out[start : start + other.shape[0]] = other
+            part = target[start : start + other.shape[0]]
+            if other is not array or _address(part) != _address(array):
+                part[...] = other
             start += other.shape[0]
         yield from self._exchange(call, None)
+        if askew:
+            out[...] = target
         self._count_all_gather(array)
         return out
 
@@ -417,3 +385,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not queue:
                 del world.messages[key]
         return message
+
+
+def _overlap_askew(array: Array, out: Array, part: Array) -> bool:
+    """Whether ``array`` lies in ``out``, and not just where its ``part`` of it is."""
+    overlap = bool(array_namespace(out).may_share_memory(array, out))
+    return overlap and _address(array) != _address(part)
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -29,6 +29,9 @@ from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
 
 __all__ = ["MPICommunicationBackend", "load_mpi"]
 
+_QUICK_POLLS = 64
+"""Polls before a rank prepares for a longer wait: most short messages have come by then."""
+
 
 def load_mpi() -> ModuleType:
     """``mpi4py.MPI``, which starts MPI on first import.
@@ -83,7 +86,6 @@ class MPICommunicationBackend(MPICollectives):
         self._world_size: int = comm.Get_size()
         self._job: Job | None = None
         self._group: Group | None = None
-        self._is_root = True
         self._nodes: tuple[int, ...] = ()
 
     @property
@@ -189,17 +191,22 @@ class MPICommunicationBackend(MPICollectives):
     # ---------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        self.progress()
-        if work.done:
-            return
         call = work.call
         job, _ = self._joined()
+        # Nothing is issued while this rank waits: what is alone now stays so.
+        advance = work.advance if job.count_pending() == 1 else job.progress
+        for _ in range(1 if job.crowded else _QUICK_POLLS):
+            advance()
+            if work.done:
+                self._forget_done()
+                return
         patience = self._patience(
             lambda: f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
         )
         while not work.done:
             patience.pause()
-            job.progress()
+            advance()
+        self._forget_done()
 
     def _patience(
         self, where: Callable[[], str], sequence: int | None = None, source: int | None = None
@@ -251,7 +258,6 @@ class MPICommunicationBackend(MPICollectives):
         if color is None:
             return None
         child = MPICommunicationBackend(comm)
-        child._is_root = False
         child._job = job
         child._nodes = tuple(self._nodes[rank] for _, rank in members)
         ranks = ", ".join(str(rank) for _, rank in members[:8])

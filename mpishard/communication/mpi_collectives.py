@@ -71,7 +71,7 @@ class MPICollectives(CommunicationBackend):
         row = make_row(call, payload)
         group = self._talk
         if self.world_size == 1:
-            headers = Headers(row[np.newaxis], call, 0)
+            headers = Headers(row, call, 0)
         else:
             request, rows = group.post_header(row)
             yield request
@@ -198,7 +198,7 @@ class MPICollectives(CommunicationBackend):
         out: Array,
         part: slice = slice(None),
     ) -> None:
-        arrays = [headers.inline(rank).reshape(-1)[part] for rank in range(self.world_size)]
+        arrays = [headers.flat(rank)[part] for rank in range(self.world_size)]
         self._reducer.reduce(arrays, operation, out)
 
     def _combine_pieces(
@@ -264,8 +264,7 @@ class MPICollectives(CommunicationBackend):
             starts = _starts(sizes)
             result = out.reshape(-1)
             if headers.all_inline:
-                arrays = [headers.inline(rank) for rank in range(self.world_size)]
-                np.concatenate([a.reshape(-1) for a in arrays], out=result)
+                np.concatenate([headers.flat(r) for r in range(self.world_size)], out=result)
             elif self.world_size == 1:
                 if not _same_start(result, array):
                     result[...] = array.reshape(-1)

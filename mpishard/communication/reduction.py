@@ -8,6 +8,7 @@ its neighbours, so cutting an array into pieces or chunks changes no bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -53,10 +54,20 @@ def check_reducible(dtype: np.dtype[Any], operation: ReductionOperation) -> None
         raise ValueError(f"{operation.name} is not defined for {dtype.name}: no order")
 
 
+@functools.cache
 def _accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float32 for the 16-bit floats, the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
+
+
+_UFUNCS = {
+    ReductionOperation.SUM: "add",
+    ReductionOperation.AVERAGE: "add",
+    ReductionOperation.PRODUCT: "multiply",
+    ReductionOperation.MIN: "minimum",
+    ReductionOperation.MAX: "maximum",
+}
 
 
 class TreeReducer:
@@ -89,14 +100,16 @@ class TreeReducer:
         depth = (len(contributions) - 1).bit_length()
         widened = len(contributions) if dtype != out.dtype else 0
         buffers = self._buffers(xp, dtype, step, 1 + depth + widened)
-        combine = _combiner(xp, operation)
+        combine = getattr(xp, _UFUNCS[operation])
         # Work lands in scratch and is copied out once, because ``out`` may alias an input that
         # a later round still reads; a chunk stays in cache, so the copy costs little.
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, length, step):
                 stop = min(start + step, length)
-                leaves = [c[start:stop] for c in contributions]
-                target, *scratch = (b[: stop - start] for b in buffers)
+                leaves = contributions
+                if step < length:
+                    leaves = [c[start:stop] for c in contributions]
+                target, *scratch = [b[: stop - start] for b in buffers]
                 if widened:
                     wide = scratch[depth:]
                     for buffer, leaf in zip(wide, leaves, strict=True):
@@ -123,7 +136,7 @@ def _tree(
     level: int,
     target: Array,
     scratch: Sequence[Array],
-    combine: Callable[[Array, Array, Array], Any],
+    combine: Callable[..., Any],
 ) -> Array:
     """Combine leaves ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 
@@ -137,20 +150,5 @@ def _tree(
     if middle >= len(leaves):
         return left
     right = _tree(leaves, middle, level - 1, scratch[level - 1], scratch, combine)
-    combine(left, right, target)
+    combine(left, right, out=target)
     return target
-
-
-def _combiner(xp: Any, operation: ReductionOperation) -> Callable[[Array, Array, Array], Any]:
-    function = {
-        ReductionOperation.SUM: xp.add,
-        ReductionOperation.AVERAGE: xp.add,
-        ReductionOperation.PRODUCT: xp.multiply,
-        ReductionOperation.MIN: xp.minimum,
-        ReductionOperation.MAX: xp.maximum,
-    }[operation]
-
-    def combine(left: Array, right: Array, out: Array) -> None:
-        function(left, right, out=out)
-
-    return combine

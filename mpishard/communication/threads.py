@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import threadpoolctl
 
 from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
-from mpishard.errors import CommunicationError, PeerError
+from mpishard.errors import NotInitializedError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]
 
@@ -26,6 +26,7 @@ current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
 """The backend of the thread-rank that asks; None outside `run_in_threads`."""
 
 _numbers = itertools.count()
+_LISTEN_SECONDS = 0.5
 
 
 @functools.cache
@@ -64,6 +65,8 @@ def run_in_threads(
 
     Raises
     ------
+    ValueError
+        For a world below 1.
     Exception
         The first failure, with a note that names its rank. The others were told, and have ended.
 
@@ -74,54 +77,85 @@ def run_in_threads(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
-    environment = f"threads-{next(_numbers)}"
-    backends = [
-        InMemoryCommunicationBackend(rank, world_size, environment, timeout=timeout)
-        for rank in range(world_size)
-    ]
-    for backend in backends:
-        backend.initialize()
+    world = _ThreadWorld(world_size, timeout)
     results: list[Any] = [None] * world_size
-    failures: list[tuple[int, BaseException]] = []
 
-    def run(rank: int) -> None:
-        backend = backends[rank]
-        current_backend.set(backend)
-        try:
-            results[rank] = fn(backend, *args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - raised below, by the caller
-            failures.append((rank, error))
-            backend.abort(error)
-        else:
-            backend.shutdown()
+    def body(backend: InMemoryCommunicationBackend) -> None:
+        results[backend.rank] = fn(backend, *args, **kwargs)
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
-        for rank in range(world_size)
-    ]
-    try:
-        with _one_blas_thread(world_size):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    except BaseException as error:  # Ctrl-C reaches the thread that joins
-        alive = next((backend for backend in backends if backend.is_initialized), None)
-        if alive is not None:
-            with suppress(CommunicationError):  # it may leave just now; nobody waits then
-                alive.abort(error)
-        raise
-    finally:
-        InMemoryCommunicationBackend.clear_environment(environment)
-    _raise_first(failures, world_size)
+    world.run(body)
     return results
 
 
-def _raise_first(failures: list[tuple[int, BaseException]], world_size: int) -> None:
-    """Raise the failure that began it all, if there is one."""
-    if failures:
-        # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
-        rank, first = next((f for f in failures if not isinstance(f[1], PeerError)), failures[0])
-        if world_size > 1:
-            first.add_note(f"raised on rank {rank} of {world_size}")
-        raise first
+class _ThreadWorld:
+    """Threads that are the ranks of one world, from their start to their end."""
+
+    def __init__(self, world_size: int, timeout: float) -> None:
+        self.environment = f"threads-{next(_numbers)}"
+        self.backends = [
+            InMemoryCommunicationBackend(rank, world_size, self.environment, timeout=timeout)
+            for rank in range(world_size)
+        ]
+        self.failures: list[tuple[int, BaseException]] = []
+
+    def run(self, body: Callable[[InMemoryCommunicationBackend], None]) -> None:
+        """Call ``body`` on every rank; when all have ended, raise the first failure."""
+        threads = [
+            threading.Thread(
+                target=self._run_rank, args=(backend, body), name=f"rank-{rank}", daemon=True
+            )
+            for rank, backend in enumerate(self.backends)
+        ]
+        try:
+            for backend in self.backends:
+                backend.initialize()
+            with _one_blas_thread(len(threads)):
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    _join(thread)
+        except BaseException as error:  # Ctrl-C reaches the thread that joins
+            _tell(error, self.backends)
+            raise
+        finally:
+            InMemoryCommunicationBackend.clear_environment(self.environment)
+        self._raise_first()
+
+    def _run_rank(
+        self,
+        backend: InMemoryCommunicationBackend,
+        body: Callable[[InMemoryCommunicationBackend], None],
+    ) -> None:
+        current_backend.set(backend)
+        try:
+            body(backend)
+        except BaseException as error:  # noqa: BLE001 - raised below, by the caller
+            self.failures.append((backend.rank, error))
+            _tell(error, [backend])
+        else:
+            backend.shutdown()
+
+    def _raise_first(self) -> None:
+        """Raise the failure that began it all, if there is one."""
+        if self.failures:
+            # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
+            voices = [f for f in self.failures if not isinstance(f[1], PeerError)]
+            rank, first = (voices or self.failures)[0]
+            if len(self.backends) > 1:
+                first.add_note(f"raised on rank {rank} of {len(self.backends)}")
+            raise first
+
+
+def _tell(error: BaseException, backends: Sequence[InMemoryCommunicationBackend]) -> None:
+    """Let the ranks know of ``error`` through the first backend that has not left."""
+    for backend in backends:
+        with suppress(NotInitializedError):  # it left, perhaps just now
+            backend.abort(error)
+            return
+
+
+def _join(thread: threading.Thread) -> None:
+    # Ctrl-C in the instant before a wait without limit is only heard when the wait is over.
+    thread.join(_LISTEN_SECONDS)
+    while thread.is_alive():
+        thread.join(_LISTEN_SECONDS)

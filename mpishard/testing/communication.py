@@ -159,7 +159,7 @@ class CommunicationConformance(RefusalChecks):
     # -------------------------------------------------------------------------------- movement
 
     def check_all_gather(self, backend: CommunicationBackend) -> None:
-        """Even, uneven and empty contributions; into ``out``, and from a part of ``out``."""
+        """Even, uneven and empty contributions; into ``out``, and from any part of ``out``."""
         world, rank = backend.world_size, backend.rank
         for dtype, shape in self._cases(world):
             for rows in ([shape[0]] * world, [(peer * 3) % (world + 1) for peer in range(world)]):
@@ -178,6 +178,14 @@ class CommunicationConformance(RefusalChecks):
                 part[...] = inputs[rank]
                 backend.all_gather(part, out=out)
                 assert_same(out, expected, f"{what}, in place")
+                if dtype != self.dtypes[-1]:
+                    continue
+                for start in (0, (len(out) - rows[rank]) // 2, len(out) - rows[rank]):
+                    out = np.zeros(expected.shape, dtype)
+                    part = out[start : start + rows[rank]]
+                    part[...] = inputs[rank]
+                    backend.all_gather(part, out=out)
+                    assert_same(out, expected, f"{what}, from row {start} of out")
 
     def check_broadcast(self, backend: CommunicationBackend) -> None:
         """From every root, to ranks that bring an array and ranks that bring None."""

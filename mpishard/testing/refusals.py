@@ -26,6 +26,8 @@ class RefusalChecks:
         world, rank = backend.world_size, backend.rank
         askew = np.zeros((4, 4))[:, 1:3]
         ok = np.zeros(3)
+        fixed = np.zeros(3)
+        fixed.flags.writeable = False
         other = (rank + 1) % world
         cases: list[tuple[type[Exception], Callable[[], Any]]] = [
             (TypeError, lambda: backend.all_reduce(None)),
@@ -43,6 +45,12 @@ class RefusalChecks:
             (ValueError, lambda: backend.reduce_scatter(ok, counts=[3])
              if world > 1 else backend.reduce_scatter(ok, counts=[-1])),
             (ValueError, lambda: backend.all_gather(np.ones(()))),
+            (ValueError, lambda: backend.all_reduce(fixed)),
+            (ValueError, lambda: backend.all_reduce(np.float64(1))),
+            (ValueError, lambda: backend.all_reduce(ok, out=fixed)),
+            (ValueError, lambda: backend.all_reduce_async(fixed)),
+            (ValueError, lambda: backend.reduce_scatter(np.ones(3 * world), out=fixed)),
+            (ValueError, lambda: backend.all_gather(ok, out=fixed)),
             (ValueError, lambda: backend.broadcast(ok, root=world)),
             (ValueError, lambda: backend.broadcast(ok, root=-1)),
             (ValueError, lambda: backend.gather(ok, root=world)),
@@ -56,6 +64,7 @@ class RefusalChecks:
         if world > 1:
             cases += [
                 (ValueError, lambda: backend.reduce_scatter(np.ones(world + 1), strict=True)),
+                (ValueError, lambda: backend.broadcast(fixed, root=other)),
                 (ValueError, lambda: backend.send(ok, other, tag=-1)),
                 (ValueError, lambda: backend.receive(other, -1)),
                 (ValueError, lambda: backend.all_to_all([ok] * (world - 1) + [np.ones(3, int)])),
@@ -63,6 +72,9 @@ class RefusalChecks:
         for number, (kind, call) in enumerate(cases):
             if number % world == rank:
                 assert_raises(kind, call)
+        # Nobody minds a read-only array that is only read.
+        assert_same(backend.all_reduce(fixed, out=np.ones(3)), fixed, "read-only input")
+        assert_same(backend.broadcast(fixed if rank == 0 else None), fixed, "read-only root")
         assert backend.all_reduce(np.ones(1))[0] == world
 
     def check_mismatches(self, backend: CommunicationBackend) -> None:

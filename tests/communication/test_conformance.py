@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication import ReductionOperation
+from mpishard.communication import (
+    InMemoryCommunicationBackend,
+    MPICommunicationBackend,
+    ReductionOperation,
+)
+from mpishard.communication.job import Job
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -18,7 +23,7 @@ def test_conformance(backend, name):
         check(backend)
 
 
-@in_worlds(2, 3, 4)
+@in_worlds(2, 3, 4)  # tests/spawned: 5 to 8 ranks
 def test_mpi_and_memory_give_the_same_bits(backend):
     for dtype in (np.float16, np.float32, np.float64):
         for length in (5, 3001):
@@ -65,3 +70,50 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
     CommunicationConformance().check_all_reduce(backend)
     CommunicationConformance().check_reduce_scatter(backend)
     CommunicationConformance().check_async_orders(backend)
+
+
+@in_worlds(1, 2, 3)
+def test_scratch_that_is_kept_is_told(backend):
+    group = backend.split(0)
+    assert group.scratch_bytes == 0
+    before = backend.scratch_bytes
+    for length in (100_000, 90_000, 100_000):
+        group.all_reduce(np.ones(length))
+    others = group.world_size - 1
+    pieces = 0
+    if isinstance(group, MPICommunicationBackend):
+        pieces = 8 * others * (100_000 // group.world_size)
+    chunks = group._reducer.scratch_bytes
+    assert (0 < chunks < 2**22) or (others == 0 and chunks == 0)
+    assert pieces + chunks <= group.scratch_bytes <= pieces + chunks + 8 * others
+    assert backend.scratch_bytes == before, "a group counts its own"
+
+
+def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
+    compared = []
+    monkeypatch.setattr("mpishard.communication.transport.check_calls", compared.append)
+    with InMemoryCommunicationBackend(0, 1, "compared with nobody") as backend:
+        backend.all_reduce(np.ones(3))
+        backend.all_gather(np.ones(3))
+        backend.barrier()
+        assert not compared
+        backend.all_gather(np.ones(3), out=np.ones(3))
+        assert len(compared) == 1  # the rows of out can be wrong
+
+
+@pytest.mark.mpi
+def test_a_rank_that_waits_for_one_collective_polls_that_one(backend, monkeypatch):
+    def progress(job):
+        raise AssertionError("looked at every world")
+
+    group = backend.split(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "progress", progress)
+        for world in (backend, group):
+            for _ in range(20):
+                world.barrier()
+                assert world.all_reduce(np.ones(2000))[0] == world.world_size
+    first, second = backend.all_reduce_async(np.ones(2000)), group.all_reduce_async(np.ones(2))
+    assert (second.wait()[0], first.wait()[0]) == (backend.world_size,) * 2
+    assert not backend._pending
+    assert not group._pending

@@ -1,11 +1,16 @@
 """What only threads in one process can get wrong: shared arrays, Ctrl-C, log messages."""
 
 import logging
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from mpishard.communication import run_in_threads
+from mpishard.communication.memory import _overlap_askew
+from mpishard.errors import PeerError
 from mpishard.testing.worlds import in_worlds
 
 
@@ -33,9 +38,53 @@ def test_read_only_results_are_refused_before_anything_is_sent(backend):
     assert backend.all_reduce(np.ones(3)).tolist() == [backend.world_size] * 3
 
 
-def test_an_interrupt_after_rank_0_has_returned_is_not_masked(monkeypatch):
-    import threading
+def test_an_array_in_its_own_place_is_not_askew():
+    out = np.zeros((6, 2))
+    assert not _overlap_askew(out[2:4], out, out[2:4])
+    assert not _overlap_askew(np.zeros((2, 2)), out, out[2:4])
+    assert _overlap_askew(out[1:3], out, out[2:4])
 
+
+@pytest.mark.parametrize("returned", [[], [0], [0, 1]])
+def test_ctrl_c_reaches_the_ranks_that_are_left(returned):
+    ended = threading.Event()
+    told = []
+
+    def body(backend):
+        if backend.rank in returned:
+            return
+        if backend.rank == 2:
+            backend.receive(3, 1)  # it has started
+            while len(backend._world.left) < len(returned):
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            ended.wait(10)
+            return
+        if backend.rank == 3:
+            backend.send(np.ones(1), 2)
+        try:
+            backend.receive(2, 1)
+        except PeerError as error:
+            told.append(str(error))
+            ended.set()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_threads(4, body, timeout=20)
+    assert ended.wait(5)
+    assert "KeyboardInterrupt" in told[0]
+
+
+def test_a_rank_that_left_and_then_fails():
+    def body(backend):
+        backend.shutdown()
+        raise KeyError("too late")
+
+    with pytest.raises(KeyError, match="too late"):
+        run_in_threads(2, body)
+
+
+def test_an_interrupt_after_rank_0_has_returned_is_not_masked(monkeypatch):
     original = threading.Thread.join
 
     def join(thread, timeout=None):

@@ -1,5 +1,6 @@
 """What the processes of a spawned job do: ``python scenarios.py NAME``."""
 
+import hashlib
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import mpishard
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
+from mpishard.testing.reference import ADVERSARIAL_VALUES
 
 LONG = np.ones(5000)
 
@@ -179,6 +181,32 @@ def conformance():
     suite.check_split(backend)
     suite.check_point_to_point(backend)
     backend.print("passed in a world of", backend.world_size)
+
+
+def reduced_bits(backend):
+    """What all_reduce makes of numbers whose order shows, short and long, as one digest."""
+    numbers = np.array(ADVERSARIAL_VALUES)
+    digest = hashlib.sha256()
+    for dtype in (np.float16, np.float32, np.float64):
+        for length in (5, 3001):
+            order = np.random.default_rng([backend.rank, length]).integers(0, len(numbers), length)
+            with np.errstate(all="ignore"):
+                mine = numbers[order].astype(dtype)
+            for operation in mpishard.ReductionOperation:
+                digest.update(backend.all_reduce(mine.copy(), operation).tobytes())
+    return digest.hexdigest()
+
+
+def prints_reduced_bits():
+    print("bits", reduced_bits(mpishard.init()))
+
+
+def quits_rank():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        os._exit(0)  # no hook of Python's runs
+    backend.barrier()
 
 
 def many_groups():
