@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
+from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
 from mpishard.communication.meeting import Arrival, World, new_world, split_worlds
@@ -83,6 +84,10 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._joined().nodes
 
     @staticmethod
     def clear_environment(environment_id: str) -> None:
@@ -339,6 +344,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             member._family = self._family
             self._family.add(member)
         return member
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        yield from self._open(call, None)
+        first = self.peers[0]
+        makes = self._rank == first and settings.arena_sources()
+        given = yield from self._exchange(call, anonymous_memory(nbytes) if makes else None)
+        return given[first]
 
     # ---------------------------------------------------------------------------- point to point
 

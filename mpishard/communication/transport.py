@@ -15,6 +15,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
+from mpishard.communication.arena import Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
 from mpishard.communication.reduction import ReductionOperation, TreeReducer
@@ -41,6 +42,7 @@ class Transport(ABC):
         self._sequence = 0
         self._pending: deque[Work] = deque()
         self._reducer = TreeReducer()
+        self._regions = Regions()
         self.check_collectives = True
         """Whether every collective compares the ranks' calls before data is mixed.
 
@@ -67,14 +69,26 @@ class Transport(ABC):
         """Number of ranks."""
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of the node that each rank runs on; nodes are numbered by first rank."""
+        return (0,) * self.world_size
+
+    @property
     def local_rank(self) -> int:
         """The rank's number among the ranks of its node."""
-        return self.rank
+        nodes = self.nodes
+        return nodes[: self.rank].count(nodes[self.rank])
 
     @property
     def node_count(self) -> int:
         """Number of nodes that the ranks run on."""
-        return 1
+        return len(set(self.nodes))
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, itself among them, in order."""
+        nodes = self.nodes
+        return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
 
     @property
     def scratch_bytes(self) -> int:
@@ -194,6 +208,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps: ...
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""
+        yield from self._steps_barrier(call)
+        return None
 
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None: ...
