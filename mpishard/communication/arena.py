@@ -26,9 +26,20 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["PRIVATE", "Regions", "anonymous_memory", "number_nodes", "share_memory"]
+__all__ = [
+    "PRIVATE",
+    "Place",
+    "Regions",
+    "anonymous_memory",
+    "number_nodes",
+    "share_memory",
+    "synchronize_windows",
+]
 
-PRIVATE = (-1, -1)
+Place = tuple[int, int]
+"""A region of shared memory, by number, and a byte in it."""
+
+PRIVATE: Place = (-1, -1)
 """Where an array lies that others cannot read."""
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
@@ -59,7 +70,7 @@ class Regions:
         self._regions[number] = (_address(memory), memory.size, weakref.ref(memory))
         weakref.finalize(memory, self._regions.pop, number, None).atexit = False
 
-    def locate(self, array: Array) -> tuple[int, int]:
+    def locate(self, array: Array) -> Place:
         """Number of the region that ``array`` lies in, and the byte where it begins there.
 
         `PRIVATE` where it lies in none.
@@ -71,7 +82,7 @@ class Regions:
                     return number, address - start
         return PRIVATE
 
-    def view(self, place: tuple[int, int], like: Array) -> Array:
+    def view(self, place: Place, like: Array) -> Array:
         """The array of the shape and dtype of ``like`` that lies at ``place``."""
         number, offset = place
         memory = self._regions[number][2]()
@@ -180,6 +191,13 @@ def _from_window(mpi: Any, node: Any, nbytes: int) -> Array | None:
 
 
 _windows: list[Any] = []
+
+
+def synchronize_windows() -> None:
+    """What MPI asks for around a fence, of memory that comes from its windows."""
+    for window in _windows:
+        window.Sync()
+
 
 _SOURCES: dict[str, Callable[[Any, Any, int], Array | None]] = {
     "memfd": _from_memfd,
