@@ -40,6 +40,12 @@ class _Model(StrEnum):
     GPT = "gpt"
 
 
+class _Checks(StrEnum):
+    ON = "on"
+    OFF = "off"
+    BOTH = "both"
+
+
 _SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
 
@@ -64,7 +70,9 @@ def step(
     unit_size: Annotated[
         int, typer.Option(min=1, help="Least elements of a unit of the sharded model.")
     ] = 1024,
-    checks: Annotated[bool, typer.Option(help="Compare the ranks' calls.")] = True,
+    checks: Annotated[
+        _Checks, typer.Option(help="Compare the ranks' calls; both: in every other step.")
+    ] = _Checks.ON,
     memory: Annotated[bool, typer.Option(help="Take resident memory too.")] = False,
     json: JSONOption = None,
     ranks: RanksOption = 0,
@@ -84,12 +92,12 @@ def step(
         steps=steps,
         warmup=warmup,
         unit_size=unit_size,
-        check_collectives=checks,
+        checks=str(checks),
         memory=memory,
     )
 
     def measure(backend: CommunicationBackend) -> None:
-        results = [benchmark.run(backend, name) for name in chosen]
+        results = [result for name in chosen for result in benchmark.run(backend, name)]
         if backend.rank == 0:
             show(step_table(benchmark, results, backend.world_size))
             if json is not None:

@@ -74,8 +74,8 @@ class StepBenchmark:
         Steps that count, and steps before them.
     unit_size : int
         ``minimum_parameter_group_size``.
-    check_collectives : bool
-        Whether the ranks' calls are compared.
+    checks : {"on", "off", "both"}
+        Whether the ranks' calls are compared; ``both`` takes turns from step to step.
     memory : bool
         Whether resident memory is taken too, in steps of their own.
     """
@@ -87,14 +87,16 @@ class StepBenchmark:
     steps: int = 20
     warmup: int = 5
     unit_size: int = 1024
-    check_collectives: bool = True
+    checks: str = "on"
     memory: bool = False
 
-    def run(self, backend: CommunicationBackend, strategy: str) -> StepResult:
-        """Measure one strategy. Collective."""
+    def run(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
+        """Measure one strategy. Collective; a result for each setting of the checks."""
         model, x, y = self._build(backend.rank)
         step, own = self._stepper(backend, strategy, model, x, y)
-        timing = time_chain(step, self.steps, self.warmup)
+        timings = {"": time_chain(step, self.steps, self.warmup)}
+        if self.checks == "both":
+            timings = _in_turn(step, own, self.steps)
         own.traffic.reset()
         step()
         sent = own.traffic.total_bytes
@@ -105,14 +107,17 @@ class StepBenchmark:
         known = self.memory and memory is not None
         row = np.array([[sent, *(memory or (0, 0))]], np.int64)
         sent, resting, peak = (int(total) for total in backend.all_gather(row).sum(axis=0))
-        return StepResult(
-            strategy,
-            model.parameter_count,
-            timing.seconds,
-            sent,
-            resting if known else None,
-            peak if known else None,
-        )
+        return [
+            StepResult(
+                strategy + suffix,
+                model.parameter_count,
+                timing.seconds,
+                sent,
+                resting if known else None,
+                peak if known else None,
+            )
+            for suffix, timing in timings.items()
+        ]
 
     def _stepper(
         self,
@@ -130,7 +135,7 @@ class StepBenchmark:
         config = ShardingConfiguration(
             backend,
             minimum_parameter_group_size=self.unit_size,
-            check_collectives=self.check_collectives,
+            check_collectives=self.checks != "off",
         )
         sharded = as_distributed(model, config, strategy)
         optimizer = as_distributed(AdamW(1e-3, weight_decay=0.01), config, strategy)
@@ -153,6 +158,21 @@ class StepBenchmark:
         return nn.MLP([self.width] * (self.layers + 1), dtype="float32"), x, x
 
 
+def _in_turn(
+    step: Callable[[], object], backend: CommunicationBackend, repeats: int
+) -> dict[str, Timing]:
+    """The step with checks and without, one after the other."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(repeats):
+        for checked, times in seconds.items():
+            backend.check_collectives = checked
+            times.extend(time_chain(step, 1).seconds)
+    return {
+        "": Timing(tuple(seconds[True])),
+        " without checks": Timing(tuple(seconds[False])),
+    }
+
+
 def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:
     """The results as a table; ratios are to the step alone, where it was measured."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -161,7 +181,7 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
         f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, {ranks}, "
         f"{benchmark.steps} steps"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=len(title) + 2)
     for column in ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     alone = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
