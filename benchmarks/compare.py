@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import ROWS, markdown
 
-from mpishard.cli.bench_report import describe_machine
+from mpishard.cli.bench_report import bytes_text, describe_machine
 
 Samples = dict[str, list[float]]
 
@@ -52,11 +52,27 @@ def compare_steps(runner: Runner, model: str, peers: bool, samples: Samples) -> 
     ours(4)
 
 
-def compare_checks(runner: Runner, model: str, samples: Samples) -> None:
-    """One job whose steps are with and without checks in turn."""
-    on, off = runner.our_step(model, "--checks", "both", ranks=2)
-    samples[f"{model} checked"].append(median(on["seconds"]))
-    samples[f"{model} unchecked"].append(median(off["seconds"]))
+def compare_checks(runner: Runner, samples: Samples) -> None:
+    """Jobs whose steps are with checks and without in turn."""
+    for model in ("mlp", "gpt"):
+        on, off = runner.our_step(model, "--checks", "both", ranks=2)
+        samples[f"{model} checked"].append(median(on["seconds"]))
+        samples[f"{model} unchecked"].append(median(off["seconds"]))
+
+
+def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
+    """One job on shared memory and one by plain messages; each has its repeats inside."""
+    for variables, prefix in (({}, ""), ({"MPISHARD_ARENA": "off"}, "plain ")):
+        found = runner.ours(
+            *("--collective", "all_reduce", "--collective", "reduce_scatter"),
+            *("--sizes", "8B,1MiB,8MiB,64MiB", "--repeats", str(max(9, repeats))),
+            ranks=2,
+            program="collectives",
+            **variables,
+        )
+        for row in found["collectives"]:
+            name = f"{prefix}{row['collective']} {bytes_text(row['nbytes'])} {row['way']}"
+            samples[name] = row["seconds"]
 
 
 def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
@@ -94,7 +110,7 @@ def read(path: Path) -> Samples:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "memory", "checks"]
+    groups = ["mlp", "gpt", "collectives", "memory", "checks"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -129,14 +145,15 @@ def main(arguments: argparse.Namespace) -> None:
     measure: dict[str, Callable[[Samples], None]] = {
         "mlp": lambda samples: compare_steps(runner, "mlp", peers, samples),
         "gpt": lambda samples: compare_steps(runner, "gpt", peers, samples),
-        "checks": lambda samples: (
-            [compare_checks(runner, m, samples) for m in ("mlp", "gpt")] and None
-        ),
+        "checks": lambda samples: compare_checks(runner, samples),
+        "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
     fresh: Samples = defaultdict(list)
     for repeat in range(arguments.repeats):
         for group in arguments.only:
+            if group == "collectives" and repeat > 0:
+                continue  # its repeats are inside the job
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
             measure[group](fresh)
     show(fresh)

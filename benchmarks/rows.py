@@ -57,12 +57,25 @@ ROWS = [
     Row("GPT in PyTorch, adapter / FSDP2", "gpt adapter", "gpt fsdp2", 0.80),
     Row("MLP, 2-rank step / 1-rank step", "mlp ours 2", "mlp ours 1", 0.90),
     Row("GPT, 2-rank step / 1-rank step", "gpt ours 2", "gpt ours 1", 1.03),
-    Row("Reduce-scatter 64 MiB, shared / MPI", "reduce_scatter shared", "reduce_scatter mpi", 0.15),
-    Row("All-reduce 64 MiB, shared result / MPI", "all_reduce shared", "all_reduce mpi", 0.15),
-    Row("All-reduce 1 MiB, plain / MPI", "all_reduce 1 MiB", "all_reduce mpi 1 MiB", 1.1),
-    Row("All-reduce 8 MiB, plain / MPI", "all_reduce 8 MiB", "all_reduce mpi 8 MiB", 1.1),
-    Row("All-reduce 64 MiB, plain / MPI", "all_reduce 64 MiB", "all_reduce mpi 64 MiB", 1.1),
-    Row("All-reduce 8 B, above MPI", "all_reduce 8 B", "all_reduce mpi 8 B", 8.0, unit="us"),
+    *(
+        Row(
+            f"{name} 64 MiB, shared / MPI",
+            f"{kind} 64 MiB ours, shared",
+            f"{kind} 64 MiB MPI",
+            0.15,
+        )
+        for name, kind in (("Reduce-scatter", "reduce_scatter"), ("All-reduce", "all_reduce"))
+    ),
+    *(
+        Row(
+            f"All-reduce {size} by messages / MPI",
+            f"plain all_reduce {size} ours",
+            f"plain all_reduce {size} MPI",
+            1.1,
+        )
+        for size in ("1 MiB", "8 MiB", "64 MiB")
+    ),
+    Row("All-reduce 8 B, above MPI", "all_reduce 8 B ours", "all_reduce 8 B MPI", 8.0, unit="us"),
     Row("MLP step, checks on / off", "mlp checked", "mlp unchecked", 1.02),
     Row("GPT step, checks on / off", "gpt checked", "gpt unchecked", 1.02),
     Row("MLP, memory of the node / FSDP2", "mlp memory ours", "mlp memory fsdp2", 0.25),

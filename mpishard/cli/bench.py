@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from mpishard import settings
-from mpishard.cli.bench_report import show, write_json
+from mpishard.cli.bench_collectives import (
+    KINDS,
+    CollectiveBenchmark,
+    collective_panels,
+    collective_table,
+)
+from mpishard.cli.bench_report import parse_bytes, show, write_json
 from mpishard.cli.bench_step import ALONE, StepBenchmark, step_table
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import DistributedStrategy, launch
 from mpishard.errors import MPIUnavailableError
+from mpishard.observe import plot_panels
 
 __all__ = ["bench"]
 
@@ -49,7 +57,60 @@ class _Checks(StrEnum):
 _SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
 
+_BYTES = "8B,1KiB,64KiB,1MiB,16MiB,64MiB"
+
 _STRATEGIES = (ALONE, *(str(strategy) for strategy in DistributedStrategy))
+
+
+class _Type(StrEnum):
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
+@bench.command()
+def collectives(
+    context: typer.Context,
+    collective: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(KINDS)}; may be repeated. Default: all."),
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="Bytes of the whole array.")] = _BYTES,
+    dtype: Annotated[_Type, typer.Option(help="Of its elements.")] = _Type.FLOAT32,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 15,
+    json: JSONOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against size as a PNG.")] = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Time collectives beside the MPI library's own, gloo's where PyTorch is, and a copy."""
+    chosen = collective or list(KINDS)
+    for name in chosen:
+        if name not in KINDS:
+            _refuse(f"--collective must be one of {', '.join(KINDS)}; got {name!r}")
+    try:
+        lengths = [parse_bytes(text) for text in sizes.split(",")]
+    except ValueError as error:
+        _refuse(f"--sizes: {error}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        _refuse("--plot needs matplotlib: pip install 'mpishard[plot]'")
+    benchmark = CollectiveBenchmark(chosen, lengths, str(dtype), repeats)
+
+    def measure(backend: CommunicationBackend) -> None:
+        results = [result for rows in benchmark.run(backend) for result in rows]
+        if backend.rank > 0:
+            return
+        show(collective_table(results, backend.world_size))
+        if not any("shared" in result.way for result in results):
+            typer.echo("No rows of shared memory: these ranks have none (docs/performance.md).")
+        if json is not None:
+            rows = [result.as_dict() for result in results]
+            write_json(json, {"world_size": backend.world_size, "collectives": rows})
+        if plot is not None:
+            plot_panels(plot, collective_panels(results))
+
+    _on_ranks(context, measure, ranks, world_size)
 
 
 @bench.command()
@@ -148,6 +209,6 @@ def _given(context: typer.Context) -> list[str]:
     return words
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     typer.echo(f"mpishard bench: {message}", err=True)
     raise typer.Exit(2)

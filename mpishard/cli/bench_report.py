@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.table import Table
 from mpishard import settings
 from mpishard.cli.launcher import usable_cores
 
-__all__ = ["bytes_text", "describe_machine", "milliseconds", "show", "write_json"]
+__all__ = ["bytes_text", "describe_machine", "milliseconds", "parse_bytes", "show", "write_json"]
 
 _NARROWEST = 100
 
@@ -91,3 +92,20 @@ def bytes_text(nbytes: int | None) -> str:
     while amount >= 1024 and unit != "GiB":
         amount, unit = amount / 1024, next(units)
     return f"{amount:.4g} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``2GiB`` says.
+
+    Raises
+    ------
+    ValueError
+        For any other text, and for less than 1 byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
+    number = 0.0
+    if found is not None:
+        number = float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB").index(found[2] or "B")
+    if number < 1:
+        raise ValueError(f"a size is a number with B, KiB, MiB or GiB, as 64KiB; got {text!r}")
+    return int(number)
