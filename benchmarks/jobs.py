@@ -46,19 +46,21 @@ class Runner:
     peer_optimizer: str = "fused"
     library: dict[str, str] = field(default_factory=dict)
 
-    def ours(self, *options: str, ranks: int, program: str = "step", **variables: str) -> Any:
-        """What ``mpishard bench`` writes as JSON."""
+    def ours(self, *words: str, ranks: int, **variables: str) -> Any:
+        """What ``mpishard WORDS -n RANKS --json FILE`` writes."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
-            command = [sys.executable, "-m", "mpishard", "bench", program, "-n", str(ranks)]
-            self._run([*command, *options, "--json", str(result)], variables)
+            command = [sys.executable, "-m", "mpishard", *words, "--json", str(result)]
+            place = command.index("-n") + 1
+            self._run([*command[:place], str(ranks), *command[place:]], variables)
             return json.loads(result.read_text(encoding="utf-8"))
 
     def our_step(self, model: str, *options: str, ranks: int) -> list[dict[str, Any]]:
         """The results of ``mpishard bench step`` under FSDP."""
         steps, warmup = STEPS[model]
-        words = ["--model", model, "--strategy", "fsdp", "--steps", str(steps)]
-        found = self.ours(*words, "--warmup", str(warmup), *options, ranks=ranks)
+        words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
+        words += ["--steps", str(steps), "--warmup", str(warmup)]
+        found = self.ours(*words, *options, ranks=ranks)
         self.library["ours"] = f"mpishard {found['machine']['mpishard']}"
         rows: list[dict[str, Any]] = found["steps"]
         return rows

@@ -120,14 +120,9 @@ class _Ways:
     def _input(self, length: int) -> np.ndarray[Any, Any]:
         return np.full(length, self.backend.rank + 1, self.dtype)
 
-    def _shared(self, length: int) -> Any:
-        """Memory that the node's ranks share, or None."""
-        allocate = getattr(self.backend, "allocate_shared", None)
-        return None if allocate is None else allocate(length, self.dtype)
-
     def _own_part_of_shared(self) -> Any:
         """Input of this rank in memory that its peers can read, or None."""
-        buffer = self._shared(self.backend.world_size * self.length)
+        buffer = self.backend.allocate_shared(self.backend.world_size * self.length, self.dtype)
         if buffer is None:
             return None
         mine = buffer[self.backend.rank * self.length :][: self.length]
@@ -149,7 +144,8 @@ class _Ways:
         out, mpi_out, copy = (np.empty_like(array) for _ in range(3))
         ways: dict[str, Way] = {"ours": lambda: backend.all_reduce(array, out=out)}
         results = {"ours": out}
-        mine, shared = self._own_part_of_shared(), self._shared(self.length)
+        mine = self._own_part_of_shared()
+        shared = backend.allocate_shared(self.length, self.dtype)
         if mine is not None and shared is not None:
             ways["ours, shared"] = lambda: backend.all_reduce(mine, out=shared)
             results["ours, shared"] = shared
@@ -246,5 +242,5 @@ def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
                     [(t.quartiles[0] * 1e3, t.quartiles[1] * 1e3) for _, t in points],
                 )
             )
-        panels.append(Panel(kind, "bytes", "milliseconds", curves))
+        panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
     return panels

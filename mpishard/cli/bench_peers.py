@@ -58,14 +58,17 @@ class GlooGroup:
 
     def reduce_scatter(self, array: np.ndarray[Any, Any]) -> Callable[[], object]:
         """Sum the array, and keep this rank's piece."""
+        distributed = self._torch.distributed
+        # Newer versions have the same under another name, and warn of the old one.
+        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
         source = self._torch.from_numpy(array)
-        out = self._torch.empty(
-            len(array) // self._torch.distributed.get_world_size(), dtype=source.dtype
-        )
-        return lambda: self._torch.distributed.reduce_scatter_tensor(out, source)
+        out = self._torch.empty(len(array) // distributed.get_world_size(), dtype=source.dtype)
+        return lambda: scatter(out, source)
 
     def all_gather(self, piece: np.ndarray[Any, Any], length: int) -> Callable[[], object]:
         """Put all ranks' pieces end to end."""
+        distributed = self._torch.distributed
+        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
         source = self._torch.from_numpy(piece)
         out = self._torch.empty(length, dtype=source.dtype)
-        return lambda: self._torch.distributed.all_gather_into_tensor(out, source)
+        return lambda: gather(out, source)

@@ -102,6 +102,8 @@ class StepBenchmark:
         sent = own.traffic.total_bytes
         backend.barrier()
         memory = memory_while(step, 8) if self.memory else None
+        if own is not backend:
+            own.shutdown()
         if isinstance(backend, InMemoryCommunicationBackend) and backend.rank > 0:
             memory = (0, 0)  # the ranks are one process
         known = self.memory and memory is not None

@@ -10,11 +10,11 @@ POINTS = Curve("measured", [1, 10, 100], [2.0, 3.0, 20.0], [(1, 3), (2, 4), (15,
 LINE = Curve("model", [1, 100], [2.0, 19.0], modelled=True)
 
 
-@pytest.mark.parametrize("logarithmic", [True, False])
+@pytest.mark.parametrize("logarithmic", ["xy", "x", ""])
 def test_small_png(tmp_path, logarithmic):
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "panels.png"
-    panel = Panel("Time", "bytes", "ms", [POINTS, LINE, POINTS], logarithmic)
+    panel = Panel("Time", "bytes", "ms", [POINTS, LINE, POINTS], logarithmic, (10, "here"))
     plot_panels(path, [panel, panel])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size < 150_000
