@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py --peer-python PYTHON
     python benchmarks/compare.py --only mlp --repeats 9 --json results.json
-    python benchmarks/compare.py --report results.json
+    python benchmarks/compare.py --report results.json --page docs/performance.md
 
 Every repeat starts fresh jobs of both sides. A ratio is taken within each repeat; the table has
 the median of the ratios and their range. PYTHON is an interpreter with PyTorch 2.6 or newer;
@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from jobs import IDLE_OURS, IDLE_PEER, Runner, has_torch, idle_memory
+from report import markdown, replace_section
 from rich.console import Console
 from rich.table import Table
-from rows import ROWS, markdown
+from rows import ROWS
 
 from mpishard.cli.bench_report import bytes_text, describe_machine
 
@@ -129,7 +129,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="default: all")
     parser.add_argument("--prefix", default="", help="put before every job, as 'taskset -c 0,1'")
     parser.add_argument("--json", type=Path, help="add to the results in this file, or begin it")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="print results of before")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, print these")
+    parser.add_argument("--page", type=Path, help="put the results between the marks of this page")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats must be 1 or more, got {arguments.repeats}")
@@ -139,7 +140,10 @@ def parse() -> argparse.Namespace:
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is asked for, and print it."""
     if arguments.report:
-        print(markdown(read(arguments.report)))
+        result = json.loads(arguments.report.read_text(encoding="utf-8"))
+        print(markdown(result))
+        if arguments.page:
+            replace_section(arguments.page, markdown(result))
         return
     runner = Runner(arguments.peer_python, shlex.split(arguments.prefix), arguments.peer_optimizer)
     peers = has_torch(arguments.peer_python)
@@ -164,21 +168,20 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
             measure[group](fresh)
     show(fresh)
-    if arguments.json:
-        write(arguments.json, fresh, runner)
-
-
-def write(path: Path, fresh: Samples, runner: Runner) -> None:
-    """Put new samples in the place of those of the same name."""
-    samples = {**(read(path) if path.exists() else {}), **fresh}
-    result: dict[str, Any] = {
+    result = {
         "machine": describe_machine(),
         "libraries": runner.library,
-        "peer_optimizer": runner.peer_optimizer,
-        "samples": samples,
+        "peer_optimizer": arguments.peer_optimizer,
+        "repeats": arguments.repeats,
+        "samples": fresh,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        if arguments.json.exists():
+            result["samples"] = read(arguments.json) | fresh
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.page:
+        replace_section(arguments.page, markdown(result))
 
 
 if __name__ == "__main__":

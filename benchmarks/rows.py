@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 Samples = Mapping[str, Sequence[float]]
 """Name of a measurement -> one value for each repeat."""
@@ -82,22 +81,3 @@ ROWS = [
     Row("MLP, 4 ranks / (2 x 2-rank step)", "mlp ours 4", "mlp ours 2", 1.05, factor=2.0),
     Row("GPT, 4 ranks / (2 x 2-rank step)", "gpt ours 4", "gpt ours 2", 1.05, factor=2.0),
 ]
-
-
-def markdown(samples: Samples) -> str:
-    """The rows that were measured, as a table for a page."""
-    lines = ["| | target | measured | lowest to highest | |", "|---|---|---|---|---|"]
-    for row in ROWS:
-        values = row.values(samples)
-        if values:
-            found = median(values)
-            verdict = "reached" if found <= row.target else f"missed by {missed(row, found)}"
-            spread = f"{row.format(min(values))} to {row.format(max(values))}"
-            limit = f"<= {row.format(row.target)}"
-            lines.append(f"| {row.text} | {limit} | {row.format(found)} | {spread} | {verdict} |")
-    return "\n".join(lines)
-
-
-def missed(row: Row, found: float) -> str:
-    """By how much a value is above the row's target."""
-    return row.format(found - row.target) if row.unit else f"{found / row.target - 1:.0%}"
