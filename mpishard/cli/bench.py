@@ -35,10 +35,16 @@ bench = typer.Typer(
 )
 
 RanksOption = Annotated[
-    int, typer.Option("-n", min=0, metavar="N", help="Start N MPI ranks and measure on them.")
+    int,
+    typer.Option(
+        "-n", min=0, metavar="N", show_default=False, help="Start N MPI ranks and measure on them."
+    ),
 ]
 ThreadsOption = Annotated[
-    int, typer.Option("--world-size", min=0, metavar="N", help="Measure on N threads as ranks.")
+    int,
+    typer.Option(
+        "--world-size", min=0, metavar="N", show_default=False, help="Measure on N thread-ranks."
+    ),
 ]
 JSONOption = Annotated[Path | None, typer.Option("--json", help="Write every time to this file.")]
 
@@ -102,7 +108,9 @@ def collectives(
         if backend.rank > 0:
             return
         show(collective_table(results, backend.world_size))
-        if not any("shared" in result.way for result in results):
+        if backend.world_size == 1:
+            typer.echo("One rank has nobody to talk to: -n 2 starts two.")
+        elif not any("shared" in result.way for result in results):
             typer.echo("No rows of shared memory: these ranks have none (docs/performance.md).")
         if json is not None:
             rows = [result.as_dict() for result in results]
@@ -121,10 +129,17 @@ def step(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(_STRATEGIES)}; may be repeated. Default: all."),
     ] = None,
-    width: Annotated[int, typer.Option(min=0, help="Default 1024 for mlp, 256 for gpt.")] = 0,
-    layers: Annotated[int, typer.Option(min=0, help="Default 8 for mlp, 4 for gpt.")] = 0,
+    width: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Default 1024 for mlp, 256 for gpt.")
+    ] = 0,
+    layers: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Default 8 for mlp, 4 for gpt.")
+    ] = 0,
     batch: Annotated[
-        int, typer.Option(min=0, help="Samples of each rank; default 64 for mlp, 8 for gpt.")
+        int,
+        typer.Option(
+            min=0, show_default=False, help="Samples of each rank; default 64 for mlp, 8 for gpt."
+        ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 5,
@@ -156,6 +171,10 @@ def step(
         checks=str(checks),
         memory=memory,
     )
+    try:
+        benchmark.build_model()
+    except ValueError as error:
+        _refuse(str(error))
 
     def measure(backend: CommunicationBackend) -> None:
         results = [result for name in chosen for result in benchmark.run(backend, name)]

@@ -92,7 +92,8 @@ class StepBenchmark:
 
     def run(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
         """Measure one strategy. Collective; a result for each setting of the checks."""
-        model, x, y = self._build(backend.rank)
+        model = self.build_model()
+        x, y = self._batch(backend.rank)
         step, own = self._stepper(backend, strategy, model, x, y)
         timings = {"": time_chain(step, self.steps, self.warmup)}
         if self.checks == "both":
@@ -143,21 +144,32 @@ class StepBenchmark:
         optimizer = as_distributed(AdamW(1e-3, weight_decay=0.01), config, strategy)
         return lambda: optimizer.step(sharded, x, y), backend
 
-    def _build(self, rank: int) -> tuple[nn.Model, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The model with this rank's batch."""
+    def build_model(self) -> nn.Model:
+        """The model, as yet without arrays.
+
+        Raises
+        ------
+        ValueError
+            For sizes that do not fit each other.
+        """
+        if self.model == "mlp":
+            return nn.MLP([self.width] * (self.layers + 1), dtype="float32")
+        return nn.GPT(
+            vocabulary_size=_VOCABULARY,
+            context_length=_CONTEXT,
+            width=self.width,
+            heads=_HEADS,
+            layers=self.layers,
+        )
+
+    def _batch(self, rank: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Inputs and targets of one rank."""
         generator = np.random.default_rng(rank)
-        if self.model == "gpt":
-            gpt = nn.GPT(
-                vocabulary_size=_VOCABULARY,
-                context_length=_CONTEXT,
-                width=self.width,
-                heads=_HEADS,
-                layers=self.layers,
-            )
-            tokens = generator.integers(0, _VOCABULARY, (self.batch, _CONTEXT + 1))
-            return gpt, tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        x = generator.standard_normal((self.batch, self.width), dtype=np.float32)
-        return nn.MLP([self.width] * (self.layers + 1), dtype="float32"), x, x
+        if self.model == "mlp":
+            x = generator.standard_normal((self.batch, self.width), dtype=np.float32)
+            return x, x
+        tokens = generator.integers(0, _VOCABULARY, (self.batch, _CONTEXT + 1))
+        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 def _in_turn(
