@@ -107,7 +107,7 @@ def test_a_step_counts_the_bytes_of_all_ranks(backend, monkeypatch):
         (["step", "--model", "cnn"], "'cnn' is not one of 'mlp', 'gpt'"),
         (
             ["step", "--model", "gpt", "--width", "20"],
-            "heads must divide width, got 20 = 2 * 8 + 4",
+            "got 20 = 2 * 8 + 4",
         ),
         (["step", "--steps", "0"], "Invalid value for '--steps'"),
         (["step", "-n", "2", "--world-size", "2"], "give one of them"),
