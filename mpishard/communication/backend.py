@@ -367,8 +367,12 @@ class CommunicationBackend(Transport):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        self.barrier_async().wait()
+
+    def barrier_async(self) -> Work:
+        """As `barrier`; done when every rank has called it."""
         call = self._call(Kind.BARRIER, None)
-        self._issue(call, self._steps_barrier(call)).wait()
+        return self._issue(call, self._steps_barrier(call))
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
