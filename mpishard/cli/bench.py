@@ -111,7 +111,7 @@ def collectives(
         if backend.world_size == 1:
             typer.echo("One rank has nobody to talk to: -n 2 starts two.")
         elif not any("shared" in result.way for result in results):
-            typer.echo("No rows of shared memory: these ranks have none (docs/performance.md).")
+            typer.echo("No rows of shared memory: these ranks have none, or MPISHARD_ARENA is off.")
         if json is not None:
             rows = [result.as_dict() for result in results]
             write_json(json, {"world_size": backend.world_size, "collectives": rows})
