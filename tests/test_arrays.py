@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import resource
+
 import numpy as np
 import pytest
 
@@ -32,3 +35,16 @@ def test_a_machine_that_does_not_tell_its_caches(tmp_path, caches):
 def test_a_chunk_is_as_many_bytes_for_every_dtype():
     single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
     assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_freed_memory_is_used_again_without_the_kernel():
+    def pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        step = [np.ones(2**18) for _ in range(48)]  # 96 MiB, as a step's activations
+        del step
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    arrays.reuse_freed_memory()
+    pages()
+    assert pages() < 1000  # of 24576
