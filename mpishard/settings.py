@@ -13,6 +13,7 @@ __all__ = [
     "MAXIMUM_DIMS",
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
+    "arena_sources",
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
@@ -27,6 +28,7 @@ __all__ = [
     "pmix_rank",
     "program_folders",
     "terminal_columns",
+    "virtual_nodes",
 ]
 
 MAXIMUM_DIMS = 8
@@ -127,7 +129,9 @@ def check() -> None:
     ValueError
         Naming the variable, what it may be, and what it is.
     """
+    arena_sources()
     log_level()
+    virtual_nodes()
     mpi_timeout()
     mpi_warning()
 
@@ -153,6 +157,39 @@ def _seconds(name: str, default: float) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, 0 or more; got {text!r}")
     return value
+
+
+_ARENA_SOURCES = ("memfd", "file", "window")
+
+
+def arena_sources() -> tuple[str, ...]:
+    """MPISHARD_ARENA: where memory that a node's ranks share may come from, in order.
+
+    ``auto``, the default, tries all; ``memfd``, ``file`` or ``window`` only that one; ``off``
+    none, so that everything travels as messages.
+    """
+    text = os.environ.get("MPISHARD_ARENA", "auto").lower()
+    if text == "auto":
+        return _ARENA_SOURCES
+    if text == "off":
+        return ()
+    if text not in _ARENA_SOURCES:
+        raise ValueError(
+            f"MPISHARD_ARENA must be auto, off, {' or '.join(_ARENA_SOURCES)}; got {text!r}"
+        )
+    return (text,)
+
+
+def virtual_nodes() -> int:
+    """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 where not set.
+
+    Ranks of different pretended nodes share no memory, so that one machine can show what several
+    would do.
+    """
+    text = os.environ.get("MPISHARD_VIRTUAL_NODES", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"MPISHARD_VIRTUAL_NODES must be an integer, 1 or more; got {text!r}")
+    return int(text)
 
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

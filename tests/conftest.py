@@ -229,6 +229,28 @@ def backend(request):
     return verdicts.backend
 
 
+_PATHS = {
+    "arena": {},
+    "messages": {"MPISHARD_ARENA": "off"},
+    "two nodes": {"MPISHARD_VIRTUAL_NODES": "2"},
+    "two nodes, messages": {"MPISHARD_VIRTUAL_NODES": "2", "MPISHARD_ARENA": "off"},
+}
+
+
+@pytest.fixture
+def path(request, monkeypatch) -> str:
+    """How data goes from rank to rank; a parameter, indirect: memory, messages, or both."""
+    for name, value in _PATHS[request.param].items():
+        monkeypatch.setenv(name, value)
+    return request.param
+
+
+@pytest.fixture
+def messages_only(monkeypatch) -> None:
+    """Ranks share no memory."""
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+
+
 @pytest.fixture
 def shared_path(request, tmp_path) -> Path:
     """A temporary folder that is the same on all ranks."""

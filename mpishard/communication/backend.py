@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.call import Kind
+from mpishard.communication.call import DTYPES, Kind
 from mpishard.communication.reduction import ReductionOperation, check_reducible
 from mpishard.communication.transport import Transport
 from mpishard.communication.work import Work
@@ -364,8 +367,12 @@ class CommunicationBackend(Transport):
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        self.barrier_async().wait()
+
+    def barrier_async(self) -> Work:
+        """As `barrier`; done when every rank has called it."""
         call = self._call(Kind.BARRIER, None)
-        self._issue(call, self._steps_barrier(call)).wait()
+        return self._issue(call, self._steps_barrier(call))
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -399,6 +406,62 @@ class CommunicationBackend(Transport):
             member.check_collectives = self.check_collectives
             member.initialize()
         return member  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def allocate_shared(self, length: int, dtype: DTypeLike) -> Array | None:
+        """Memory that all ranks of this rank's node read and write in place. Collective.
+
+        One array for each node: what one rank writes the others of its node see, after the next
+        collective of both. Collectives know such memory by its address: where the arrays of a
+        node's ranks lie in one allocation, reductions read them in place, and an ``out`` that is
+        the same array on all ranks of a node is written once. It is let go when no array in it
+        is left. Pages belong to the NUMA domain of the rank that first writes them.
+
+        Parameters
+        ----------
+        length : int
+            Number of elements, 1 or more; the same on all ranks.
+        dtype : dtype
+            Of the elements; the same on all ranks.
+
+        Returns
+        -------
+        Array or None
+            Zeros, of shape (length,), beginning on a page; None, on every rank, where a node's
+            ranks cannot share memory (``MPISHARD_ARENA=off``, or a system without).
+
+        Raises
+        ------
+        ValueError
+            For a length below 1, or a dtype that does not travel.
+        CollectiveMismatchError
+            Where length or dtype differ between ranks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mpishard import run_in_threads
+        >>> def body(b):
+        ...     shared = b.allocate_shared(b.world_size, np.int64)
+        ...     shared[b.rank] = b.rank ** 2
+        ...     b.barrier()
+        ...     return shared.tolist()
+        >>> run_in_threads(3, body)
+        [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
+        """
+        if length < 1:
+            raise ValueError(f"allocate_shared needs a length of 1 or more, got {length}")
+        # Has the shape and dtype that are compared, and no memory.
+        wanted = np.broadcast_to(np.zeros((), dtype), (length,))
+        if wanted.dtype not in DTYPES:
+            raise ValueError(f"allocate_shared cannot share dtype {wanted.dtype.name}")
+        call = self._call(Kind.ALLOCATE_SHARED, wanted)
+        memory = self._issue(call, self._steps_allocate_shared(call, wanted.nbytes)).wait()
+        if memory is None:
+            return None
+        self._regions.add(memory)
+        return memory[: wanted.nbytes].view(wanted.dtype)
 
     # ---------------------------------------------------------------------------- point to point
 

@@ -57,6 +57,7 @@ class Kind(IntEnum):
     ALL_TO_ALL = 7
     BARRIER = 8
     SPLIT = 9
+    ALLOCATE_SHARED = 10
 
     @property
     def label(self) -> str:
@@ -217,15 +218,16 @@ def _difference(calls: Sequence[Call]) -> str:
     if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
         return "kind or order"
     kind = first.kind
-    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
         if any(c.operation is not first.operation for c in calls):
             return "operation"
         if any(c.shape != first.shape for c in calls):
             return "shape"
         if any(c.counts_hash != first.counts_hash for c in calls):
             return "counts"
-    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER,
-                Kind.ALL_TO_ALL) and any(c.dtype != first.dtype for c in calls):  # fmt: skip
+    has_dtype = kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER,
+                         Kind.ALL_TO_ALL, Kind.ALLOCATE_SHARED)  # fmt: skip
+    if has_dtype and any(c.dtype != first.dtype for c in calls):
         return "dtype"
     if kind in (Kind.ALL_GATHER, Kind.GATHER) and any(
         (c.shape or ())[1:] != (first.shape or ())[1:] for c in calls

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import HEADER_BYTES, Call
+from mpishard.communication.sharing import Places
 
 __all__ = ["INLINE_BYTES", "ROW_BYTES", "Headers", "make_row"]
 
@@ -18,15 +21,22 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Number of bytes that each rank sends."""
 
 
-def make_row(call: Call, payload: Array | None) -> bytearray:
+_PLACES = struct.Struct("=4q")
+
+
+def make_row(call: Call, payload: Array | None, places: Places = (PRIVATE, PRIVATE)) -> bytearray:
     """The message of one rank: `ROW_BYTES` bytes.
 
-    ``payload`` is a host array, and is left out where it is larger than `INLINE_BYTES`.
+    ``payload`` is a host array. Where it is larger than `INLINE_BYTES`, ``places`` stands in its
+    place: where it and the result lie in memory that the node's ranks share.
     """
     row = bytearray(ROW_BYTES)
     call.encode(row)
-    if payload is not None and payload.nbytes <= INLINE_BYTES:
-        row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
+    if payload is not None:
+        if payload.nbytes <= INLINE_BYTES:
+            row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
+        else:
+            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1])
     return row
 
 
@@ -61,6 +71,11 @@ class Headers:
             return self.calls[0].nbytes <= INLINE_BYTES
         return all(call.nbytes <= INLINE_BYTES for call in self.calls)
 
+    @property
+    def any_inline(self) -> bool:
+        """Whether any rank's array came with its header."""
+        return any(call.nbytes <= INLINE_BYTES for call in self.calls)
+
     def flat(self, rank: int) -> Array:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
         call = self.calls[rank]
@@ -73,6 +88,13 @@ class Headers:
         shape = self.calls[rank].shape
         assert shape is not None
         return self.flat(rank).reshape(shape)
+
+    def places(self, rank: int) -> Places:
+        """Where the array of ``rank`` and its result lie, where that array is not inline."""
+        number, offset, out_number, out_offset = _PLACES.unpack_from(
+            self._rows, rank * ROW_BYTES + HEADER_BYTES
+        )
+        return (number, offset), (out_number, out_offset)
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mpishard import settings
+from mpishard.communication.arena import number_nodes
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.group import Group
 from mpishard.communication.patience import yield_processor
+from mpishard.layout import ShardLayout
 
 __all__ = ["Job"]
 
@@ -44,9 +46,9 @@ class Job:
 
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
-        leaders = comm.allgather(ranks[0])
-        numbers = {leader: number for number, leader in enumerate(dict.fromkeys(leaders))}
-        self.nodes = tuple(numbers[leader] for leader in leaders)
+        pretended = ShardLayout(len(ranks), settings.virtual_nodes())
+        names = comm.allgather((ranks[0], pretended.owner(node.Get_rank())))
+        self.nodes = number_nodes(names)
         """The number of the node that each rank runs on."""
         cores = [tuple(cores) for cores in node.allgather(_affinity())]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mpishard import settings
 from mpishard.arrays import Array
+from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
 from mpishard.communication.work import Waitable
+from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
     from mpishard.communication.memory import InMemoryCommunicationBackend
@@ -53,6 +56,7 @@ class World:
     name: str
     world_size: int
     global_ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
     changed: threading.Condition
     failures: list[Failure]
     meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
@@ -112,7 +116,10 @@ class Arrival(Waitable):
 
 def new_world(name: str, world_size: int) -> World:
     """A world that is split from no other."""
-    return World(name, world_size, tuple(range(world_size)), threading.Condition(), [])
+    ranks = tuple(range(world_size))
+    pretended = ShardLayout(world_size, settings.virtual_nodes())
+    nodes = number_nodes([pretended.owner(rank) for rank in ranks])
+    return World(name, world_size, ranks, nodes, threading.Condition(), [])
 
 
 def split_worlds(
@@ -126,6 +133,7 @@ def split_worlds(
             f"{world.name}/{sequence}.{color}",
             len(ranks),
             tuple(world.global_ranks[rank] for _, rank in ranks),
+            number_nodes([world.nodes[rank] for _, rank in ranks]),
             world.changed,
             world.failures,
         )

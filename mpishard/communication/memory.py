@@ -6,6 +6,7 @@ all have come. Between the first meeting and the last a rank's arrays are readab
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -17,9 +18,11 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
+from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
 from mpishard.communication.meeting import Arrival, World, new_world, split_worlds
+from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -83,6 +86,10 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self._joined().nodes
 
     @staticmethod
     def clear_environment(environment_id: str) -> None:
@@ -220,9 +227,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._verify([peer for peer, _ in pairs])
         return [other for _, other in pairs]
 
-    def _exchange(self, call: Call, value: Any) -> Steps:
-        """The second meeting: the ranks' values."""
-        arrival = self._joined().meet(call, 1, self._rank, value)
+    def _exchange(self, call: Call, value: Any, phase: int = 1) -> Steps:
+        """The second meeting, or a later one: the ranks' values."""
+        arrival = self._joined().meet(call, phase, self._rank, value)
         yield arrival
         return [left[0] for left in arrival.meeting.values]
 
@@ -230,8 +237,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        arrays = yield from self._open(call, array)
-        flat = [a.reshape(-1) for a in arrays]
+        left = yield from self._open(call, (array, self._places(array, out)))
+        flat = [a.reshape(-1) for a, _ in left]
+        places = [where for _, where in left]
         layout = ShardLayout(int(array.size), self._world_size)
         mine = layout.slice(self._rank)
         piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
@@ -239,32 +247,51 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._reducer.reduce([a[mine] for a in flat], call.operation, piece)
         pieces = yield from self._exchange(call, piece)
         result = out.reshape(-1)
+        out_is_shared = self._out_is_shared(places)
+        nodes = Nodes(self.nodes, self._rank)
         for rank, other in enumerate(pieces):
-            result[layout.slice(rank)] = other
-        self._count_all_reduce(call, layout.sizes)
+            if not out_is_shared or nodes.agent(rank) == self._rank:
+                result[layout.slice(rank)] = other
+        if self._arrays_are_shared(places) and out_is_shared:
+            self._count_shared_reduce(layout.sizes, array.dtype)
+            self._count_shared_gather(layout.sizes, array.dtype)
+        else:
+            self._count_all_reduce(call, layout.sizes)
+        if out_is_shared:
+            yield from self._exchange(call, None, phase=2)
         return out
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        arrays = yield from self._open(call, array)
+        left = yield from self._open(call, (array, self._places(array, out)))
+        arrays = [a for a, _ in left]
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         assert call.operation is not None
         xp = array_namespace(array)
-        piece = xp.empty(out.size, out.dtype) if xp.may_share_memory(array, out) else out
+        # Of this rank's array the others read all but its own piece.
+        overlaps = xp.may_share_memory(array, out) and _address(array[mine]) != _address(out)
+        piece = xp.empty(out.size, out.dtype) if overlaps else out
         self._reducer.reduce(
             [a[mine].reshape(-1) for a in arrays], call.operation, piece.reshape(-1)
         )
         yield from self._exchange(call, None)
         if piece is not out:
             out[...] = piece.reshape(out.shape)
-        self._count_reduce_scatter(call, counts)
+        if self._arrays_are_shared([where for _, where in left]):
+            row = math.prod(array.shape[1:])
+            self._count_shared_reduce([count * row for count in counts], array.dtype)
+        else:
+            self._count_reduce_scatter(call, counts)
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        arrays = yield from self._open(call, array)
+        left = yield from self._open(call, (array, self._places(array, out)))
+        arrays = [a for a, _ in left]
         lengths = [a.shape[0] for a in arrays]
+        out_is_shared = self._out_is_shared([where for _, where in left])
+        nodes = Nodes(self.nodes, self._rank)
         if out is None:
             out = array_namespace(array).empty((sum(lengths), *array.shape[1:]), array.dtype)
         start = sum(lengths[: self._rank])
@@ -272,15 +299,21 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         # Peers read this rank's array until the next meeting: a result on top of it waits so long.
         target = array_namespace(array).empty(out.shape, out.dtype) if askew else out
         start = 0
-        for other in arrays:
+        for rank, other in enumerate(arrays):
             part = target[start : start + other.shape[0]]
+            start += other.shape[0]
+            if out_is_shared and nodes.agent(rank) != self._rank:
+                continue  # another rank of this node writes it
             if other is not array or _address(part) != _address(array):
                 part[...] = other
-            start += other.shape[0]
         yield from self._exchange(call, None)
         if askew:
             out[...] = target
-        self._count_all_gather(array)
+        if out_is_shared:
+            row = math.prod(array.shape[1:])
+            self._count_shared_gather([length * row for length in lengths], array.dtype)
+        else:
+            self._count_all_gather(array)
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -339,6 +372,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             member._family = self._family
             self._family.add(member)
         return member
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        yield from self._open(call, None)
+        first = self.peers[0]
+        makes = self._rank == first and settings.arena_sources()
+        given = yield from self._exchange(call, anonymous_memory(nbytes) if makes else None)
+        return given[first]
 
     # ---------------------------------------------------------------------------- point to point
 

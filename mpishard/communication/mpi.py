@@ -14,6 +14,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
+from mpishard.communication.arena import number_nodes, share_memory
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_board import SharedCallLog
 from mpishard.communication.group import Group
@@ -98,18 +99,8 @@ class MPICommunicationBackend(MPICollectives):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The number of the node that each rank runs on; nodes are numbered by first rank."""
         self._ready()
         return self._nodes
-
-    @property
-    def local_rank(self) -> int:
-        nodes = self.nodes
-        return nodes[: self._rank].count(nodes[self._rank])
-
-    @property
-    def node_count(self) -> int:
-        return len(set(self.nodes))
 
     @property
     def cores_per_rank(self) -> float:
@@ -259,12 +250,26 @@ class MPICommunicationBackend(MPICollectives):
             return None
         child = MPICommunicationBackend(comm)
         child._job = job
-        child._nodes = tuple(self._nodes[rank] for _, rank in members)
+        child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         ranks = ", ".join(str(rank) for _, rank in members[:8])
         more = ", .." if len(members) > 8 else ""
         inside = f" of {group.name}" if group.name else ""
         child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}")
         return child
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        with self._turn(0) as turn:
+            yield from self._open(call, turn)
+            # What follows blocks: what was issued before must not need this rank any more.
+            yield Condition(lambda: self._pending[0].call is call)
+            comm = self._talk.comm
+            node = comm.Split(self._nodes[self._rank], self._rank)
+            try:
+                return share_memory(self._mpi, node, comm, nbytes, settings.arena_sources())
+            finally:
+                node.Free()
 
     # ---------------------------------------------------------------------------- point to point
 

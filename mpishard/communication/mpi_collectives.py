@@ -21,36 +21,37 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace, is_device_array, to_host
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
 from mpishard.communication.group import Group
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
-from mpishard.communication.lanes import Pending, ScratchPool, Turn
+from mpishard.communication.lanes import Pending, Turn
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.shared_collectives import (
+    SCRATCH_BYTES,
+    SharedCollectives,
+    same_start,
+    starts_of,
+)
+from mpishard.communication.sharing import Places
 from mpishard.communication.work import Steps
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["MPICollectives"]
 
-_SCRATCH_BYTES = 1 << 28
 _SITE_BYTES = 256
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 
 
-class MPICollectives(CommunicationBackend):
+class MPICollectives(SharedCollectives):
     """The part of the MPI backend that moves data. Its subclass has the life cycle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pool = ScratchPool()
 
     @property
     def scratch_bytes(self) -> int:
@@ -66,9 +67,15 @@ class MPICollectives(CommunicationBackend):
     def _turn(self, phase: int) -> Turn:
         return self._talk.lanes[phase].turn()
 
-    def _open(self, call: Call, turn: Turn, payload: Array | None = None) -> Steps:
+    def _open(
+        self,
+        call: Call,
+        turn: Turn,
+        payload: Array | None = None,
+        places: Places = (PRIVATE, PRIVATE),
+    ) -> Steps:
         """Exchange headers and refuse what does not match; return the `Headers`."""
-        row = make_row(call, payload)
+        row = make_row(call, payload, places)
         group = self._talk
         if self.world_size == 1:
             headers = Headers(row, call, 0)
@@ -123,7 +130,14 @@ class MPICollectives(CommunicationBackend):
 
     def _post(self, turn: Turn, request: Any, *keep: object) -> Pending:
         turn.release()
+        return self._keep(request, *keep)
+
+    def _keep(self, request: Any, *keep: object) -> Pending:
         return Pending(request, self._talk.in_flight, *keep)
+
+    def _needs_header(self, array: Array) -> bool:
+        """Whether a reduction of ``array`` must know what the others call; alike on all ranks."""
+        return self.check_collectives or array.nbytes <= INLINE_BYTES or self._regions.ever
 
     # -------------------------------------------------------------------------------- reductions
 
@@ -137,12 +151,22 @@ class MPICollectives(CommunicationBackend):
             assert call.operation is not None
             result = out.reshape(-1)
             layout = ShardLayout(result.size, self.world_size)
-            if self.check_collectives or array.nbytes <= INLINE_BYTES:
-                headers = yield from self._open(call, first, array)
+            if self._needs_header(array):
+                headers = yield from self._open(call, first, array, self._places(array, out))
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
                     self._count_all_reduce(call, layout.sizes)
                     return out
+                places = self._all_places(headers)
+                if places is not None and self._arrays_are_shared(places):
+                    out_is_shared = self._out_is_shared(places)
+                    if out_is_shared or all(own == into for own, into in places):
+                        second.release()
+                        yield from self._shared_all_reduce(
+                            first, self._peer_arrays(places, array), call.operation, result,
+                            out_is_shared=out_is_shared,
+                        )  # fmt: skip
+                        return out
             if _overlap_askew(array, out):
                 array = array.copy()
             yield from self._combine_pieces(
@@ -152,7 +176,7 @@ class MPICollectives(CommunicationBackend):
             if self.world_size > 1:
                 yield second
                 parts = self._parts(
-                    result, layout.sizes, _starts(layout.sizes), itemsize=result.itemsize
+                    result, layout.sizes, starts_of(layout.sizes), itemsize=result.itemsize
                 )
                 request = second.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts)
                 yield self._post(second, request, result)
@@ -174,12 +198,19 @@ class MPICollectives(CommunicationBackend):
             start = sum(sizes[: self.rank])
             mine = slice(start, start + sizes[self.rank])
             piece = result = out.reshape(-1)
-            if np.may_share_memory(array, out):
+            if np.may_share_memory(array, out) and not same_start(array.reshape(-1)[mine], out):
                 piece = np.empty_like(result)
-            inline = False
-            if self.check_collectives or array.nbytes <= INLINE_BYTES:
-                headers = yield from self._open(call, turn, array)
+            inline, places = False, None
+            if self._needs_header(array):
+                headers = yield from self._open(call, turn, array, self._places(array, out))
                 inline = headers.all_inline
+                places = self._all_places(headers)
+            if places is not None and self._arrays_are_shared(places):
+                arrays = self._peer_arrays(places, array)
+                yield from self._shared_reduce_scatter(turn, arrays, sizes, call.operation, piece)
+                if piece is not result:
+                    result[...] = piece
+                return out
             if inline:
                 self._combine_inline(headers, call.operation, piece, mine)
             else:
@@ -199,7 +230,10 @@ class MPICollectives(CommunicationBackend):
         part: slice = slice(None),
     ) -> None:
         arrays = [headers.flat(rank)[part] for rank in range(self.world_size)]
-        self._reducer.reduce(arrays, operation, out)
+        # Other ranks may read ``out`` where it is shared: they see results, and nothing on the way.
+        result = np.empty_like(out)
+        self._reducer.reduce(arrays, operation, result)
+        out[...] = result
 
     def _combine_pieces(
         self,
@@ -218,9 +252,9 @@ class MPICollectives(CommunicationBackend):
             self._reducer.reduce([array], operation, piece)
             return
         itemsize = array.itemsize
-        starts = _starts(sizes)
+        starts = starts_of(sizes)
         own = array[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
-        step = max(1, _SCRATCH_BYTES // (itemsize * self.world_size))
+        step = max(1, SCRATCH_BYTES // (itemsize * self.world_size))
         yield turn
         for low in range(0, max(*sizes, 1), step):
             outgoing = [max(0, min(step, size - low)) for size in sizes]
@@ -231,7 +265,7 @@ class MPICollectives(CommunicationBackend):
             buffer = self._pool.take(length * itemsize * (self.world_size - 1))
             request = turn.comm.Ialltoallv(
                 self._parts(array, outgoing, [s + low for s in starts], itemsize=itemsize),
-                self._parts(buffer, incoming, _starts(incoming), itemsize=itemsize),
+                self._parts(buffer, incoming, starts_of(incoming), itemsize=itemsize),
             )
             if low + step >= max(sizes):
                 turn.release()
@@ -255,22 +289,25 @@ class MPICollectives(CommunicationBackend):
             host = yield from self._steps_all_gather(call, to_host(array), None)
             return _to_device(host, array, out)
         with self._turn(0) as turn:
-            headers = yield from self._open(call, turn, array)
+            headers = yield from self._open(call, turn, array, self._places(array, out))
             rows = [c.shape[0] for c in headers.calls if c.shape is not None]
             if out is None:
                 out = np.empty((sum(rows), *array.shape[1:]), array.dtype)
             row = int(np.prod(array.shape[1:], dtype=np.int64))
             sizes = [count * row for count in rows]
-            starts = _starts(sizes)
+            starts = starts_of(sizes)
             result = out.reshape(-1)
             if headers.all_inline:
                 np.concatenate([headers.flat(r) for r in range(self.world_size)], out=result)
             elif self.world_size == 1:
-                if not _same_start(result, array):
+                if not same_start(result, array):
                     result[...] = array.reshape(-1)
+            elif self._out_is_shared(self._all_places(headers)):
+                yield from self._shared_all_gather(turn, array.reshape(-1), result, sizes)
+                return out
             else:
                 mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
-                if not _same_start(mine, array):
+                if not same_start(mine, array):
                     mine[...] = array.reshape(-1)
                 yield turn
                 request = turn.comm.Iallgatherv(
@@ -334,7 +371,7 @@ class MPICollectives(CommunicationBackend):
                 if array is not None and counts is not None:
                     row = int(np.prod(sent.shape[1:], dtype=np.int64))
                     sizes = [count * row for count in counts]
-                    parts = self._parts(array, sizes, _starts(sizes), itemsize=array.itemsize)
+                    parts = self._parts(array, sizes, starts_of(sizes), itemsize=array.itemsize)
                 yield second
                 request = second.comm.Iscatterv(
                     parts, self._spec(piece, piece.size, itemsize=piece.itemsize), root
@@ -364,7 +401,7 @@ class MPICollectives(CommunicationBackend):
                 if result is not None:
                     row = int(np.prod(array.shape[1:], dtype=np.int64))
                     sizes = [count * row for count in rows]
-                    parts = self._parts(result, sizes, _starts(sizes), itemsize=array.itemsize)
+                    parts = self._parts(result, sizes, starts_of(sizes), itemsize=array.itemsize)
                 yield turn
                 spec = self._spec(array, array.size, itemsize=array.itemsize)
                 yield self._post(turn, turn.comm.Igatherv(spec, parts, root), array, result)
@@ -393,13 +430,13 @@ class MPICollectives(CommunicationBackend):
                 yield self._post(first, request, outgoing, incoming)
                 shapes = [tuple(dims[:ndim]) for ndim, *dims in incoming.tolist()]
                 sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-                starts = _starts(sizes)
+                starts = starts_of(sizes)
                 target = np.empty(sum(sizes), dtype)
                 source = np.concatenate([part.reshape(-1) for part in parts])
                 lengths = [int(part.size) for part in parts]
                 yield second
                 request = second.comm.Ialltoallv(
-                    self._parts(source, lengths, _starts(lengths), itemsize=dtype.itemsize),
+                    self._parts(source, lengths, starts_of(lengths), itemsize=dtype.itemsize),
                     self._parts(target, sizes, starts, itemsize=dtype.itemsize),
                 )
                 yield self._post(second, request, source, target)
@@ -424,17 +461,9 @@ def _as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes[:-1])]
-
-
-def _same_start(a: Array, b: Array) -> bool:
-    return bool(a.ctypes.data == b.ctypes.data)
-
-
 def _overlap_askew(array: Array, out: Array) -> bool:
     """Whether two arrays of one shape share memory and are not the same."""
-    return not _same_start(array, out) and bool(np.may_share_memory(array, out))
+    return not same_start(array, out) and bool(np.may_share_memory(array, out))
 
 
 def _to_device(host: Array, like: Array, out: Array | None) -> Array:

@@ -9,7 +9,7 @@ its neighbours, so cutting an array into pieces or chunks changes no bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -17,7 +17,14 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 
-__all__ = ["ReductionOperation", "TreeReducer", "check_reducible"]
+__all__ = [
+    "ReductionOperation",
+    "Subtree",
+    "TreeReducer",
+    "accumulation_dtype",
+    "check_reducible",
+    "complete_subtrees",
+]
 
 
 class ReductionOperation(IntEnum):
@@ -55,7 +62,7 @@ def check_reducible(dtype: np.dtype[Any], operation: ReductionOperation) -> None
 
 
 @functools.cache
-def _accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float32 for the 16-bit floats, the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
@@ -68,6 +75,33 @@ _UFUNCS = {
     ReductionOperation.MIN: "minimum",
     ReductionOperation.MAX: "maximum",
 }
+
+
+Subtree = tuple[int, int]
+"""A slot and a round of the tree: the sum of slots ``first .. first + 2**level - 1``."""
+
+
+def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
+    """The largest subtrees of the tree over ``count`` slots that lie in ``slots`` alone.
+
+    Whoever has the contributions of ``slots`` can combine each of these, and nothing more,
+    without changing a bit of the whole.
+
+    Examples
+    --------
+    >>> complete_subtrees([0, 1, 2, 3], 8), complete_subtrees([1, 2, 3], 4)
+    (((0, 2),), ((1, 0), (2, 1)))
+    """
+
+    def within(first: int, level: int) -> tuple[Subtree, ...]:
+        under = range(first, min(first + (1 << level), count))
+        if all(slot in slots for slot in under):
+            return ((first, level),) if under else ()
+        if level == 0:
+            return ()
+        return within(first, level - 1) + within(first + (1 << (level - 1)), level - 1)
+
+    return within(0, (count - 1).bit_length())
 
 
 class TreeReducer:
@@ -91,34 +125,70 @@ class TreeReducer:
 
         ``out`` may be one of the contributions or overlap them.
         """
+        leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
+        self._combine(leaves, len(leaves), operation, out)
+
+    def reduce_part(
+        self, contributions: Sequence[Array], operation: ReductionOperation, out: Array
+    ) -> None:
+        """Combine the contributions of one of `complete_subtrees` for `reduce_subtrees`.
+
+        ``out`` has the `accumulation_dtype` of the contributions.
+        """
+        if operation is ReductionOperation.AVERAGE:
+            operation = ReductionOperation.SUM
+        self.reduce(contributions, operation, out)
+
+    def reduce_subtrees(
+        self,
+        subtrees: Mapping[Subtree, Array],
+        count: int,
+        operation: ReductionOperation,
+        out: Array,
+    ) -> None:
+        """Combine subtrees that together cover ``count`` slots; the bits are those of `reduce`."""
+        self._combine(subtrees, count, operation, out)
+
+    def _combine(
+        self,
+        subtrees: Mapping[Subtree, Array],
+        count: int,
+        operation: ReductionOperation,
+        out: Array,
+    ) -> None:
         length = int(out.size)
         if length == 0:
             return
         xp = array_namespace(out)
-        dtype = _accumulation_dtype(out.dtype)
+        dtype = accumulation_dtype(out.dtype)
         step = min(length, chunk_length(out))
-        depth = (len(contributions) - 1).bit_length()
-        widened = len(contributions) if dtype != out.dtype else 0
-        buffers = self._buffers(xp, dtype, step, 1 + depth + widened)
+        depth = (count - 1).bit_length()
+        narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
+        buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         combine = getattr(xp, _UFUNCS[operation])
-        # Work lands in scratch and is copied out once, because ``out`` may alias an input that
-        # a later round still reads; a chunk stays in cache, so the copy costs little.
+        # Where ``out`` aliases an input that a later round still reads, work lands in scratch
+        # and is copied out; a chunk stays in cache, so that costs little.
+        is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
+        direct = is_apart and out.dtype == dtype
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, length, step):
                 stop = min(start + step, length)
-                leaves = contributions
+                leaves = subtrees
                 if step < length:
-                    leaves = [c[start:stop] for c in contributions]
+                    leaves = {key: array[start:stop] for key, array in subtrees.items()}
                 target, *scratch = [b[: stop - start] for b in buffers]
-                if widened:
-                    wide = scratch[depth:]
-                    for buffer, leaf in zip(wide, leaves, strict=True):
-                        buffer[...] = leaf
-                    leaves = wide
-                result = _tree(leaves, 0, depth, target, scratch, combine)
+                if direct:
+                    target = out[start:stop]
+                if narrow:
+                    leaves = dict(leaves)
+                    for key, wide in zip(narrow, scratch[depth:], strict=False):
+                        wide[...] = leaves[key]
+                        leaves[key] = wide
+                result = _tree(leaves, 0, depth, count, target, scratch, combine)
                 if operation is ReductionOperation.AVERAGE:
-                    result = xp.divide(result, len(contributions), out=target)
-                out[start:stop] = result
+                    result = xp.divide(result, count, out=target)
+                if result is not target or not direct:
+                    out[start:stop] = result
 
     def _buffers(self, xp: Any, dtype: np.dtype[Any], length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)
@@ -131,24 +201,26 @@ class TreeReducer:
 
 
 def _tree(
-    leaves: Sequence[Array],
+    leaves: Mapping[Subtree, Array],
     first: int,
     level: int,
+    count: int,
     target: Array,
     scratch: Sequence[Array],
     combine: Callable[..., Any],
 ) -> Array:
-    """Combine leaves ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
+    """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 
     The left subtree's result waits in ``target`` while a right subtree of level k works in
-    ``scratch[k]`` and those below, so log2 of the number of leaves buffers are enough.
+    ``scratch[k]`` and those below, so log2 of the number of slots buffers are enough.
     """
-    if level == 0:
-        return leaves[first]
-    left = _tree(leaves, first, level - 1, target, scratch, combine)
+    known = leaves.get((first, level))
+    if known is not None:
+        return known
+    left = _tree(leaves, first, level - 1, count, target, scratch, combine)
     middle = first + (1 << (level - 1))
-    if middle >= len(leaves):
+    if middle >= count:
         return left
-    right = _tree(leaves, middle, level - 1, scratch[level - 1], scratch, combine)
+    right = _tree(leaves, middle, level - 1, count, scratch[level - 1], scratch, combine)
     combine(left, right, out=target)
     return target

@@ -1,4 +1,4 @@
-"""How many bytes and calls a rank has sent."""
+"""How many bytes a rank has sent and read, and in how many calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ class Traffic:
 
     def __init__(self) -> None:
         self.bytes_sent: Counter[str] = Counter()
+        self.bytes_read: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add one call of ``kind`` that sent ``nbytes`` to other ranks."""
         self.calls[kind] += 1
         self.bytes_sent[kind] += nbytes
+
+    def count_read(self, kind: str, nbytes: int) -> None:
+        """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
+        self.bytes_read[kind] += nbytes
 
     @property
     def total_bytes(self) -> int:
@@ -32,4 +37,5 @@ class Traffic:
     def reset(self) -> None:
         """Start counting from zero."""
         self.bytes_sent.clear()
+        self.bytes_read.clear()
         self.calls.clear()

@@ -15,9 +15,15 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace
+from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
-from mpishard.communication.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.reduction import (
+    ReductionOperation,
+    TreeReducer,
+    accumulation_dtype,
+)
+from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import NotInitializedError
@@ -41,6 +47,7 @@ class Transport(ABC):
         self._sequence = 0
         self._pending: deque[Work] = deque()
         self._reducer = TreeReducer()
+        self._regions = Regions()
         self.check_collectives = True
         """Whether every collective compares the ranks' calls before data is mixed.
 
@@ -67,14 +74,26 @@ class Transport(ABC):
         """Number of ranks."""
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of the node that each rank runs on; nodes are numbered by first rank."""
+        return (0,) * self.world_size
+
+    @property
     def local_rank(self) -> int:
         """The rank's number among the ranks of its node."""
-        return self.rank
+        nodes = self.nodes
+        return nodes[: self.rank].count(nodes[self.rank])
 
     @property
     def node_count(self) -> int:
         """Number of nodes that the ranks run on."""
-        return 1
+        return len(set(self.nodes))
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, itself among them, in order."""
+        nodes = self.nodes
+        return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
 
     @property
     def scratch_bytes(self) -> int:
@@ -195,6 +214,11 @@ class Transport(ABC):
     @abstractmethod
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps: ...
 
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""
+        yield from self._steps_barrier(call)
+        return None
+
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None: ...
 
@@ -297,6 +321,17 @@ class Transport(ABC):
         if not 0 <= tag <= settings.MAXIMUM_TAG:
             raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")
 
+    # Who shares memory with whom: decided by what all ranks say, and so alike on all of them.
+
+    def _places(self, array: Array, out: Array | None) -> Places:
+        return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
+
+    def _arrays_are_shared(self, places: Sequence[Places] | None) -> bool:
+        return places is not None and shared_by_node([own for own, _ in places], self.nodes)
+
+    def _out_is_shared(self, places: Sequence[Places] | None) -> bool:
+        return places is not None and same_everywhere([out for _, out in places], self.nodes)
+
     # The bytes that a rank is booked with, the same on every backend.
 
     def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
@@ -312,6 +347,19 @@ class Transport(ABC):
 
     def _count_all_gather(self, array: Array) -> None:
         self.traffic.count(Kind.ALL_GATHER.label, array.nbytes * (self.world_size - 1))
+
+    def _count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
+        nodes = Nodes(self.nodes, self.rank)
+        sent = nodes.sent_to_reduce(sizes) * accumulation_dtype(dtype).itemsize
+        read = (len(self.peers) - 1) * sizes[self.rank] * dtype.itemsize
+        self.traffic.count(Kind.REDUCE_SCATTER.label, sent)
+        self.traffic.count_read(Kind.REDUCE_SCATTER.label, read)
+
+    def _count_shared_gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Book pieces of ``sizes`` that were gathered once on each node."""
+        sent = Nodes(self.nodes, self.rank).sent_to_gather(sizes) * dtype.itemsize
+        self.traffic.count(Kind.ALL_GATHER.label, sent)
 
     def _count_broadcast(self, array: Array, root: int) -> None:
         nbytes = array.nbytes * (self.world_size - 1) if self.rank == root else 0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     ILayeredModel,
@@ -33,7 +33,7 @@ from mpishard.models.wrapping import (
     require_same_on_all_ranks,
 )
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
+from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
 
 __all__ = ["ShardedModelBase"]
 
@@ -161,14 +161,18 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     @property
     def local_parameter_shard(self) -> Array:
         """A copy of what this rank holds, its pieces end to end; all where replicated."""
-        return self._engine.parameters.shard.copy()
+        return np.concatenate(self._engine.parameters.owned(self._held_pieces))
+
+    @property
+    def _held_pieces(self) -> tuple[Piece, ...]:
+        return self._engine.holdings.pieces(sharded=self._engine.policy.shards_parameters)
 
     @property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
         if not self._engine.policy.shards_parameters:
             return ((0, self.parameter_count),)
-        return tuple((piece.start, piece.stop) for piece in self._engine.holdings.pieces())
+        return tuple((piece.start, piece.stop) for piece in self._held_pieces)
 
     def get_model_metadata(self) -> ModelMetadata:
         policy = self._engine.policy
@@ -180,7 +184,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
                 "Strategy": self.strategy,
                 "WorldSize": self.world_size,
                 "Rank": self.rank,
-                "ShardSize": int(self._engine.parameters.shard.size),
+                "ShardSize": sum(piece.length for piece in self._held_pieces),
                 "ParametersSharded": policy.shards_parameters,
                 "GradientsSharded": policy.shards_gradients,
                 "OptimizerStateSharded": policy.shards_state,
@@ -213,10 +217,12 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
             self._said_train = True
 
         def descend(updates: list[Update], report: StepReport) -> None:
+            scale = rate / report.weight
             for update in updates:
                 parameters, gradients = update.parameters, update.gradients
-                gradients *= rate / report.weight
-                parameters -= gradients
+                length = chunk_length(parameters)
+                for start in range(0, update.piece.length, length):
+                    parameters[start : start + length] -= scale * gradients[start : start + length]
 
         return self._engine.step(x, y, descend).loss
 
@@ -275,7 +281,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         full = np.empty(self.parameter_count, self.dtype) if self.rank == root else None
         if not self._engine.policy.shards_parameters:
             if full is not None:
-                full[...] = store.shard
+                np.concatenate(store.owned(self._held_pieces), out=full)
             return full
         for piece, owned in zip(
             self._engine.holdings.pieces(), store.owned(self._engine.holdings.pieces()), strict=True
@@ -376,15 +382,25 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         return copy.copy(self)
 
     def deep_copy(self) -> Self:
-        """A copy with parameters of its own. Communicates nothing."""
+        """A copy with parameters of its own, and without memory that ranks share.
+
+        Communicates nothing, so that its steps send what those of a model made by `as_distributed`
+        read in place.
+        """
         model = copy.copy(self)
         if not self._is_layered:
             model._wrapped_model = copy.deepcopy(self._wrapped_model)
             program: Program = OpaqueProgram(model._wrapped_model)
         else:
             program = self._engine.program
-        model._engine = build_engine(program, self.policy, self._config, self.default_loss_function)
-        model._engine.parameters.shard[...] = self._engine.parameters.shard
+        model._engine = build_engine(
+            program, self.policy, self._config, self.default_loss_function, arena=False
+        )
+        copied = model._engine.parameters
+        for target, values in zip(
+            copied.owned(copied.held), self._engine.parameters.owned(copied.held), strict=True
+        ):
+            target[...] = values
         return model
 
     def release(self) -> Any:

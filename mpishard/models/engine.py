@@ -45,7 +45,8 @@ class Update:
     """What an update rule gets for one owned piece.
 
     ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
-    over samples, to be multiplied by ``1 / report.weight``.
+    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
+    the same memory.
     """
 
     piece: Piece
@@ -89,7 +90,9 @@ class Engine:
         self._defers: bool = False
         self._local = np.zeros(3)  # of the round so far: loss sum, weight, passes
         self._round_is_open = False
-        self.owned_pieces: tuple[Piece, ...] = self.holdings.pieces(sharded=policy.shards_state)
+        self.owned_pieces: tuple[Piece, ...] = (
+            self.holdings.pieces() if policy.shards_state else self.holdings.pieces_of_all()
+        )
         self._norm_pieces = self.holdings.pieces()
 
     @property
@@ -167,6 +170,7 @@ class Engine:
             )
         ]
         rule(updates, report)
+        self.gradients.finish()
         if self.policy.shards_state:
             self.parameters.publish(self.owned_pieces)
         self.program.changed(self.parameters)

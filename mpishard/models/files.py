@@ -94,9 +94,9 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """All that this rank holds."""
-        if self.engine.policy.shards_parameters:
-            return self.arrays_to_write()
-        return {"parameters": [(0, self.engine.parameters.shard)]}
+        store = self.engine.parameters
+        owned = store.owned(store.held)
+        return {"parameters": [(p.start, a) for p, a in zip(store.held, owned, strict=True)]}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""
@@ -104,4 +104,5 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Hear that the parameters have been read."""
+        self.engine.parameters.refresh()
         self.engine.program.changed(self.engine.parameters)

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.communication import Work
+from mpishard.layout import ShardLayout
 from mpishard.models.holdings import Holdings
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
-__all__ = ["GradientStore", "ReplicatedGradients", "ShardedGradients", "squared_norm"]
+__all__ = [
+    "GradientStore",
+    "NodeGradients",
+    "ReplicatedGradients",
+    "ShardedGradients",
+    "squared_norm",
+]
 
 
 class GradientStore(ABC):
@@ -56,25 +63,40 @@ class GradientStore(ABC):
     def abandon(self) -> None:
         """Drop what the round has added, after an error; communicates nothing.
 
-        Reductions under way may still write to their buffers, so those are not used again.
+        Reductions under way may still use their buffers: the next pass waits for them.
         """
+
+    def finish(self) -> None:
+        """Hear that this rank is through with the round's reduced gradients."""
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """The reduced gradients of ``pieces``: sums over ranks and over the round's passes."""
+        """The reduced gradients of ``pieces``: sums over ranks and over the round's passes.
+
+        Read-only where other ranks read them too.
+        """
 
 
 class ReplicatedGradients(GradientStore):
     """Every rank holds the full gradient; it is all-reduced in the round's last pass.
 
     Earlier passes only add locally, so that accumulation sends nothing.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+    vector : Array, optional
+        Where the gradient lies; by default in memory of this rank alone, made when first needed.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, vector: Array | None = None) -> None:
         super().__init__(holdings)
-        self._vector: Array | None = None
+        self._vector = vector
+        self._is_booked = vector is None
         self._touched: set[int] = set()
         self._works: list[Work] = []
+        self._stale: list[Work] = []
 
     @property
     def vector(self) -> Array:
@@ -85,6 +107,12 @@ class ReplicatedGradients(GradientStore):
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         super().begin(is_first=is_first, is_last=is_last, defer=defer)
+        if not self._is_booked:
+            self._is_booked = True
+            self.holdings.book(MemoryCategory.GRADIENTS, self.vector, self.holdings.length)
+        while self._stale:
+            self._stale[0].wait()
+            del self._stale[0]
         if is_first:
             self._touched.clear()
 
@@ -97,7 +125,10 @@ class ReplicatedGradients(GradientStore):
 
     def reduce(self, unit: Unit) -> None:
         if self._is_last:
-            self._works.append(self.backend.all_reduce_async(self.gradient(unit)))
+            self._works.append(self._reduce(unit, self.gradient(unit)))
+
+    def _reduce(self, unit: Unit, full: Array) -> Work:
+        return self.backend.all_reduce_async(full)
 
     def settle(self) -> None:
         for work in self._works:
@@ -105,38 +136,99 @@ class ReplicatedGradients(GradientStore):
         self._works.clear()
 
     def abandon(self) -> None:
-        if self._works:
-            self._works.clear()
-            self._vector = None
+        self._stale += self._works
+        self._works.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self.vector[p.start : p.stop] for p in pieces]
 
 
+class NodeGradients(ReplicatedGradients):
+    """Replicated gradients of ranks that are all on one node: each reads the others' in place.
+
+    Reduced, each piece stands once, in the vector of the rank that owns it, and every rank updates
+    its parameters from there. Nothing is copied; a fence keeps the next round from writing before
+    all have read.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+    vectors : sequence of Array
+        The full gradient of each rank, which all of them can read.
+    """
+
+    def __init__(self, holdings: Holdings, vectors: Sequence[Array]) -> None:
+        super().__init__(holdings, vectors[holdings.backend.rank])
+        self._vectors = vectors
+        self._pieces = holdings.pieces()
+        self._reading: Work | None = None
+
+    def gradient(self, unit: Unit) -> Array:
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return super().gradient(unit)
+
+    def _reduce(self, unit: Unit, full: Array) -> Work:
+        piece = self._pieces[unit.index]
+        mine = full[piece.start - unit.start : piece.stop - unit.start]
+        return self.backend.reduce_scatter_async(full, out=mine)
+
+    def finish(self) -> None:
+        self._reading = self.backend.barrier_async()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        """Of each piece, which must be one rank's, what its owner holds. Read-only."""
+        views = []
+        for piece in pieces:
+            layout = ShardLayout(piece.unit.length, self.backend.world_size)
+            owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
+            view = self._vectors[owner][piece.start : piece.stop]
+            view.flags.writeable = False
+            views.append(view)
+        return views
+
+
 class ShardedGradients(GradientStore):
     """Every rank holds the reduced gradient of its pieces.
 
-    A unit's full gradient lives in one of two pooled buffers from the first layer of backward
+    A unit's full gradient lives in one of a few pooled buffers from the first layer of backward
     that touches it until its reduce-scatter is through; the full gradient of the model never
     exists. With ``defer`` a round's passes add into full local gradients instead, which trades
     memory for messages.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+    slots : sequence of Array, optional
+        `SLOTS` buffers of `slot_length`, in memory that other ranks can read; by default they are
+        this rank's alone, made when first needed.
     """
 
-    _SLOTS = 2
+    SLOTS = 2
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, slots: Sequence[Array] = ()) -> None:
         super().__init__(holdings)
         self.pieces = holdings.pieces()
         self._shard: Array | None = None
-        self._slot_length = max(unit.length for unit in self.holdings.units)
-        self._slot_count = 0
-        self._free: list[Array] = []
+        self._slot_length = self.slot_length(holdings)
+        self._free: list[Array] = list(slots)
+        self._slot_count = len(slots)
+        self._unbooked = list(slots)
         self._open: dict[int, Array] = {}
         self._deferred: dict[int, Array] = {}
         self._is_deferring = False
         self._in_flight: deque[tuple[Unit, Work, Array | None, Array | None]] = deque()
+        self._stale: list[tuple[Work, Array | None]] = []
         self._scratch: list[Array] = []
         self._reduced: set[int] = set()
+
+    @staticmethod
+    def slot_length(holdings: Holdings) -> int:
+        """Elements of the longest unit."""
+        return max(unit.length for unit in holdings.units)
 
     @property
     def shard(self) -> Array:
@@ -148,6 +240,15 @@ class ShardedGradients(GradientStore):
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         super().begin(is_first=is_first, is_last=is_last, defer=defer)
+        while self._unbooked:
+            slot = self._unbooked.pop()
+            self.holdings.book(MemoryCategory.FULL_GRADIENTS, slot, self._slot_length)
+        while self._stale:
+            work, slot = self._stale[0]
+            work.wait()
+            del self._stale[0]
+            if slot is not None:
+                self._free.append(slot)
         self._is_deferring = defer and not is_last
         if is_first:
             self._reduced.clear()
@@ -184,21 +285,23 @@ class ShardedGradients(GradientStore):
             self._finish_oldest()
 
     def abandon(self) -> None:
+        self._free += self._open.values()
         self._open.clear()
         self._deferred.clear()
-        self._free.clear()
         self._scratch.clear()
-        self._slot_count = 0
         if self._in_flight:
-            self._in_flight.clear()
+            # They go on writing to what is no longer looked at.
             self._shard = None
+        self._stale += [(work, slot) for _, work, slot, _ in self._in_flight]
+        self._in_flight.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self.shard[p.in_shard] for p in pieces]
 
     def _finish_oldest(self) -> None:
-        unit, work, slot, extra = self._in_flight.popleft()
+        unit, work, slot, extra = self._in_flight[0]
         work.wait()
+        self._in_flight.popleft()
         if extra is not None:
             target = self.shard[self.pieces[unit.index].in_shard]
             target += extra[: target.size]
@@ -209,7 +312,7 @@ class ShardedGradients(GradientStore):
     def _take_slot(self) -> Array:
         # Two buffers suffice unless tied weights hold one open: then wait for the reduction
         # that is under way before taking a third.
-        if not self._free and self._slot_count >= self._SLOTS and self._in_flight:
+        if not self._free and self._slot_count >= self.SLOTS and self._in_flight:
             self._finish_oldest()
         if self._free:
             return self._free.pop()

@@ -9,10 +9,20 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
+from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
 
-__all__ = ["Holdings"]
+__all__ = ["Holdings", "aligned"]
+
+
+_LINE_BYTES = 64
+
+
+def aligned(length: int, dtype: np.dtype[Any]) -> int:
+    """``length``, rounded up so that the next vector begins on a cache line of its own."""
+    line = max(1, _LINE_BYTES // dtype.itemsize)
+    return -(-length // line) * line
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,8 @@ class Holdings:
         How the ranks talk.
     ledger : MemoryLedger
         Counts what is held.
+    arena : bool
+        Whether memory that a node's ranks share may be used. To allocate it is collective.
     """
 
     units: tuple[Unit, ...]
@@ -38,6 +50,7 @@ class Holdings:
     dtype: np.dtype[Any]
     backend: CommunicationBackend
     ledger: MemoryLedger
+    arena: bool = True
 
     @property
     def length(self) -> int:
@@ -50,6 +63,53 @@ class Holdings:
             return owned_pieces(self.units, self.backend.world_size, self.backend.rank)
         return owned_pieces(self.units, 1, 0)
 
+    def pieces_of_all(self) -> tuple[Piece, ...]:
+        """What each rank owns of each unit, in flat order: the flat vector, cut by owner.
+
+        Their ``offset`` is where they begin in the flat vector.
+        """
+        return tuple(
+            Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)
+            for unit in self.units
+            for layout in [ShardLayout(unit.length, self.backend.world_size)]
+            for part in map(layout.slice, range(self.backend.world_size))
+        )
+
     def allocate(self, category: MemoryCategory, length: int) -> Array:
         """An uninitialised vector, booked under ``category``."""
         return self.ledger.allocate(category, length, self.dtype)
+
+    def allocate_arena(self, length: int) -> Array | None:
+        """Zeros that the ranks of this node share, shape (length,); None where they cannot.
+
+        Collective. They take no memory until they are first written, and nothing is booked.
+        """
+        return self.backend.allocate_shared(length, self.dtype) if self.arena else None
+
+    def allocate_slots(self, length: int, count: int) -> list[list[Array]] | None:
+        """``count`` vectors of ``length`` for each rank of this node, which all can read.
+
+        Collective, and nothing is booked, as `allocate_arena`.
+
+        Returns
+        -------
+        list of list of Array, or None
+            By local rank, then by slot; None where the ranks share no memory.
+        """
+        stride = aligned(length, self.dtype)
+        peers = len(self.backend.peers)
+        shared = self.allocate_arena(stride * count * peers)
+        if shared is None:
+            return None
+        starts = range(0, stride * count * peers, stride)
+        vectors = [shared[start : start + length] for start in starts]
+        return [vectors[peer * count : (peer + 1) * count] for peer in range(peers)]
+
+    def book(self, category: MemoryCategory, array: Array, length: int) -> None:
+        """Book ``length`` elements of shared memory as this rank's, until it is garbage."""
+        self.ledger.book(category, _owner(array), length * self.dtype.itemsize)
+
+
+def _owner(array: Array) -> Array:
+    """The array whose memory ``array`` is a view of, which lives as long as any of its views."""
+    return array if array.base is None or not hasattr(array.base, "base") else array.base

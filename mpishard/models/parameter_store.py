@@ -1,4 +1,4 @@
-"""Who holds parameters: every rank all of them, or every rank its pieces."""
+"""Who holds parameters: every rank all of them, every rank its pieces, or every node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication import Work
 from mpishard.layout import ShardLayout
-from mpishard.models.holdings import Holdings
+from mpishard.models.holdings import Holdings, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
-__all__ = ["ParameterStore", "ReplicatedParameters", "ShardedParameters"]
+__all__ = ["NodeParameters", "ParameterStore", "ReplicatedParameters", "ShardedParameters"]
 
 
 class ParameterStore(ABC):
@@ -27,26 +27,32 @@ class ParameterStore(ABC):
     ----------
     holdings : Holdings
         Units, ranks, and where memory is booked.
+
+    Attributes
+    ----------
+    held : tuple of Piece
+        What this rank writes when parameters come from elsewhere, as from a file.
     """
+
+    held: tuple[Piece, ...]
 
     def __init__(self, holdings: Holdings) -> None:
         self.holdings = holdings
         self.backend = holdings.backend
 
-    @property
-    @abstractmethod
-    def shard(self) -> Array:
-        """What this rank holds, end to end."""
-
     @abstractmethod
     def fill(self, unit: Unit, full: Array | None) -> None:
         """Take a unit's first values from rank 0, where ``full`` holds them. Collective."""
 
-    @abstractmethod
     def take(self, full: Array) -> None:
-        """Take values from the full vector, which is the same on every rank."""
+        """Take values from the full vector, which is the same on every rank. Collective."""
+        for piece, target in zip(self.held, self.owned(self.held), strict=True):
+            target[...] = full[piece.start : piece.stop]
+        self.refresh()
 
-    @abstractmethod
+    def refresh(self) -> None:
+        """Hear that every rank has written what it holds. Collective."""
+
     def prefetch(self, unit: Unit) -> None:
         """Begin to make ``unit`` readable, where that takes messages."""
 
@@ -54,7 +60,6 @@ class ParameterStore(ABC):
     def unshard(self, unit: Unit) -> Array:
         """The unit's parameters, shape (unit.length,), until `reshard`. Read-only."""
 
-    @abstractmethod
     def reshard(self, unit: Unit) -> None:
         """Let the unit's full parameters go."""
 
@@ -63,11 +68,11 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """Writable views of the owned ranges, one per piece."""
+        """Writable views of ranges that this rank can reach, one per piece."""
 
     @abstractmethod
     def publish(self, pieces: Sequence[Piece]) -> None:
-        """Make updates of the owned ``pieces`` known to whoever reads them."""
+        """Make updates of the owned ``pieces`` known to whoever reads them. Collective."""
 
 
 class ReplicatedParameters(ParameterStore):
@@ -75,11 +80,8 @@ class ReplicatedParameters(ParameterStore):
 
     def __init__(self, holdings: Holdings) -> None:
         super().__init__(holdings)
+        self.held = holdings.pieces(sharded=False)
         self._vector = holdings.allocate(MemoryCategory.PARAMETERS, self.holdings.length)
-
-    @property
-    def shard(self) -> Array:
-        return self._vector
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         target = self._vector[unit.start : unit.stop]
@@ -87,17 +89,8 @@ class ReplicatedParameters(ParameterStore):
             target[...] = full
         self.backend.broadcast(target, root=0)
 
-    def take(self, full: Array) -> None:
-        self._vector[...] = full
-
-    def prefetch(self, unit: Unit) -> None:
-        pass
-
     def unshard(self, unit: Unit) -> Array:
         return _read_only(self._vector[unit.start : unit.stop])
-
-    def reshard(self, unit: Unit) -> None:
-        pass
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._vector[p.start : p.stop] for p in pieces]
@@ -115,30 +108,116 @@ class ReplicatedParameters(ParameterStore):
             work.wait()
 
 
+class NodeParameters(ParameterStore):
+    """All parameters stand once in memory that a node's ranks share: a unit is a view of it.
+
+    Each rank owns its pieces there, and updates them where they lie. On one node nothing is ever
+    copied, and each byte of memory is there once; with several nodes `publish` sends each piece
+    once to each of the others.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+    vector : Array
+        `length_for` elements that the ranks of this node share.
+    """
+
+    def __init__(self, holdings: Holdings, vector: Array) -> None:
+        super().__init__(holdings)
+        self.held = holdings.pieces()
+        holdings.book(MemoryCategory.PARAMETERS, vector, sum(p.length for p in self.held))
+        self._vector = vector
+        self._shifts: list[int] = []
+        position = 0
+        for unit in holdings.units:
+            self._shifts.append(position - unit.start)
+            position += aligned(unit.length, holdings.dtype)
+
+    @staticmethod
+    def length_for(holdings: Holdings) -> int:
+        """Elements that the vector needs: each unit begins on a cache line."""
+        return sum(aligned(unit.length, holdings.dtype) for unit in holdings.units)
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        counts = ShardLayout(unit.length, self.backend.world_size).sizes
+        (mine,) = self.owned([self.held[unit.index]])
+        mine[...] = self.backend.scatter(full, root=0, counts=counts)
+        self._share([self.held[unit.index]])
+
+    def refresh(self) -> None:
+        self._share(self.held)
+
+    def unshard(self, unit: Unit) -> Array:
+        return _read_only(self._view(unit, unit.start, unit.stop))
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return [self._view(p.unit, p.start, p.stop) for p in pieces]
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        self._share(pieces)
+
+    def _share(self, pieces: Sequence[Piece]) -> None:
+        """Wait until all ranks have written their pieces, and those of other nodes are here."""
+        if self.backend.node_count == 1:
+            self.backend.barrier()
+            return
+        works = [
+            self.backend.all_gather_async(
+                self._view(p.unit, p.start, p.stop),
+                out=self._view(p.unit, p.unit.start, p.unit.stop),
+            )
+            for p in pieces
+        ]
+        for work in works:
+            work.wait()
+
+    def _view(self, unit: Unit, start: int, stop: int) -> Array:
+        shift = self._shifts[unit.index]
+        return self._vector[start + shift : stop + shift]
+
+
 class ShardedParameters(ParameterStore):
     """Every rank holds its pieces; a unit is gathered into a pooled buffer while it is used.
 
     Kept units, used from forward to backward, have buffers of their own. All others share two:
-    one for the unit in use, one for the unit that is on its way.
+    one for the unit in use, one for the unit that is on its way. With several nodes the ranks of
+    each share these buffers, so that a piece travels once to each node.
     """
+
+    _SLOTS = 2
 
     def __init__(self, holdings: Holdings) -> None:
         super().__init__(holdings)
-        self.pieces = holdings.pieces()
+        self.held = holdings.pieces()
         self.kept = holdings.kept
-        self._shard = holdings.allocate(
-            MemoryCategory.PARAMETERS, sum(p.length for p in self.pieces)
-        )
+        self._shard = holdings.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
         passing = [unit.length for unit in self.holdings.units if unit.index not in self.kept]
         self._slot_length = max(passing, default=0)
         self._free: list[Array] = []
         self._kept_buffers: dict[int, Array] = {}
         self._buffers: dict[int, Array] = {}
         self._works: dict[int, Work] = {}
+        self._stale: list[tuple[Work, Array | None]] = []
+        self._allocate_arena()
 
-    @property
-    def shard(self) -> Array:
-        return self._shard
+    def _allocate_arena(self) -> None:
+        """Buffers for all that is gathered, where a node's ranks can share them."""
+        holdings = self.holdings
+        lengths = {index: holdings.units[index].length for index in sorted(self.kept)}
+        slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
+        total = sum(aligned(n, holdings.dtype) for n in [*lengths.values(), *slots])
+        shared = holdings.allocate_arena(total)
+        if shared is None:
+            return
+        holdings.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
+        position = 0
+        for index, length in lengths.items():
+            self._kept_buffers[index] = shared[position : position + length]
+            position += aligned(length, holdings.dtype)
+        for length in slots:
+            self._free.append(shared[position : position + length])
+            position += aligned(length, holdings.dtype)
 
     @property
     def resident(self) -> frozenset[int]:
@@ -148,17 +227,13 @@ class ShardedParameters(ParameterStore):
     def fill(self, unit: Unit, full: Array | None) -> None:
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         piece = self.backend.scatter(full, root=0, counts=counts)
-        self._shard[self.pieces[unit.index].in_shard] = piece
-
-    def take(self, full: Array) -> None:
-        for piece in self.pieces:
-            self._shard[piece.in_shard] = full[piece.start : piece.stop]
+        self._shard[self.held[unit.index].in_shard] = piece
 
     def prefetch(self, unit: Unit) -> None:
         if unit.index in self._buffers:
             return
         buffer = self._take_buffer(unit)
-        piece = self._shard[self.pieces[unit.index].in_shard]
+        piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
         self._works[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
 
@@ -178,11 +253,16 @@ class ShardedParameters(ParameterStore):
             self._free.append(buffer)
 
     def abandon(self) -> None:
-        # A gather under way may still write to its buffer, so none of them is used again.
+        # A gather under way may still write to its buffer: the next one waits for it.
+        for index, buffer in self._buffers.items():
+            work = self._works.get(index)
+            passing = None if index in self.kept else buffer
+            if work is not None:
+                self._stale.append((work, passing))
+            elif passing is not None:
+                self._free.append(passing)
         self._works.clear()
         self._buffers.clear()
-        self._kept_buffers.clear()
-        self._free.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._shard[p.in_shard] for p in pieces]
@@ -192,6 +272,12 @@ class ShardedParameters(ParameterStore):
         assert not self._buffers, "a unit is still unsharded at the update"
 
     def _take_buffer(self, unit: Unit) -> Array:
+        while self._stale:
+            work, passing = self._stale[0]
+            work.wait()
+            del self._stale[0]
+            if passing is not None:
+                self._free.append(passing)
         if unit.index in self.kept:
             buffer = self._kept_buffers.get(unit.index)
             if buffer is None:

@@ -14,9 +14,15 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
-from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, ShardedGradients
+from mpishard.models.gradient_store import (
+    GradientStore,
+    NodeGradients,
+    ReplicatedGradients,
+    ShardedGradients,
+)
 from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import (
+    NodeParameters,
     ParameterStore,
     ReplicatedParameters,
     ShardedParameters,
@@ -131,10 +137,13 @@ def build_engine(
     policy: Policy,
     config: ShardingConfiguration,
     loss: ILossFunction | None,
+    *,
+    arena: bool = True,
 ) -> Engine:
     """Stores as the policy says, and the engine that runs ``program`` through them.
 
-    A black box keeps its parameters whole whatever the policy says.
+    A black box keeps its parameters whole whatever the policy says. Collective with ``arena``,
+    which puts parameters and gradients into memory that a node's ranks share, where they can.
     """
     if isinstance(program, OpaqueProgram):
         policy = Policy(
@@ -144,18 +153,42 @@ def build_engine(
         )
     reuse_freed_memory()
     holdings = Holdings(
-        program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger()
-    )
-    parameters: ParameterStore = (
-        ShardedParameters(holdings) if policy.shards_parameters else ReplicatedParameters(holdings)
-    )
-    gradients: GradientStore = (
-        ShardedGradients(holdings) if policy.shards_gradients else ReplicatedGradients(holdings)
-    )
+        program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger(),
+        arena,
+    )  # fmt: skip
+    parameters, gradients = _parameter_store(holdings, policy), _gradient_store(holdings, policy)
     return Engine(
         program, parameters, gradients, policy, loss,
         allow_nonfinite=lambda: config.allow_nonfinite,
     )  # fmt: skip
+
+
+def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
+    if not policy.shards_state:
+        # Every rank updates all of them: each needs its own.
+        return ReplicatedParameters(holdings)
+    if policy.shards_parameters and holdings.backend.node_count > 1:
+        return ShardedParameters(holdings)
+    vector = holdings.allocate_arena(NodeParameters.length_for(holdings))
+    if vector is not None:
+        return NodeParameters(holdings, vector)
+    return (
+        ShardedParameters(holdings) if policy.shards_parameters else ReplicatedParameters(holdings)
+    )
+
+
+def _gradient_store(holdings: Holdings, policy: Policy) -> GradientStore:
+    local = holdings.backend.local_rank
+    if policy.shards_gradients:
+        length = ShardedGradients.slot_length(holdings)
+        slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
+        return ShardedGradients(holdings, slots[local] if slots else ())
+    vectors = holdings.allocate_slots(holdings.length, 1)
+    if vectors is None:
+        return ReplicatedGradients(holdings)
+    if holdings.backend.node_count == 1 and not policy.shards_state:
+        return NodeGradients(holdings, [vector for (vector,) in vectors])
+    return ReplicatedGradients(holdings, vectors[local][0])
 
 
 def deal(engine: Engine) -> None:

@@ -39,10 +39,14 @@ class MemoryLedger:
     def allocate(self, category: MemoryCategory, length: int, dtype: np.dtype[Any]) -> Array:
         """An uninitialised 1-D array of ``length`` elements, counted under ``category``."""
         array = np.empty(length, dtype)
-        self._held[category] += array.nbytes
-        self._peak[category] = max(self._peak[category], self._held[category])
-        weakref.finalize(array, self._free, category, array.nbytes).atexit = False
+        self.book(category, array, array.nbytes)
         return array
+
+    def book(self, category: MemoryCategory, array: Array, nbytes: int) -> None:
+        """Count ``nbytes`` of ``array`` until it is garbage: this rank's part of shared memory."""
+        self._held[category] += nbytes
+        self._peak[category] = max(self._peak[category], self._held[category])
+        weakref.finalize(array, self._free, category, nbytes).atexit = False
 
     def _free(self, category: MemoryCategory, nbytes: int) -> None:
         self._held[category] -= nbytes

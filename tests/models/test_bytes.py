@@ -17,6 +17,8 @@ from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
+pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done
+
 TOTALS = np.zeros(5)  # the one small all-reduce of a step, see Engine._totals
 
 by_kind = pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])

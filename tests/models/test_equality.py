@@ -16,6 +16,8 @@ KINDS = ("mlp", "gpt", "tied", "function")
 # scripts/test.sh --full
 MORE_WORLDS = (6, 7, 9, 16) if os.environ.get("MPISHARD_TEST_FULL") else ()
 
+# Where memory is shared, where nothing is, and where only some ranks share theirs.
+by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
 
@@ -34,18 +36,20 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 @by_rule
 @by_strategy
+@by_path
 @in_worlds(1, 2, 3, 4, 5, 8, *MORE_WORLDS)
 def test_equals_sequential_training(
-    backend: Any, problems: Any, kind: str, rule: str, strategy: str
+    backend: Any, problems: Any, kind: str, rule: str, strategy: str, path: str
 ) -> None:
     check(backend, problems, kind, strategy, rule)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "one_number"])
 @by_strategy
+@by_path
 @in_worlds(2, 4, 5)
 def test_more_ranks_than_parameters_in_a_unit(
-    backend: Any, problems: Any, kind: str, strategy: str
+    backend: Any, problems: Any, kind: str, strategy: str, path: str
 ) -> None:
     check(backend, problems, kind, strategy, "adamw")
 
@@ -96,19 +100,25 @@ def test_options_follow_the_parameters_wherever_they_are_cut(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@by_path
 @in_worlds(2, 3, 4)
-def test_same_bits_in_every_run_on_every_backend_and_strategy(
-    backend: Any, problems: Any, kind: str
+def test_same_bits_in_every_run_on_every_backend_path_and_strategy(
+    backend: Any, problems: Any, kind: str, path: str, monkeypatch: Any
 ) -> None:
     runs = [
         problems.train_sharded(backend, kind, strategy, "adamw", 60, steps=3)
         for strategy in ("fsdp", "fsdp", "ddp")
     ]
-    in_memory = run_in_threads(
-        backend.world_size, problems.train_sharded, kind, "fsdp", "adamw", 60, steps=3
-    )
+    others = []
+    for name, value in (("VIRTUAL_NODES", "2"), ("VIRTUAL_NODES", "1"), ("ARENA", "off")):
+        backend.barrier()  # thread-ranks share the environment
+        monkeypatch.setenv(f"MPISHARD_{name}", value)
+        backend.barrier()
+        others += run_in_threads(
+            backend.world_size, problems.train_sharded, kind, "fsdp", "adamw", 60, steps=3
+        )
     first = np.array(runs[0].parameters).tobytes()
-    for run in (*runs, *in_memory):
+    for run in (*runs, *others):
         assert np.array(run.parameters).tobytes() == first
         assert run.losses == runs[0].losses
 

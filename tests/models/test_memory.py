@@ -18,6 +18,8 @@ from mpishard.optimizers import AdamW, FSDPOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
+pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done
+
 PARAMETERS = MemoryCategory.PARAMETERS
 GRADIENTS = MemoryCategory.GRADIENTS
 STATE = MemoryCategory.OPTIMIZER_STATE

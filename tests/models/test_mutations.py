@@ -23,6 +23,8 @@ from mpishard.models.gradient_store import ShardedGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
 from mpishard.optimizers.optimizer import Optimizer
 
+pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done
+
 Backend = InMemoryCommunicationBackend
 Patch = pytest.MonkeyPatch
 TOTALS = (5,)  # shape of the small all-reduce of a step, see Engine._totals

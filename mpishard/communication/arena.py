@@ -1,0 +1,265 @@
+"""Memory that the ranks of a node share: where it comes from, and which arrays lie in it.
+
+Ranks that are processes get it from the first of these that all of them can reach:
+
+``memfd``   an anonymous file in memory that the node's first rank makes and the others open through
+            ``/proc``: it has no name that a killed job could leave behind, and no limit but memory
+``file``    a file in ``/dev/shm``, whose name is gone as soon as all have mapped it
+``window``  an MPI-3 shared window, which lasts until MPI ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = [
+    "PRIVATE",
+    "Place",
+    "Regions",
+    "anonymous_memory",
+    "number_nodes",
+    "share_memory",
+    "synchronize_windows",
+]
+
+Place = tuple[int, int]
+"""A region of shared memory, by number, and a byte in it."""
+
+PRIVATE: Place = (-1, -1)
+"""Where an array lies that others cannot read."""
+
+_FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
+_PREFIX = "mpishard-arena-"
+_NONCE_BYTES = 16
+_STALE_SECONDS = 60
+
+
+class Regions:
+    """The stretches of shared memory of one backend, numbered alike on all its ranks.
+
+    A region lives as long as an array in it does.
+    """
+
+    def __init__(self) -> None:
+        self._regions: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        self._count = 0
+
+    @property
+    def ever(self) -> bool:
+        """Whether memory was ever shared: the same on all ranks, as garbage is not."""
+        return self._count > 0
+
+    def add(self, memory: Array) -> None:
+        """Number a region, of shape (bytes,) and dtype uint8. Every rank adds in one order."""
+        number = self._count
+        self._count += 1
+        self._regions[number] = (_address(memory), memory.size, weakref.ref(memory))
+        weakref.finalize(memory, self._regions.pop, number, None).atexit = False
+
+    def locate(self, array: Array) -> Place:
+        """Number of the region that ``array`` lies in, and the byte where it begins there.
+
+        `PRIVATE` where it lies in none.
+        """
+        if self._regions and isinstance(array, np.ndarray):
+            address = _address(array)
+            for number, (start, size, _) in self._regions.items():
+                if start <= address and address + array.nbytes <= start + size:
+                    return number, address - start
+        return PRIVATE
+
+    def view(self, place: Place, like: Array) -> Array:
+        """The array of the shape and dtype of ``like`` that lies at ``place``."""
+        number, offset = place
+        memory = self._regions[number][2]()
+        assert memory is not None
+        return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+
+
+def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
+    """A number for the node of each rank, from what ranks of one node call it alone.
+
+    Examples
+    --------
+    >>> number_nodes(["b", "a", "b"])
+    (0, 1, 0)
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def anonymous_memory(nbytes: int) -> Array:
+    """Zeroed memory for the threads of this process, of shape (``nbytes``,) and dtype uint8."""
+    # From whole pages, so that it begins where vector instructions and caches like it.
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def share_memory(
+    mpi: Any, node: Any, world: Any, nbytes: int, sources: tuple[str, ...]
+) -> Array | None:
+    """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
+
+    Collective over ``world``, of which ``node`` holds this rank's node. Its pages belong to the
+    rank that first writes them.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    node, world : mpi4py.MPI.Intracomm
+        Ranks that share, and all ranks.
+    nbytes : int
+        1 or more.
+    sources : tuple of str
+        What to try, in order.
+
+    Returns
+    -------
+    Array or None
+        None, on every rank, where no source serves all nodes.
+    """
+    for source in sources:
+        memory = _SOURCES[source](mpi, node, nbytes)
+        if world.allreduce(memory is not None, op=mpi.MIN):
+            assert memory is not None
+            if source != "window" and node.Get_rank() == 0:
+                memory[:_NONCE_BYTES] = 0
+            node.Barrier()
+            return memory
+    return None
+
+
+def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Array | None:
+    def create() -> tuple[int, str]:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no memfd")
+        handle = os.memfd_create("mpishard-arena")
+        os.ftruncate(handle, nbytes)
+        return handle, f"/proc/{os.getpid()}/fd/{handle}"
+
+    return _map(node, nbytes, create)
+
+
+def _from_file(_mpi: Any, node: Any, nbytes: int) -> Array | None:
+    def create() -> tuple[int, str]:
+        import fcntl
+
+        _remove_stale_files()
+        handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=_FOLDER)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            # Pages that a full file system cannot give are found now, and not by SIGBUS later.
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError:
+            os.close(handle)
+            Path(path).unlink()
+            raise
+        return handle, path
+
+    if not _folder_has(nbytes):
+        create = _no_room
+    return _map(node, nbytes, create)
+
+
+def _from_window(mpi: Any, node: Any, nbytes: int) -> Array | None:
+    # MPICH's windows lie in /dev/shm, and die of SIGBUS where it is too small.
+    if not node.bcast(_folder_has(nbytes)):
+        return None
+    window = mpi.Win.Allocate_shared(nbytes if node.Get_rank() == 0 else 0, 1, comm=node)
+    window.Lock_all()
+    buffer, _ = window.Shared_query(0)
+    memory: Array = np.frombuffer(buffer, np.uint8)
+    # To free it is collective, and when an array is garbage differs from rank to rank.
+    _windows.append(window)
+    if node.Get_rank() == 0:
+        memory[:] = 0
+    return memory
+
+
+_windows: list[Any] = []
+
+
+def synchronize_windows() -> None:
+    """What MPI asks for around a fence, of memory that comes from its windows."""
+    for window in _windows:
+        window.Sync()
+
+
+_SOURCES: dict[str, Callable[[Any, Any, int], Array | None]] = {
+    "memfd": _from_memfd,
+    "file": _from_file,
+    "window": _from_window,
+}
+
+
+def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Array | None:
+    """Map on all ranks of ``node`` the file that ``create`` makes on its first.
+
+    The file's first bytes say which it is: a path means another file in another container.
+    """
+    handle, path, nonce, memory = -1, "", b"", None
+    is_first = node.Get_rank() == 0
+    if is_first:
+        with contextlib.suppress(OSError):
+            handle, path = create()
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            os.pwrite(handle, nonce[:nbytes], 0)
+    path, nonce = node.bcast((path, nonce))
+    if path:
+        with contextlib.suppress(OSError, ValueError):
+            if not is_first:
+                handle = os.open(path, os.O_RDWR)
+            mapped = mmap.mmap(handle, nbytes)
+            if mapped[: len(nonce)] == nonce[:nbytes]:
+                memory = np.frombuffer(mapped, np.uint8)
+    node.Barrier()
+    if handle >= 0:
+        os.close(handle)
+    if is_first and path.startswith(str(_FOLDER)):
+        Path(path).unlink()
+    return memory
+
+
+def _folder_has(nbytes: int) -> bool:
+    try:
+        status = os.statvfs(_FOLDER)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize > nbytes
+
+
+def _no_room() -> tuple[int, str]:
+    raise OSError(errno.ENOSPC, f"{_FOLDER} is too small")
+
+
+def _remove_stale_files() -> None:
+    """Remove what a job left that was killed before all its ranks had mapped the file."""
+    import fcntl
+
+    for path in _FOLDER.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDWR)
+            try:
+                if time.time() - os.fstat(handle).st_mtime > _STALE_SECONDS:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
