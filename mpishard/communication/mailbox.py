@@ -125,19 +125,19 @@ class Mailbox:
     """
 
     def __init__(self, post_office: PostOffice, rings: Sequence[Ring], rank: int) -> None:
-        self.rank = rank
-        self.memory = post_office.memory
-        self.bytes = memoryview(self.memory)
-        self.numbers = self.bytes.cast("q")
+        self._rank = rank
+        self._memory = post_office.memory
+        self._bytes = memoryview(self._memory)
+        self._numbers = self._bytes.cast("q")
         self._post_office = post_office
         self._closed = False
         self._ring = rings[rank][0]
-        self.last = self._fences = max(last for _, last in rings)
+        self._last = self._fences = max(last for _, last in rings)
         starts = [ring * _RING_BYTES for ring, _ in rings]
         self.peers = [other for other in range(len(rings)) if other != rank]
-        self.rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
+        self._rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
         """Where each rank's row begins, of each slot."""
-        self.marks = [[(row[peer] + _MARK) // 8 for peer in self.peers] for row in self.rows]
+        self._marks = [[(row[peer] + _MARK) // 8 for peer in self.peers] for row in self._rows]
         self._read = starts[rank] // 8
         self._reads = [starts[peer] // 8 for peer in self.peers]
         self._fence = (starts[rank] + _FENCE) // 8
@@ -145,14 +145,14 @@ class Mailbox:
         self._room = 0
         self._unsent: deque[Letter] = deque()
         self._letters: deque[Letter] = deque()
-        self.numbers[self._read] = self.numbers[self._fence] = self.last
+        self._numbers[self._read] = self._numbers[self._fence] = self._last
 
     # --------------------------------------------------------------------------------- exchanges
 
     def post(self, row: bytearray) -> Letter:
         """Exchange rows of `ROW_BYTES` bytes. Never blocks: a row that has no room yet waits."""
-        self.last += 1
-        letter = Letter(self, self.last, row, bytearray(ROW_BYTES * (1 + len(self.peers))))
+        self._last += 1
+        letter = Letter(self, self._last, row, bytearray(ROW_BYTES * (1 + len(self.peers))))
         self._letters.append(letter)
         self._unsent.append(letter)
         self._send()
@@ -162,21 +162,21 @@ class Mailbox:
         """Take the rows that have come, in order of issue, and send those that have room now."""
         if self._unsent:
             self._send()
-        while self._letters and self._letters[0].number <= self.last - len(self._unsent):
+        while self._letters and self._letters[0].number <= self._last - len(self._unsent):
             letter = self._letters[0]
             number = letter.number
-            for mark in self.marks[number % SLOTS]:
-                if self.numbers[mark] < number:
+            for mark in self._marks[number % SLOTS]:
+                if self._numbers[mark] < number:
                     return
-            for rank, start in enumerate(self.rows[number % SLOTS]):
+            for rank, start in enumerate(self._rows[number % SLOTS]):
                 at = rank * ROW_BYTES
-                if rank == self.rank:
+                if rank == self._rank:
                     letter.rows[at : at + ROW_BYTES] = letter.row
                 else:
                     end = start + _PAYLOAD
-                    letter.rows[at : at + HEADER_BYTES] = self.bytes[start : start + HEADER_BYTES]
+                    letter.rows[at : at + HEADER_BYTES] = self._bytes[start : start + HEADER_BYTES]
                     letter.rows[at + HEADER_BYTES : at + ROW_BYTES] = (
-                        self.bytes[end : end + INLINE_BYTES]
+                        self._bytes[end : end + INLINE_BYTES]
                     )  # fmt: skip
             letter.done = True
             self._letters.popleft()
@@ -184,24 +184,24 @@ class Mailbox:
 
     def have_read(self, number: int) -> None:
         """Let the others write over the rows up to ``number``."""
-        self.numbers[self._read] = number
+        self._numbers[self._read] = number
 
     def _send(self) -> None:
         while self._unsent:
             letter = self._unsent[0]
             if not self._has_room(letter.number):
                 return
-            start = self.rows[letter.number % SLOTS][self.rank]
+            start = self._rows[letter.number % SLOTS][self._rank]
             row, end = letter.row, start + _PAYLOAD
-            self.numbers[(start + _MARK) // 8] = 0
-            self.bytes[start : start + HEADER_BYTES] = row[:HEADER_BYTES]
-            self.bytes[end : end + INLINE_BYTES] = row[HEADER_BYTES:]
-            self.numbers[(start + _MARK) // 8] = letter.number
+            self._numbers[(start + _MARK) // 8] = 0
+            self._bytes[start : start + HEADER_BYTES] = row[:HEADER_BYTES]
+            self._bytes[end : end + INLINE_BYTES] = row[HEADER_BYTES:]
+            self._numbers[(start + _MARK) // 8] = letter.number
             self._unsent.popleft()
 
     def _has_room(self, number: int) -> bool:
         if number > self._room:
-            self._room = SLOTS + min([self.numbers[index] for index in self._reads])
+            self._room = SLOTS + min([self._numbers[index] for index in self._reads])
         return number <= self._room
 
     # ------------------------------------------------------------------ one exchange, at once
@@ -209,63 +209,64 @@ class Mailbox:
     @property
     def is_idle(self) -> bool:
         """Whether no exchange is under way, and there is room for one."""
-        return not self._letters and self._has_room(self.last + 1)
+        return not self._letters and self._has_room(self._last + 1)
 
     def post_at_once(self, sequence: int, description: bytes, payload: bytes) -> int:
         """Send a row, where `is_idle`; return the number of the exchange.
 
         What follows is `meet`, and then either `have_read` or `take_up`.
         """
-        self.last = number = self.last + 1
-        start = self.rows[number % SLOTS][self.rank]
-        _ROW.pack_into(self.bytes, start, sequence, description, payload)
-        self.numbers[(start + _MARK) // 8] = number
+        self._last = number = self._last + 1
+        start = self._rows[number % SLOTS][self._rank]
+        _ROW.pack_into(self._bytes, start, sequence, description, payload)
+        self._numbers[(start + _MARK) // 8] = number
         return number
 
     def meet(self, number: int, polls: int, *, crowded: bool) -> bool:
         """Whether all ranks' rows come within so many polls, and say what this rank's says."""
-        numbers = self.numbers
+        numbers = self._numbers
         slot = number % SLOTS
-        for mark in self.marks[slot]:
+        for mark in self._marks[slot]:
             while numbers[mark] < number:
                 polls -= 1
                 if polls < 0:
                     return False
                 if crowded:
                     yield_processor()
-        rows = self.rows[slot]
-        start = rows[self.rank]
-        mine = self.bytes[start : start + HEADER_BYTES]
+        rows = self._rows[slot]
+        start = rows[self._rank]
+        mine = self._bytes[start : start + HEADER_BYTES]
         for peer in self.peers:
             start = rows[peer]
-            if self.bytes[start : start + HEADER_BYTES] != mine:
+            if self._bytes[start : start + HEADER_BYTES] != mine:
                 return False
         return True
 
     def take_up(self, row: bytearray) -> Letter:
         """The exchange that `post_at_once` began with ``row``, as a letter to wait for."""
-        letter = Letter(self, self.last, row, bytearray(ROW_BYTES * (1 + len(self.peers))))
+        letter = Letter(self, self._last, row, bytearray(ROW_BYTES * (1 + len(self.peers))))
         self._letters.append(letter)
         return letter
 
-    def payload_start(self, slot: int, rank: int) -> int:
-        """The byte where the payload of ``rank`` begins."""
-        return self.rows[slot][rank] + _PAYLOAD
+    def payloads(self, slot: int) -> list[Array]:
+        """Where the payload of each rank stands: views of `INLINE_BYTES` bytes."""
+        starts = [start + _PAYLOAD for start in self._rows[slot]]
+        return [self._memory[start : start + INLINE_BYTES] for start in starts]
 
     # ----------------------------------------------------------------------------- fences, end
 
     def fence(self) -> Waitable:
         """What is true when every rank has come to this fence. All ranks count them alike."""
         self._fences += 1
-        number = self.numbers[self._fence] = self._fences
-        return Condition(lambda: all(self.numbers[index] >= number for index in self._peer_fences))
+        number = self._numbers[self._fence] = self._fences
+        return Condition(lambda: all(self._numbers[index] >= number for index in self._peer_fences))
 
     def close(self) -> None:
         """Give the ring back, as soon as the others have read what it holds. Idempotent."""
         if self._closed:
             return
-        if all(self.numbers[index] >= self.last for index in self._reads):
+        if all(self._numbers[index] >= self._last for index in self._reads):
             self._closed = True
-            self._post_office.put_back((self._ring, max(self.last, self._fences)))
+            self._post_office.put_back((self._ring, max(self._last, self._fences)))
         else:
             self._post_office.put_off(self)

@@ -23,9 +23,9 @@ from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Incoming, Messages
-from mpishard.communication.mpi_collectives import MPICollectives
 from mpishard.communication.patience import Patience
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.small_collectives import SmallCollectives
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
 
@@ -56,7 +56,7 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-class MPICommunicationBackend(MPICollectives):
+class MPICommunicationBackend(SmallCollectives):
     """One process as one rank of an MPI world.
 
     The world is a duplicate of the communicator given, so that its messages never meet the
@@ -125,6 +125,7 @@ class MPICommunicationBackend(MPICollectives):
             self._sequence = 0
             self._pending.clear()
         self._messages = Messages(self._group)
+        self._forget_plans()
         self._job.join(self._group, self)
         if self._job.board is not None:
             self.call_log = SharedCallLog(self._job.board, self._group.name)
@@ -159,6 +160,10 @@ class MPICommunicationBackend(MPICollectives):
     def _talk(self) -> Group:
         assert self._group is not None
         return self._group
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self._job is not None and self._job.crowded
 
     def _joined(self) -> tuple[Job, Group]:
         self._ready()
