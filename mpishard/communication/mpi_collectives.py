@@ -468,7 +468,7 @@ def _as_bytes(array: Array) -> Array:
 
 def _overlap_askew(array: Array, out: Array) -> bool:
     """Whether two arrays of one shape share memory and are not the same."""
-    return not same_start(array, out) and bool(np.may_share_memory(array, out))
+    return bool(np.may_share_memory(array, out)) and not same_start(array, out)
 
 
 def _to_device(host: Array, like: Array, out: Array | None) -> Array:

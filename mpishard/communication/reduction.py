@@ -167,12 +167,17 @@ class TreeReducer:
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
-        buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         combine = getattr(xp, _UFUNCS[operation])
         # Where ``out`` aliases an input that a later round still reads, work lands in scratch
         # and is copied out; a chunk stays in cache, so that costs little.
         is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
         direct = is_apart and out.dtype == dtype
+        if direct and len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE:
+            left, right = (subtrees[key] for key in sorted(subtrees))
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                combine(left, right, out=out)
+            return
+        buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, length, step):
                 stop = min(start + step, length)
