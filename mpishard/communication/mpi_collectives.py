@@ -81,6 +81,7 @@ class MPICollectives(SharedCollectives):
             headers = Headers(row, call, 0)
         else:
             posted, rows = group.post_header(row)
+            self._begun()
             yield posted
             headers = group.read_headers(rows, call)
         if not headers.identical or call.out_rows >= 0:
@@ -137,7 +138,13 @@ class MPICollectives(SharedCollectives):
         return self._keep(turn.comm.Ibarrier()) if mailbox is None else mailbox.fence()
 
     def _keep(self, request: Any, *keep: object) -> Pending:
-        return Pending(request, self._talk.in_flight, *keep)
+        pending = Pending(request, self._talk.in_flight, *keep)
+        self._begun()
+        return pending
+
+    @abstractmethod
+    def _begun(self) -> None:
+        """Hear that a request was begun that moves data."""
 
     def _needs_header(self, array: Array) -> bool:
         """Whether a reduction of ``array`` must know what the others call; alike on all ranks."""
@@ -273,7 +280,7 @@ class MPICollectives(SharedCollectives):
             )
             if low + step >= max(sizes):
                 turn.release()
-            yield Pending(request, self._talk.in_flight, array, buffer)
+            yield self._keep(request, array, buffer)
             received = iter(
                 buffer[: length * itemsize * (self.world_size - 1)]
                 .view(array.dtype)

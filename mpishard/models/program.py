@@ -225,6 +225,7 @@ class LayeredProgram(Program):
 
     def _views(self, index: int, parameters: ParameterStore, following: int) -> dict[str, Any]:
         """The parameters of one layer; starts to fetch the unit that is needed after its own."""
+        parameters.backend.progress()  # what was begun before may have something to send now
         buffers = {unit.index: parameters.unshard(unit) for unit in self._uses[index]}
         if self._own_unit[index].index in buffers and 0 <= following < len(self.units):
             parameters.prefetch(self.units[following])
