@@ -1,7 +1,8 @@
 """The collectives over MPI, as generators that post and yield.
 
 Each begins with one small all-gather, in which every rank says what it calls; arrays of up to
-`INLINE_BYTES` travel in it. Larger data follow as bytes, so that any dtype does, and are combined
+`INLINE_BYTES` travel in it. On one node it goes through memory that the ranks share
+(`mpishard.communication.mailbox`), elsewhere as a message. Larger data follow as bytes, so that any dtype does, and are combined
 by `TreeReducer`: no reduction of the library is used, whose order nobody knows.
 
 =================  ==============================  =====================
