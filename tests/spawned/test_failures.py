@@ -132,6 +132,18 @@ def test_a_killed_rank_ends_the_job():
 
 
 @needs_mpi
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
+def test_a_killed_job_leaves_no_shared_memory_of_ours():
+    before = set(Path("/dev/shm").iterdir())
+    ended = job("killed_rank_in_the_arena")
+    assert ended.code != 0, ended
+    assert ended.out.count("trained on rank") == 2, ended
+    # What the MPI library leaves has names of its own.
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not [name for name in left if "mpishard" in name], left
+
+
+@needs_mpi
 @pytest.mark.parametrize("scenario", ["killed_rank", "quits_rank"])
 def test_where_the_launcher_lets_them_survivors_name_the_rank_that_is_gone(scenario):
     """Slurm does by default. Here the launcher starts shells, and does not see who is gone.
