@@ -47,9 +47,16 @@ class GradientStore(ABC):
         """
         self._is_first, self._is_last = is_first, is_last
 
-    @abstractmethod
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
+        full, is_new = self.open(unit)
+        if is_new:
+            full.fill(0)
+        return full
+
+    @abstractmethod
+    def open(self, unit: Unit) -> tuple[Array, bool]:
+        """As `gradient`, and whether it is new: then all of it must be written, and not added."""
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
@@ -116,12 +123,10 @@ class ReplicatedGradients(GradientStore):
         if is_first:
             self._touched.clear()
 
-    def gradient(self, unit: Unit) -> Array:
-        view = self.vector[unit.start : unit.stop]
-        if unit.index not in self._touched:
-            self._touched.add(unit.index)
-            view.fill(0)
-        return view
+    def open(self, unit: Unit) -> tuple[Array, bool]:
+        is_new = unit.index not in self._touched
+        self._touched.add(unit.index)
+        return self.vector[unit.start : unit.stop], is_new
 
     def reduce(self, unit: Unit) -> None:
         if self._is_last:
@@ -164,11 +169,11 @@ class NodeGradients(ReplicatedGradients):
         self._pieces = holdings.pieces()
         self._reading: Work | None = None
 
-    def gradient(self, unit: Unit) -> Array:
+    def open(self, unit: Unit) -> tuple[Array, bool]:
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
-        return super().gradient(unit)
+        return super().open(unit)
 
     def _reduce(self, unit: Unit, full: Array) -> Work:
         piece = self._pieces[unit.index]
@@ -253,10 +258,11 @@ class ShardedGradients(GradientStore):
         if is_first:
             self._reduced.clear()
 
-    def gradient(self, unit: Unit) -> Array:
+    def open(self, unit: Unit) -> tuple[Array, bool]:
         buffer = self._deferred.get(unit.index)
         if buffer is None:
             buffer = self._open.get(unit.index)
+        is_new = buffer is None
         if buffer is None:
             if self._is_deferring:
                 buffer = self._deferred[unit.index] = self.holdings.allocate(
@@ -264,8 +270,7 @@ class ShardedGradients(GradientStore):
                 )
             else:
                 buffer = self._open[unit.index] = self._take_slot()
-            buffer[: unit.length].fill(0)
-        return buffer[: unit.length]
+        return buffer[: unit.length], is_new
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)

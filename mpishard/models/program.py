@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
@@ -36,11 +38,17 @@ class Program(ABC):
         Indices of the units that stay unsharded from forward to backward.
     dtype : numpy.dtype
         Of parameters and gradients.
+    entries : tuple of ParameterEntry
+        Name, shape and start of each parameter.
+    needs_whole_parameters : bool
+        Whether all parameters must be readable at any time, whatever the policy says.
     """
 
     units: tuple[Unit, ...]
     kept: frozenset[int]
     dtype: np.dtype[Any]
+    entries: tuple[ParameterEntry, ...]
+    needs_whole_parameters: ClassVar[bool] = False
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         """Whether `forward` can tell the loss; a black box need only know its gradient."""
@@ -63,8 +71,30 @@ class Program(ABC):
     def fill(self, unit: Unit, out: Array) -> None:
         """Write the model's own values of ``unit`` into ``out``."""
 
+    def deal_constants(self, backend: CommunicationBackend) -> None:
+        """Give every rank what rank 0's model holds beside parameters. Collective."""
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        """Hear that the store has the parameters now, for ``holder``.
+
+        Returns
+        -------
+        str or None
+            Why, nonetheless, they stand whole on every rank, and what would shard them; None
+            where they do not.
+        """
+        self.changed(parameters)
+        return None
+
     def changed(self, parameters: ParameterStore) -> None:
         """Hear that parameters have changed."""
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        """Let the model have its parameters again, as ``gather`` gives them. Collective."""
+
+    @abstractmethod
+    def copy(self) -> tuple[Program, Any]:
+        """A program of a model that shares nothing that changes with this one's, and the model."""
 
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
@@ -107,6 +137,7 @@ class LayeredProgram(Program):
         self._table: ParameterTable = model.parameter_table
         self._input_shape = infos[0].input_shape
         self.dtype = model.dtype
+        self.entries = self._table.entries
         self.units = build_units([info.parameter_count for info in infos], minimum_unit_size)
         self._own_unit = [
             next(u for u in self.units if u.first_layer <= i <= u.last_layer)
@@ -169,6 +200,16 @@ class LayeredProgram(Program):
 
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self._model.release_parameters(holder)
+        return None
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        self._model.reclaim_parameters(gather())
+
+    def copy(self) -> tuple[Program, Any]:
+        return self, self._model  # structure only: neither holds anything that changes
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         y, _ = self._run(parameters, self._model.as_input(x), Context(training=False))
@@ -250,6 +291,8 @@ class OpaqueProgram(Program):
         ``compute_loss_and_gradients``.
     """
 
+    needs_whole_parameters = True
+
     def __init__(self, model: Any) -> None:
         for member in ("get_parameters", "set_parameters"):
             _member(model, member)
@@ -266,6 +309,7 @@ class OpaqueProgram(Program):
         self.dtype = vector.dtype
         self.units = build_units([int(vector.size)], 1)
         self.kept = frozenset({0})
+        self.entries = (ParameterEntry("parameters", (int(vector.size),), 0),)
 
     def check(self, x: Any) -> None:
         if not hasattr(x, "__len__"):
@@ -281,6 +325,17 @@ class OpaqueProgram(Program):
 
     def fill(self, unit: Unit, out: Array) -> None:
         out[...] = self._model.get_parameters()
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self.changed(parameters)
+        return (
+            "because it is a black box. A model that implements ILayeredModel (mpishard.nn) has "
+            "its parameters sharded too"
+        )
+
+    def copy(self) -> tuple[Program, Any]:
+        model = copy.deepcopy(self._model)
+        return OpaqueProgram(model), model
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units
