@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``."""
+"""The command line: ``mpishard run`` and ``mpishard bench``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard.cli.bench import bench
 from mpishard.cli.run import run
 
 __all__ = ["app", "main"]
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command(
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
 )(run)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

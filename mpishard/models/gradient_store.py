@@ -49,14 +49,17 @@ class GradientStore(ABC):
 
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
-        full, is_new = self.open(unit)
-        if is_new:
-            full.fill(0)
-        return full
+        array, is_empty = self.target(unit)
+        if is_empty:
+            array.fill(0)
+        return array
 
     @abstractmethod
-    def open(self, unit: Unit) -> tuple[Array, bool]:
-        """As `gradient`, and whether it is new: then all of it must be written, and not added."""
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        """As `gradient`, and whether it holds nothing yet, of which it tells once.
+
+        Then whoever asks clears or writes all of it.
+        """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
@@ -123,10 +126,10 @@ class ReplicatedGradients(GradientStore):
         if is_first:
             self._touched.clear()
 
-    def open(self, unit: Unit) -> tuple[Array, bool]:
-        is_new = unit.index not in self._touched
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        is_empty = unit.index not in self._touched
         self._touched.add(unit.index)
-        return self.vector[unit.start : unit.stop], is_new
+        return self.vector[unit.start : unit.stop], is_empty
 
     def reduce(self, unit: Unit) -> None:
         if self._is_last:
@@ -169,11 +172,11 @@ class NodeGradients(ReplicatedGradients):
         self._pieces = holdings.pieces()
         self._reading: Work | None = None
 
-    def open(self, unit: Unit) -> tuple[Array, bool]:
+    def target(self, unit: Unit) -> tuple[Array, bool]:
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
-        return super().open(unit)
+        return super().target(unit)
 
     def _reduce(self, unit: Unit, full: Array) -> Work:
         piece = self._pieces[unit.index]
@@ -258,19 +261,19 @@ class ShardedGradients(GradientStore):
         if is_first:
             self._reduced.clear()
 
-    def open(self, unit: Unit) -> tuple[Array, bool]:
+    def target(self, unit: Unit) -> tuple[Array, bool]:
         buffer = self._deferred.get(unit.index)
         if buffer is None:
             buffer = self._open.get(unit.index)
-        is_new = buffer is None
-        if buffer is None:
-            if self._is_deferring:
-                buffer = self._deferred[unit.index] = self.holdings.allocate(
-                    MemoryCategory.FULL_GRADIENTS, unit.length
-                )
-            else:
-                buffer = self._open[unit.index] = self._take_slot()
-        return buffer[: unit.length], is_new
+        if buffer is not None:
+            return buffer[: unit.length], False
+        if self._is_deferring:
+            buffer = self._deferred[unit.index] = self.holdings.allocate(
+                MemoryCategory.FULL_GRADIENTS, unit.length
+            )
+        else:
+            buffer = self._open[unit.index] = self._take_slot()
+        return buffer[: unit.length], True
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)

@@ -164,7 +164,7 @@ class _Arrivals:
 
     def _opened(self) -> tuple[Array, bool]:
         if self._open is None:
-            self._open = self._gradients.open(self._units[self._turn])
+            self._open = self._gradients.target(self._units[self._turn])
         return self._open
 
     def _write(self) -> None:

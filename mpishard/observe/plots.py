@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mpishard.observe.drawing import BLUE, GREY, RED, new_figure, plain_axes, save
 
 __all__ = ["plot_loss_curve"]
 
 Points = Sequence[tuple[int, float]]
 
-_TRAINING = "#3b6fb6"
-_VALIDATION = "#d1495b"
-_BASELINE = "#5f6b73"
-_GRID = "#e3e6e8"
+_TRAINING = BLUE
+_VALIDATION = RED
+_BASELINE = GREY
 
 
 def plot_loss_curve(
@@ -50,31 +50,18 @@ def plot_loss_curve(
     ImportError
         Where matplotlib is not installed; the message says how to get it.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            "plot_loss_curve needs matplotlib: pip install 'mpishard[plot]'"
-        ) from error
+    figure = new_figure("plot_loss_curve")
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)  # a canvas of its own: no window, no state shared between threads
     axes = figure.add_subplot()
     _draw(axes, _finite(training), _finite(validation), baseline)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
+    plain_axes(axes, title, grid="y")
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss [{unit}]" if unit else "loss")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.grid(axis="y", color=_GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="upper right")
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png")
+    save(figure, path)
 
 
 def _draw(

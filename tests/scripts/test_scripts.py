@@ -14,7 +14,7 @@ def test_is_shell(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.parametrize("name", ["train.sh", "test.sh"])
+@pytest.mark.parametrize("name", ["train.sh", "test.sh", "benchmarks.sh"])
 def test_help_needs_nothing(machine, name):
     ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")
     assert ended.returncode == 0

@@ -1,0 +1,188 @@
+"""Compare mpishard with PyTorch on this machine, both sides in turn, beside the targets.
+
+    python benchmarks/compare.py --peer-python PYTHON
+    python benchmarks/compare.py --only mlp --repeats 9 --json results.json
+    python benchmarks/compare.py --report results.json --page docs/performance.md
+
+Every repeat starts fresh jobs of both sides. A ratio is taken within each repeat; the table has
+the median of the ratios and their range. PYTHON is an interpreter with PyTorch 2.6 or newer;
+without one the rows that need it are left out.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from jobs import IDLE_OURS, IDLE_PEER, Runner, has_torch, idle_memory
+from report import markdown, replace_section
+from rich.console import Console
+from rich.table import Table
+from rows import ROWS
+
+from mpishard.cli.bench_report import bytes_text, describe_machine
+
+Samples = dict[str, list[float]]
+
+
+def compare_steps(runner: Runner, model: str, peers: bool, samples: Samples) -> None:
+    """One repeat of the step's jobs."""
+    batch = {"mlp": 64, "gpt": 8}[model]
+
+    def ours(ranks: int) -> None:
+        (row,) = runner.our_step(model, ranks=ranks)
+        samples[f"{model} ours {ranks}"].append(median(row["seconds"]))
+
+    def peer(name: str, strategy: str, *options: str, ranks: int = 1) -> None:
+        row = runner.peer_step(model, strategy, *options, ranks=ranks)
+        samples[f"{model} {name}"].append(median(row["seconds"]))
+
+    ours(2)
+    if peers:
+        peer("fsdp2", "fsdp2", ranks=2)
+        peer("ddp", "ddp", ranks=2)
+    ours(1)
+    if peers:
+        peer("single", "single")
+        peer("threads", "single", "--threads", "2", "--batch", str(2 * batch))
+    ours(4)
+
+
+def compare_checks(runner: Runner, samples: Samples) -> None:
+    """Jobs whose steps are with checks and without in turn."""
+    for model in ("mlp", "gpt"):
+        on, off = runner.our_step(model, "--checks", "both", ranks=2)
+        samples[f"{model} checked"].append(median(on["seconds"]))
+        samples[f"{model} unchecked"].append(median(off["seconds"]))
+
+
+def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
+    """One job on shared memory and one by plain messages; each has its repeats inside."""
+    for variables, prefix in (({}, ""), ({"MPISHARD_ARENA": "off"}, "plain ")):
+        found = runner.ours(
+            *(
+                "bench",
+                "collectives",
+                "-n",
+                "--collective",
+                "all_reduce",
+                "--collective",
+                "reduce_scatter",
+            ),
+            *("--sizes", "8B,1MiB,8MiB,64MiB", "--repeats", str(max(9, repeats))),
+            ranks=2,
+            **variables,
+        )
+        for row in found["collectives"]:
+            name = f"{prefix}{row['collective']} {bytes_text(row['nbytes'])} {row['way']}"
+            samples[name] = row["seconds"]
+
+
+def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
+    """Resident memory of two ranks, at its greatest in the MLP's steps, above idle imports."""
+    (row,) = runner.our_step("mlp", "--memory", ranks=2)
+    idle = idle_memory(sys.executable, IDLE_OURS, 2)
+    samples["mlp memory ours"].append(row["peak_bytes"] - idle)
+    if peers:
+        peer = runner.peer_step("mlp", "fsdp2", "--memory", ranks=2)
+        idle = idle_memory(runner.peer_python, IDLE_PEER, 2)
+        samples["mlp memory fsdp2"].append(peer["peak_bytes"] - idle)
+
+
+def show(samples: Samples) -> None:
+    """The table on the terminal."""
+    table = Table()
+    for column in ("", "target", "measured", "lowest", "highest"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in ROWS:
+        values = row.values(samples)
+        if values:
+            found = median(values)
+            texts = [row.format(value) for value in (row.target, found, min(values), max(values))]
+            colour = "green" if found <= row.target else "red"
+            texts[1] = f"[{colour}]{texts[1]}[/]"
+            table.add_row(row.text, *texts)
+    Console(width=max(100, Console().width), highlight=False).print(table)
+
+
+def read(path: Path) -> Samples:
+    """The samples of a file that was written before."""
+    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
+    return defaultdict(list, found)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    groups = ["mlp", "gpt", "collectives", "memory", "checks"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument(
+        "--peer-optimizer", choices=["fused", "foreach", "default"], default="fused"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="default: all")
+    parser.add_argument("--prefix", default="", help="put before every job, as 'taskset -c 0,1'")
+    parser.add_argument("--json", type=Path, help="add to the results in this file, or begin it")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, print these")
+    parser.add_argument("--page", type=Path, help="put the results between the marks of this page")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats must be 1 or more, got {arguments.repeats}")
+    return arguments
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what is asked for, and print it."""
+    if arguments.report:
+        result = json.loads(arguments.report.read_text(encoding="utf-8"))
+        print(markdown(result))
+        if arguments.page:
+            replace_section(arguments.page, markdown(result))
+        return
+    runner = Runner(arguments.peer_python, shlex.split(arguments.prefix), arguments.peer_optimizer)
+    peers = has_torch(arguments.peer_python)
+    if not peers:
+        print(
+            f"{arguments.peer_python} has no PyTorch with FSDP2: its rows are left out. Make an "
+            "environment with `pip install torch` and give its interpreter as --peer-python",
+            file=sys.stderr,
+        )
+    measure: dict[str, Callable[[Samples], None]] = {
+        "mlp": lambda samples: compare_steps(runner, "mlp", peers, samples),
+        "gpt": lambda samples: compare_steps(runner, "gpt", peers, samples),
+        "checks": lambda samples: compare_checks(runner, samples),
+        "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
+        "memory": lambda samples: compare_memory(runner, peers, samples),
+    }
+    fresh: Samples = defaultdict(list)
+    for repeat in range(arguments.repeats):
+        for group in arguments.only:
+            if group == "collectives" and repeat > 0:
+                continue  # its repeats are inside the job
+            print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
+            measure[group](fresh)
+    show(fresh)
+    result = {
+        "machine": describe_machine(),
+        "libraries": runner.library,
+        "peer_optimizer": arguments.peer_optimizer,
+        "repeats": arguments.repeats,
+        "samples": fresh,
+    }
+    if arguments.json:
+        if arguments.json.exists():
+            result["samples"] = read(arguments.json) | fresh
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.page:
+        replace_section(arguments.page, markdown(result))
+
+
+if __name__ == "__main__":
+    main(parse())

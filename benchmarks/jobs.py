@@ -1,0 +1,122 @@
+"""The jobs that `compare.py` runs: a training step of ours or of PyTorch, each on fresh ranks."""
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpishard.observe import proportional_memory
+
+PEER_STEP = Path(__file__).parent / "peers" / "step.py"
+
+STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
+"""Steps that count and steps before them, per job: about two seconds."""
+
+IDLE_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
+IDLE_PEER = "import torch, torch.distributed.fsdp"
+
+
+class JobError(RuntimeError):
+    """Raised when a job does not give a result."""
+
+
+@dataclass
+class Runner:
+    """How jobs are started.
+
+    Parameters
+    ----------
+    peer_python : str
+        Interpreter that has PyTorch.
+    prefix : sequence of str
+        Words put before each command, as ``taskset -c 0,1``.
+    peer_optimizer : str
+        Which of PyTorch's implementations of AdamW.
+    """
+
+    peer_python: str
+    prefix: Sequence[str] = ()
+    peer_optimizer: str = "fused"
+    library: dict[str, str] = field(default_factory=dict)
+
+    def ours(self, *words: str, ranks: int, **variables: str) -> Any:
+        """What ``mpishard WORDS -n RANKS --json FILE`` writes."""
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            command = [sys.executable, "-m", "mpishard", *words, "--json", str(result)]
+            place = command.index("-n") + 1
+            self._run([*command[:place], str(ranks), *command[place:]], variables)
+            return json.loads(result.read_text(encoding="utf-8"))
+
+    def our_step(self, model: str, *options: str, ranks: int) -> list[dict[str, Any]]:
+        """The results of ``mpishard bench step`` under FSDP."""
+        steps, warmup = STEPS[model]
+        words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
+        words += ["--steps", str(steps), "--warmup", str(warmup)]
+        found = self.ours(*words, *options, ranks=ranks)
+        self.library["ours"] = f"mpishard {found['machine']['mpishard']}"
+        rows: list[dict[str, Any]] = found["steps"]
+        return rows
+
+    def peer_step(self, model: str, strategy: str, *options: str, ranks: int) -> dict[str, Any]:
+        """The result of PyTorch's step."""
+        steps, warmup = STEPS[model]
+        command = [self.peer_python, str(PEER_STEP), "--model", model, "--strategy", strategy]
+        command += ["--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup)]
+        printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        self.library["peer"] = found["library"]
+        return found
+
+    def _run(self, command: Sequence[str], variables: dict[str, str]) -> str:
+        """Run a job to its end and return what it printed."""
+        done = subprocess.run(
+            [*self.prefix, *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise JobError(
+                f"`{shlex.join(command)}` ended with code {done.returncode}:\n{done.stderr[-2000:]}"
+            )
+        return done.stdout
+
+
+def idle_memory(python: str, imports: str, processes: int) -> int:
+    """Resident memory (PSS) of processes that have imported the libraries and do nothing."""
+    program = f"{imports}; print('ready', flush=True); input()"
+    started = [
+        subprocess.Popen(
+            [python, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(processes)
+    ]
+    for process in started:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise JobError(f"{python} cannot do: {imports}")
+    total = sum(proportional_memory(process.pid) or 0 for process in started)
+    for process in started:
+        process.communicate("\n")
+    return total
+
+
+def has_torch(python: str) -> bool:
+    """Whether an interpreter can import PyTorch with FSDP2."""
+    if python == sys.executable and importlib.util.find_spec("torch") is None:
+        return False
+    try:
+        probe = [python, "-c", "from torch.distributed.fsdp import fully_shard"]
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False

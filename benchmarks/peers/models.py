@@ -1,0 +1,85 @@
+"""The benchmarks' models as a PyTorch user writes them, layer for layer those of `mpishard.nn`."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+CONTEXT = 128
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal attention behind a layer norm, as one residual branch; no bias on queries and keys."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Add projection(softmax(q k^T / sqrt(K) + mask) v)."""
+        B, T, D = x_BTD.shape
+        q, k, v = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm(x_BTD)).split(D, dim=-1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x_BTD + self.projection(y.transpose(1, 2).reshape(B, T, D))
+
+
+class Block(nn.Module):
+    """Attention, then the two-layer network, each a residual branch."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.network = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Both branches, one after the other."""
+        x_BTD = self.attention(x_BTD)
+        return x_BTD + self.network(x_BTD)
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer; the head is not tied to the embedding."""
+
+    def __init__(self, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits of shape (B, T, vocabulary)."""
+        x_BTD = self.embedding(tokens_BT) + self.position.weight[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+def mlp(width: int, layers: int) -> nn.Sequential:
+    """``layers`` linear layers of ``width`` x ``width`` with a ReLU between each two."""
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers - 1)]
+    return nn.Sequential(*blocks, nn.Linear(width, width))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts that FSDP2 gathers one at a time."""
+    return list(model.blocks if isinstance(model, GPT) else model)
+
+
+def loss_of(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss that the models of `mpishard.nn` have by default."""
+    if target.dtype == torch.int64:
+        return functional.cross_entropy(prediction.view(-1, VOCABULARY), target.reshape(-1))
+    return functional.mse_loss(prediction, target)

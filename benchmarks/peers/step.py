@@ -1,0 +1,182 @@
+"""Time of PyTorch's training step: one process, DDP or FSDP2 over gloo.
+
+    python benchmarks/peers/step.py --strategy fsdp2 --ranks 2
+    torchrun --nproc-per-node 2 benchmarks/peers/step.py --strategy fsdp2
+
+Started as one process it starts its ranks itself, on this machine's loopback interface. Rank 0
+prints one line of JSON. Needs PyTorch and nothing of mpishard.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.01
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
+    parser.add_argument("--strategy", choices=["single", "ddp", "fsdp2"], default="single")
+    parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="fused")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--width", type=int, default=None)
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--batch", type=int, default=None, help="per rank")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="take resident memory too")
+    arguments = parser.parse_args()
+    sizes = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}[arguments.model]
+    for name, default in zip(("width", "layers", "batch"), sizes, strict=True):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if arguments.strategy == "single" and arguments.ranks != 1:
+        parser.error(f"--strategy single is one rank, got --ranks {arguments.ranks}")
+    return arguments
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """Run this program again as each of the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = os.environ | {
+            "WORLD_SIZE": str(arguments.ranks),
+            "PEER_STORE": str(Path(folder) / "store"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(arguments.threads),
+        }
+        ranks = [
+            subprocess.Popen([sys.executable, *sys.argv], env=common | {"RANK": str(rank)})
+            for rank in range(arguments.ranks)
+        ]
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):  # one failed: the others would wait for it
+                for rank in ranks:
+                    rank.terminate()
+            time.sleep(0.05)
+    return next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
+    """One training step of this rank, and the number of the model's parameters."""
+    import models
+    import torch
+
+    torch.manual_seed(0)
+    B, width = arguments.batch, arguments.width
+    if arguments.model == "gpt":
+        model = models.GPT(width, 8, arguments.layers)
+        tokens = torch.randint(0, models.VOCABULARY, (B, models.CONTEXT + 1))
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    else:
+        model = models.mlp(width, arguments.layers)
+        x = y = torch.randn(B, width)
+    parameters = sum(p.numel() for p in model.parameters())
+    if arguments.strategy == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif arguments.strategy == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in models.blocks_of(model):
+            fully_shard(block)
+        fully_shard(model)
+    choice = {} if arguments.optimizer == "default" else {arguments.optimizer: True}
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **choice
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        models.loss_of(model(x), y).backward()
+        optimizer.step()
+
+    return step, parameters
+
+
+def proportional_memory() -> int:
+    """PSS of this process in bytes: what it shares with n others counts as one n-th."""
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+
+
+def memory_in(step: Callable[[], Any], steps: int) -> list[int]:
+    """PSS between two steps, and the greatest that was seen while stepping."""
+    samples = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            samples.append(proportional_memory())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    for _ in range(steps):
+        step()
+    done.set()
+    sampler.join()
+    resting = proportional_memory()
+    return [resting, max(*samples, resting)]
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure as one rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(arguments.threads)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if arguments.strategy != "single":
+        where = os.environ.get("PEER_STORE")
+        dist.init_process_group(
+            "gloo", f"file://{where}" if where else None, rank=rank, world_size=world_size
+        )
+    step, parameters = build(arguments)
+    for _ in range(arguments.warmup):
+        step()
+    # Steps follow each other as in training: the collectives of each keep the ranks together.
+    moments = [time.perf_counter()]
+    for _ in range(arguments.steps):
+        step()
+        moments.append(time.perf_counter())
+    memory: list[list[int]] = [memory_in(step, 8)] if arguments.memory else []
+    if dist.is_initialized():
+        gathered: list[Any] = [None] * world_size
+        dist.all_gather_object(gathered, memory)
+        memory = [pair for pairs in gathered for pair in pairs]
+        dist.destroy_process_group()
+    if rank == 0:
+        result = {
+            "library": f"PyTorch {torch.__version__}",
+            "parameters": parameters,
+            "seconds": [b - a for a, b in pairwise(moments)],
+        }
+        if memory:
+            result["resting_bytes"] = sum(resting for resting, _ in memory)
+            result["peak_bytes"] = sum(peak for _, peak in memory)
+        print(json.dumps(result), flush=True)
+    # Past PyTorch's exit handlers, which now and then end a rank of FSDP2 with std::terminate.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    given = parse()
+    if "RANK" in os.environ:
+        main(given)
+    else:
+        sys.exit(start(given))

@@ -1,0 +1,96 @@
+"""What was measured, as a part of a page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rows import ROWS, Row
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+COLUMNS = ("ours 1", "ours 2", "ours 4", "adapter", "single", "threads", "ddp", "fsdp2")
+HEADINGS = (
+    "ours, 1 rank", "2 ranks", "4 ranks", "PyTorch module, adapter", "PyTorch, one process",
+    "2 threads, both batches", "DDP", "FSDP2",
+)  # fmt: skip
+
+Result = Mapping[str, Any]
+
+
+def markdown(result: Result) -> str:
+    """Machine, ratios beside their targets, and the medians behind them."""
+    return "\n\n".join([machine(result), ratios(result["samples"]), times(result["samples"])])
+
+
+def machine(result: Result) -> str:
+    """Hardware, versions and settings in a few lines."""
+    found = result["machine"]
+    gigabytes = (found["memory_bytes"] or 0) / 2**30
+    versions = [f"{name} {found[name]}" for name in ("mpishard", "numpy", "mpi4py")]
+    peer = result["libraries"].get("peer")
+    if peer is not None:
+        versions.append(f"{peer} with AdamW({result['peer_optimizer']})")
+    return (
+        f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
+        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}. "
+        f"{result['repeats']} repeats."
+    )
+
+
+def ratios(samples: Mapping[str, Sequence[float]]) -> str:
+    """The rows that were measured, as a table."""
+    lines = ["| | target | measured | lowest to highest | |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        values = row.values(samples)
+        if values:
+            found = median(values)
+            spread = f"{row.format(min(values))} to {row.format(max(values))}"
+            lines.append(
+                f"| {row.text} | <= {row.format(row.target)} | {row.format(found)} | {spread} "
+                f"| {verdict(row, found)} |"
+            )
+    return "\n".join(lines)
+
+
+def verdict(row: Row, found: float) -> str:
+    """Whether a value reaches its row's target, or by how much it is above."""
+    if found <= row.target:
+        return "reached"
+    above = row.format(found - row.target) if row.unit else f"{found / row.target - 1:.0%}"
+    return f"missed by {above}"
+
+
+def times(samples: Mapping[str, Sequence[float]]) -> str:
+    """The medians of the steps, and the memory behind the memory row."""
+    lines = [
+        "| medians | " + " | ".join(HEADINGS) + " |",
+        "|---" * (len(HEADINGS) + 1) + "|",
+    ]
+    for model in ("mlp", "gpt"):
+        found = (samples.get(f"{model} {column}") for column in COLUMNS)
+        texts = [f"{median(values) * 1e3:.1f} ms" if values else "" for values in found]
+        lines.append(f"| step of the {model.upper()} | " + " | ".join(texts) + " |")
+    memory = (samples.get(f"mlp memory {column.split()[0]}") for column in COLUMNS)
+    texts = [
+        f"{median(values) / 1e6:.0f} MB" if values and column in ("ours 2", "fsdp2") else ""
+        for values, column in zip(memory, COLUMNS, strict=True)
+    ]
+    lines.append("| memory of both ranks, MLP | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def replace_section(page: Path, text: str) -> None:
+    """Put ``text`` between the page's marks.
+
+    Raises
+    ------
+    ValueError
+        Where the page does not have both.
+    """
+    old = page.read_text(encoding="utf-8")
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} needs the lines {BEGIN} and {END}, one after the other")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

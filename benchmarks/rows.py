@@ -1,0 +1,83 @@
+"""The rows of the comparison: which two samples make a ratio, and what it must reach."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Samples = Mapping[str, Sequence[float]]
+"""Name of a measurement -> one value for each repeat."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Parameters
+    ----------
+    text : str
+        What is compared.
+    ours, other : str
+        Names of the measurements; the row is ours / other.
+    target : float
+        What the row must not exceed.
+    factor : float
+        What ``other`` is multiplied by.
+    unit : str
+        Of a row that is ours - other, as ``"us"``; empty for a ratio.
+    """
+
+    text: str
+    ours: str
+    other: str
+    target: float
+    factor: float = 1.0
+    unit: str = ""
+
+    def values(self, samples: Samples) -> list[float]:
+        """The row in each repeat; empty where something was not measured."""
+        pairs = zip(samples.get(self.ours, ()), samples.get(self.other, ()), strict=False)
+        if self.unit == "us":
+            return [(ours - other) * 1e6 for ours, other in pairs]
+        return [ours / (self.factor * other) for ours, other in pairs]
+
+    def format(self, value: float) -> str:
+        """A value of this row as text."""
+        return f"{value:.2f} {self.unit}" if self.unit else f"{value:.3f}"
+
+
+ROWS = [
+    Row("MLP step, FSDP / PyTorch FSDP2", "mlp ours 2", "mlp fsdp2", 0.20),
+    Row("MLP step, FSDP / PyTorch DDP", "mlp ours 2", "mlp ddp", 0.32),
+    Row("MLP step, FSDP / PyTorch, one process", "mlp ours 2", "mlp single", 0.48),
+    Row("GPT step, FSDP / PyTorch FSDP2", "gpt ours 2", "gpt fsdp2", 0.62),
+    Row("GPT step, FSDP / PyTorch DDP", "gpt ours 2", "gpt ddp", 0.74),
+    Row("MLP, 2 ranks / PyTorch, 2 threads", "mlp ours 2", "mlp threads", 0.55),
+    Row("GPT, 2 ranks / PyTorch, 2 threads", "gpt ours 2", "gpt threads", 0.72),
+    Row("MLP in PyTorch, adapter / FSDP2", "mlp adapter", "mlp fsdp2", 0.30),
+    Row("GPT in PyTorch, adapter / FSDP2", "gpt adapter", "gpt fsdp2", 0.80),
+    Row("MLP, 2-rank step / 1-rank step", "mlp ours 2", "mlp ours 1", 0.90),
+    Row("GPT, 2-rank step / 1-rank step", "gpt ours 2", "gpt ours 1", 1.03),
+    *(
+        Row(
+            f"{name} 64 MiB, shared / MPI",
+            f"{kind} 64 MiB ours, shared",
+            f"{kind} 64 MiB MPI",
+            0.15,
+        )
+        for name, kind in (("Reduce-scatter", "reduce_scatter"), ("All-reduce", "all_reduce"))
+    ),
+    *(
+        Row(
+            f"All-reduce {size} by messages / MPI",
+            f"plain all_reduce {size} ours",
+            f"plain all_reduce {size} MPI",
+            1.1,
+        )
+        for size in ("1 MiB", "8 MiB", "64 MiB")
+    ),
+    Row("All-reduce 8 B, above MPI", "all_reduce 8 B ours", "all_reduce 8 B MPI", 8.0, unit="us"),
+    Row("MLP step, checks on / off", "mlp checked", "mlp unchecked", 1.02),
+    Row("GPT step, checks on / off", "gpt checked", "gpt unchecked", 1.02),
+    Row("MLP, memory of the node / FSDP2", "mlp memory ours", "mlp memory fsdp2", 0.25),
+    Row("MLP, 4 ranks / (2 x 2-rank step)", "mlp ours 4", "mlp ours 2", 1.05, factor=2.0),
+    Row("GPT, 4 ranks / (2 x 2-rank step)", "gpt ours 4", "gpt ours 2", 1.05, factor=2.0),
+]

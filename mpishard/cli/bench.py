@@ -1,0 +1,233 @@
+"""``mpishard bench``: measure collectives and training steps on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from mpishard import settings
+from mpishard.cli.bench_collectives import (
+    KINDS,
+    CollectiveBenchmark,
+    collective_panels,
+    collective_table,
+)
+from mpishard.cli.bench_report import parse_bytes, show, write_json
+from mpishard.cli.bench_step import ALONE, StepBenchmark, step_table
+from mpishard.communication import CommunicationBackend
+from mpishard.distributed import DistributedStrategy, launch
+from mpishard.errors import MPIUnavailableError
+from mpishard.observe import plot_panels
+
+__all__ = ["bench"]
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure collectives and training steps on this machine.",
+)
+
+RanksOption = Annotated[
+    int,
+    typer.Option(
+        "-n", min=0, metavar="N", show_default=False, help="Start N MPI ranks and measure on them."
+    ),
+]
+ThreadsOption = Annotated[
+    int,
+    typer.Option(
+        "--world-size", min=0, metavar="N", show_default=False, help="Measure on N thread-ranks."
+    ),
+]
+JSONOption = Annotated[Path | None, typer.Option("--json", help="Write every time to this file.")]
+
+
+class _Model(StrEnum):
+    MLP = "mlp"
+    GPT = "gpt"
+
+
+class _Checks(StrEnum):
+    ON = "on"
+    OFF = "off"
+    BOTH = "both"
+
+
+_SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
+"""Width, layers and batch per rank of the published figures."""
+
+_BYTES = "8B,1KiB,64KiB,1MiB,16MiB,64MiB"
+
+_STRATEGIES = (ALONE, *(str(strategy) for strategy in DistributedStrategy))
+
+
+class _Type(StrEnum):
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
+@bench.command()
+def collectives(
+    context: typer.Context,
+    collective: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(KINDS)}; may be repeated. Default: all."),
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="Bytes of the whole array.")] = _BYTES,
+    dtype: Annotated[_Type, typer.Option(help="Of its elements.")] = _Type.FLOAT32,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 15,
+    json: JSONOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against size as a PNG.")] = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Time collectives beside the MPI library's own, gloo's where PyTorch is, and a copy."""
+    chosen = collective or list(KINDS)
+    for name in chosen:
+        if name not in KINDS:
+            _refuse(f"--collective must be one of {', '.join(KINDS)}; got {name!r}")
+    try:
+        lengths = [parse_bytes(text) for text in sizes.split(",")]
+    except ValueError as error:
+        _refuse(f"--sizes: {error}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        _refuse("--plot needs matplotlib: pip install 'mpishard[plot]'")
+    benchmark = CollectiveBenchmark(chosen, lengths, str(dtype), repeats)
+
+    def measure(backend: CommunicationBackend) -> None:
+        results = [result for rows in benchmark.run(backend) for result in rows]
+        if backend.rank > 0:
+            return
+        show(collective_table(results, backend.world_size))
+        if backend.world_size == 1:
+            typer.echo("One rank has nobody to talk to: -n 2 starts two.")
+        elif not any("shared" in result.way for result in results):
+            typer.echo("No rows of shared memory: these ranks have none, or MPISHARD_ARENA is off.")
+        if json is not None:
+            rows = [result.as_dict() for result in results]
+            write_json(json, {"world_size": backend.world_size, "collectives": rows})
+        if plot is not None:
+            plot_panels(plot, collective_panels(results))
+
+    _on_ranks(context, measure, ranks, world_size)
+
+
+@bench.command()
+def step(
+    context: typer.Context,
+    model: Annotated[_Model, typer.Option(help="What is trained.")] = _Model.MLP,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(_STRATEGIES)}; may be repeated. Default: all."),
+    ] = None,
+    width: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Default 1024 for mlp, 256 for gpt.")
+    ] = 0,
+    layers: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Default 8 for mlp, 4 for gpt.")
+    ] = 0,
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=0, show_default=False, help="Samples of each rank; default 64 for mlp, 8 for gpt."
+        ),
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 5,
+    unit_size: Annotated[
+        int, typer.Option(min=1, help="Least elements of a unit of the sharded model.")
+    ] = 1024,
+    checks: Annotated[
+        _Checks, typer.Option(help="Compare the ranks' calls; both: in every other step.")
+    ] = _Checks.ON,
+    memory: Annotated[bool, typer.Option(help="Take resident memory too.")] = False,
+    json: JSONOption = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Time training steps; ``alone`` is the same step without communication."""
+    chosen = strategy or list(_STRATEGIES)
+    for name in chosen:
+        if name not in _STRATEGIES:
+            _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}")
+    usual = _SIZES[model]
+    benchmark = StepBenchmark(
+        str(model),
+        width or usual[0],
+        layers or usual[1],
+        batch or usual[2],
+        steps=steps,
+        warmup=warmup,
+        unit_size=unit_size,
+        checks=str(checks),
+        memory=memory,
+    )
+    try:
+        benchmark.build_model()
+    except ValueError as error:
+        _refuse(str(error))
+
+    def measure(backend: CommunicationBackend) -> None:
+        results = [result for name in chosen for result in benchmark.run(backend, name)]
+        if backend.rank == 0:
+            show(step_table(benchmark, results, backend.world_size))
+            if json is not None:
+                rows = [result.as_dict() for result in results]
+                write_json(json, {"world_size": backend.world_size, "steps": rows})
+
+    _on_ranks(context, measure, ranks, world_size)
+
+
+def _on_ranks(
+    context: typer.Context,
+    measure: Callable[[CommunicationBackend], None],
+    ranks: int,
+    world_size: int,
+) -> None:
+    """Run ``measure`` on this process's ranks, or start MPI ranks that do."""
+    if ranks and world_size:
+        _refuse("-n starts MPI ranks and --world-size threads: give one of them")
+    launcher = settings.launcher_variable()
+    if launcher is not None and (ranks or world_size):
+        _refuse(
+            f"this process is a rank already ({launcher} is set): leave out -n and --world-size"
+        )
+    if ranks:
+        worker = Path(__file__).with_name("bench_rank.py")
+        command = [sys.executable, "-m", "mpishard", "run", "-n", str(ranks), str(worker)]
+        # In place of this process, so that signals and the exit code are those of the job.
+        os.execv(sys.executable, [*command, "bench", context.command.name or "", *_given(context)])  # noqa: S606
+    try:
+        launch(measure, world_size=world_size or None)
+    except MPIUnavailableError as error:
+        _refuse(str(error))
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options that the user gave, but for -n, as they can be given again."""
+    words = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name == "ranks" or source is None or source.name != "COMMANDLINE":
+            continue
+        value: Any = context.params[option.name or ""]
+        if isinstance(value, bool):
+            words.append((option.opts if value else option.secondary_opts)[0])
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option.opts[0], str(each)]
+    return words
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mpishard bench: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Measures this machine and brings docs/performance.md and its pictures up to date: see --help.
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+    cat <<'END'
+usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
+
+Makes .venv (the first time only), compares this package's training steps with PyTorch's, writes
+the results to docs/performance.json and into docs/performance.md, and draws docs/images/growth_*.png
+and docs/images/collectives.png. Ten minutes; leave the machine alone meanwhile. PyTorch is taken from
+.venv-peers where that is there:
+
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch numpy
+END
+}
+
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit ;;
+    esac
+done
+
+prepare_environment mpi plot
+cd -- "$root"
+options=(--json docs/performance.json --page docs/performance.md)
+[ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
+"$python" benchmarks/compare.py "${options[@]}" "$@"
+"$python" benchmarks/growth.py --images docs/images

@@ -1,0 +1,145 @@
+"""The comparison: its arithmetic, its files, and that both sides train the same model."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SAMPLES = {
+    "mlp ours 2": [0.02, 0.04, 0.03],
+    "mlp fsdp2": [0.2, 0.2, 0.2],
+    "mlp ours 4": [0.04, 0.08],
+    "all_reduce 8 B ours": [12e-6],
+    "all_reduce 8 B MPI": [2e-6],
+}
+
+
+def test_rows_pair_the_repeats():
+    rows = {row.text: row for row in importlib.import_module("rows").ROWS}
+    values = rows["MLP step, FSDP / PyTorch FSDP2"].values(SAMPLES)
+    assert values == pytest.approx([0.1, 0.2, 0.15])
+    assert rows["MLP, 4 ranks / (2 x 2-rank step)"].values(SAMPLES) == pytest.approx([1.0, 1.0])
+    assert rows["All-reduce 8 B, above MPI"].values(SAMPLES) == pytest.approx([10.0])
+    assert rows["GPT step, FSDP / PyTorch DDP"].values(SAMPLES) == []
+
+
+RESULT = {
+    "machine": {
+        "processor": "Abacus",
+        "cores": 2,
+        "memory_bytes": 2**34,
+        "system": "Linux",
+        "python": "3.12",
+        "mpishard": "1",
+        "numpy": "2",
+        "mpi4py": "4",
+        "blas": ["openblas 0.3"],
+    },
+    "libraries": {"peer": "PyTorch 2"},
+    "peer_optimizer": "fused",
+    "repeats": 3,
+    "samples": SAMPLES,
+}
+
+
+def test_section_of_a_page(tmp_path):
+    report = importlib.import_module("report")
+    text = report.markdown(RESULT)
+    assert text.startswith("Abacus, 2 cores, 16 GiB; Linux, Python 3.12; mpishard 1, numpy 2")
+    assert "PyTorch 2 with AdamW(fused)" in text
+    assert "| <= 0.200 | 0.150 | 0.100 to 0.200 | reached |" in text
+    assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | missed by 2.00 us |" in text
+    assert "| step of the MLP |  | 30.0 ms | 60.0 ms |  |  |  |  | 200.0 ms |" in text
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.replace_section(page, text)
+    report.replace_section(page, text)
+    assert page.read_text() == f"before\n{report.BEGIN}\n\n{text}\n\n{report.END}\nafter\n"
+    page.write_text(f"only {report.BEGIN}")
+    with pytest.raises(ValueError, match="needs the lines <!-- measured: begin -->"):
+        report.replace_section(page, text)
+
+
+def test_the_page_has_the_marks():
+    report = importlib.import_module("report")
+    text = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
+
+
+def test_model_of_a_step():
+    model = importlib.import_module("model")
+    line = model.Line.fit((n, 2e-5 + 1e-9 * n) for n in (100, 10_000, 1_000_000))
+    assert (line.alpha, line.beta) == pytest.approx((2e-5, 1e-9))
+    assert model.Line.fit([(10, 1.0), (1000, 0.9)]).beta == 0.0
+    assert model.Line.fit([(10, 1e-3), (1000, 1.0)]).alpha == 0.0
+    # Two units of 10 and 20 elements on 3 ranks, alpha = 1 s for each collective.
+    costs = model.Costs(model.Line(1.0, 0.0), model.Line(1.0, 0.0), shared=False)
+    assert costs.communication([10, 20], 3) == 1 + 2 + 3
+    assert costs.step(100.0, 30.0, [10, 20], 3) == 100 - 20 + 6
+    shared = model.Costs(model.Line(1.0, 0.0), model.Line(1.0, 0.0), shared=True)
+    assert shared.communication([10, 20], 3) == 1 + 2
+    assert shared.communication([10, 20], 1) == 0
+    assert model.bytes_sent([10, 20], 3) == 2 * 4 * (3 * 10 + 2 * 20)
+
+
+def test_units_of_a_case():
+    case = importlib.import_module("growth_job").Case(4, 6, 1, 40)
+    assert case.units == [40, 40, 40]
+
+
+def test_names_of_samples_are_those_that_jobs_give():
+    rows = importlib.import_module("rows").ROWS
+    assert len({row.text for row in rows}) == len(rows)
+    kinds = {row.ours.split()[0] for row in rows} | {row.other.split()[0] for row in rows}
+    assert kinds == {"mlp", "gpt", "plain", "all_reduce", "reduce_scatter"}
+
+
+def compare(*arguments):
+    return subprocess.run(
+        [sys.executable, str(FOLDER / "compare.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.mark.spawned
+def test_report_and_refusal(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(RESULT))
+    assert "reached" in compare("--report", path).stdout
+    ended = compare("--repeats", 0)
+    assert ended.returncode == 2
+    assert "--repeats must be 1 or more, got 0" in ended.stderr
+    ended = compare("--only", "resnet")
+    assert "invalid choice: 'resnet'" in ended.stderr
+
+
+@pytest.mark.parametrize("which", ["mlp", "gpt"])
+def test_peers_compute_the_same_loss(which):
+    torch = pytest.importorskip("torch", reason="PyTorch is no dependency of the tests")
+    models = importlib.import_module("models")
+    generator = np.random.default_rng(0)
+    if which == "mlp":
+        theirs, ours = models.mlp(16, 3), ms.nn.MLP([16] * 4, dtype="float32")
+        x = y = generator.standard_normal((5, 16), dtype=np.float32)
+    else:
+        theirs = models.GPT(16, 8, 2)
+        ours = ms.nn.GPT(vocabulary_size=256, context_length=128, width=16, heads=8, layers=2)
+        tokens = generator.integers(0, 256, (2, 129))
+        x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    flat = [p.detach().numpy().ravel() for p in theirs.parameters()]
+    ours.set_parameters(np.concatenate(flat))
+    prediction = theirs(torch.from_numpy(x))
+    np.testing.assert_allclose(ours.predict(x), prediction.detach().numpy(), atol=1e-5)
+    loss, _ = ours.compute_loss_and_gradients(x, y)
+    expected = models.loss_of(prediction, torch.from_numpy(y)).item()
+    assert loss == pytest.approx(expected, rel=1e-5)

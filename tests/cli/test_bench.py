@@ -1,0 +1,164 @@
+"""``mpishard bench``: figures are there and add up; no test looks at how large a time is."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import app
+from mpishard.cli.bench_collectives import CollectiveBenchmark
+from mpishard.cli.bench_report import bytes_text, milliseconds, parse_bytes
+from mpishard.cli.bench_step import StepBenchmark
+from mpishard.testing.worlds import in_worlds
+
+SMALL = ["--width", "16", "--layers", "3", "--batch", "4", "--steps", "2", "--warmup", "1",
+         "--unit-size", "200"]  # fmt: skip
+FEW = ["--sizes", "8B,1KiB", "--repeats", "2"]
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("model", "parameters"), [("mlp", 3 * (16 * 16 + 16)), ("gpt", None)])
+def test_step(monkeypatch, tmp_path, model, parameters):
+    monkeypatch.setenv("MPISHARD_ARENA", "off")  # what is read in place is not sent
+    path = tmp_path / "new" / "step.json"
+    ended = bench("step", "--model", model, *SMALL, "--world-size", 2, "--json", path)
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(path.read_text())
+    assert found["world_size"] == 2
+    assert found["machine"]["cores"] >= 1
+    rows = {row["strategy"]: row for row in found["steps"]}
+    assert list(rows) == ["alone", "ddp", "fsdp"]
+    size = 4 * rows["ddp"]["parameters"]
+    assert parameters is None or size == 4 * parameters
+    for row in rows.values():
+        assert len(row["seconds"]) == 2
+        assert min(row["seconds"]) > 0
+        assert row["resting_bytes"] is None
+    # DDP sends 2 (N - 1) S, and every rank its share of three float64 totals.
+    assert rows["alone"]["bytes_sent"] == 0
+    assert size * 2 <= rows["ddp"]["bytes_sent"] <= size * 2 + 100
+    assert rows["fsdp"]["bytes_sent"] > rows["ddp"]["bytes_sent"]
+    assert "ddp" in ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
+def test_memory_and_checks_in_turn(tmp_path):
+    path = tmp_path / "step.json"
+    options = ["--strategy", "fsdp", "--checks", "both", "--memory", "--world-size", 2]
+    ended = bench("step", *SMALL, *options, "--json", path)
+    assert ended.exit_code == 0, ended.output
+    rows = json.loads(path.read_text())["steps"]
+    assert [row["strategy"] for row in rows] == ["fsdp", "fsdp without checks"]
+    for row in rows:
+        assert 1e6 < row["resting_bytes"] <= row["peak_bytes"]
+
+
+def test_collectives(tmp_path):
+    path, plot = tmp_path / "c.json", tmp_path / "c.png"
+    pytest.importorskip("matplotlib")
+    ended = bench("collectives", *FEW, "--world-size", 3, "--json", path, "--plot", plot)
+    assert ended.exit_code == 0, ended.output
+    rows = json.loads(path.read_text())["collectives"]
+    for kind, sizes in {"all_reduce": {8, 1024}, "all_gather": {8, 1024}, "barrier": {0}}.items():
+        mine = [row for row in rows if row["collective"] == kind and row["way"] == "ours"]
+        assert {row["nbytes"] for row in mine} == sizes
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) >= 0 for row in rows)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.stat().st_size < 150_000
+
+
+@in_worlds(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_ways_give_the_sum(backend, dtype):
+    kinds = ["all_reduce", "reduce_scatter", "all_gather", "barrier"]
+    rows = list(CollectiveBenchmark(kinds, [24, 4000], dtype, repeats=1).run(backend))
+    assert [(r[0].collective, r[0].nbytes) for r in rows][:2] == [
+        ("all_reduce", 24),
+        ("all_reduce", 4000),
+    ]
+    ways = {result.way for result in rows[0]}
+    assert {"ours", "memcpy"} <= ways
+    assert ("MPI" in ways) == (type(backend).__name__ == "MPICommunicationBackend")
+    # Every rank has the same times: those of the slowest.
+    times = np.array([result.seconds for row in rows for result in row]).reshape(-1)
+    assert (backend.all_gather(times[None]) == times).all()
+
+
+@in_worlds(2)
+def test_a_step_counts_the_bytes_of_all_ranks(backend, monkeypatch):
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+    (row,) = StepBenchmark("mlp", 8, 2, 4, steps=1, warmup=1).run(backend, "ddp")
+    assert row.parameters == 2 * (8 * 8 + 8)
+    sent = backend.all_gather(np.array([row.bytes_sent]))
+    assert (sent == row.bytes_sent).all()
+    assert row.bytes_sent >= 2 * 4 * row.parameters
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--strategy", "zero9"], "one of alone, ddp, fsdp; got 'zero9'"),
+        (["step", "--model", "cnn"], "'cnn' is not one of 'mlp', 'gpt'"),
+        (
+            ["step", "--model", "gpt", "--width", "20"],
+            "got 20 = 2 * 8 + 4",
+        ),
+        (["step", "--steps", "0"], "Invalid value for '--steps'"),
+        (["step", "-n", "2", "--world-size", "2"], "give one of them"),
+        (["collectives", "--collective", "gossip"], "one of all_reduce, reduce_scatter"),
+        (["collectives", "--sizes", "8B,12 parsecs"], "got '12 parsecs'"),
+        (["collectives", "--sizes", "0"], "got '0'"),
+        (["collectives", "--dtype", "bool"], "'bool' is not one of 'float32'"),
+    ],
+)
+def test_refuses(arguments, message):
+    ended = bench(*arguments)
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.stderr.replace("│", " ").split())
+    assert ended.stdout == ""
+
+
+def test_refuses_a_rank_that_would_start_ranks(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    ended = bench("step", "-n", "2")
+    assert ended.exit_code == 2
+    assert "PMI_SIZE is set" in ended.stderr
+
+
+@pytest.mark.spawned
+def test_starts_its_ranks(tmp_path):
+    pytest.importorskip("mpi4py")
+    path = tmp_path / "a b.json"
+    options = ["--strategy", "ddp", "--strategy", "alone", "--checks", "off", "--json", str(path)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "mpishard", "bench", "step", "-n", "2", *SMALL, *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(path.read_text())
+    assert found["world_size"] == 2
+    assert [row["strategy"] for row in found["steps"]] == ["ddp", "alone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), ("8B", 8), (" 64KiB", 65536), ("1.5MiB", 1572864)]
+)
+def test_parse_bytes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+def test_texts():
+    assert [bytes_text(n) for n in (0, 1023, 1024, 64 << 20, None)] == [
+        "0 B", "1023 B", "1 KiB", "64 MiB", "",
+    ]  # fmt: skip
+    assert [milliseconds(s) for s in (2.34e-6, 0.0123, 1.5)] == ["2.3 us", "12.30 ms", "1500.0 ms"]
