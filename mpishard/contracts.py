@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +39,6 @@ __all__ = [
     "IModelSerializer",
     "IOptimizer",
     "IParameterizable",
-    "IPlaceableModel",
     "IShardedModel",
     "IShardedOptimizer",
     "LayerInfo",
@@ -314,75 +313,6 @@ class ILayeredModel(ABC):
     @abstractmethod
     def reclaim_parameters(self, parameters: Array) -> None:
         """Hold ``parameters``, which a holder gives back: the opposite of `release_parameters`."""
-
-
-class IPlaceableModel(ABC):
-    """A model that computes with parameters wherever it is told that they lie.
-
-    A sharded wrapper places them in memory that a node's ranks share, where nothing is copied.
-    """
-
-    @property
-    @abstractmethod
-    def placed_object(self) -> Any:
-        """The object whose parameters are placed, which one wrapper at a time may hold."""
-
-    @property
-    @abstractmethod
-    def parameter_entries(self) -> Sequence[Any]:
-        """The `mpishard.sharding.ParameterEntry` of each parameter, in flat order."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
-        """The one dtype of the parameters."""
-
-    @abstractmethod
-    def fill_parameters(self, start: int, out: Array) -> None:
-        """Write the parameters of the flat range that begins at ``start`` into ``out``."""
-
-    @abstractmethod
-    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
-        """Compute with these arrays, of shape (size,), one per entry, that ``holder`` owns.
-
-        Their values may change between two passes.
-        """
-
-    @abstractmethod
-    def reclaim_parameters(self, parameters: Array) -> None:
-        """Hold ``parameters``, which a holder gives back: the opposite of `place_parameters`."""
-
-    @abstractmethod
-    def with_parameters(self, parameters: Array) -> Self:
-        """A model of the same structure that holds ``parameters`` without a copy."""
-
-    @abstractmethod
-    def get_constants(self) -> list[Array]:
-        """Copies, as bytes, of what training does not change and is no parameter."""
-
-    @abstractmethod
-    def set_constants(self, constants: Sequence[Array]) -> None:
-        """Take what `get_constants` of another rank gave."""
-
-    @abstractmethod
-    def check_input(self, x: Any) -> None:
-        """Refuse what cannot be computed with."""
-
-    @abstractmethod
-    def predict(self, x: Array) -> Array:
-        """Outputs for inputs."""
-
-    @abstractmethod
-    def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the tape that `backward_pass` needs."""
-
-    @abstractmethod
-    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
-        """Compute the gradient of the loss's *sum*, parameter by parameter.
-
-        ``receive(index, gradient)`` is called, in any order, once for each entry that has a
-        gradient in this pass, with an array of shape (size,) that it may keep.
-        """
 
 
 class IShardedModel(IFullModel):

@@ -10,11 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpishard.adapters.torch_module import check_module, trainable_parameters
 from mpishard.arrays import Array
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.communication.start import blas_threads
-from mpishard.contracts import IFullModel, ILossFunction, IPlaceableModel, ModelMetadata
+from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import ShardingError, StructureOnlyError
+from mpishard.models.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["TorchLoss", "TorchModel"]
@@ -61,7 +63,7 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not isinstance(loss, ILossFunction) and not callable(loss):
             raise TypeError("loss must be loss(output, y), or a loss of mpishard.nn")
-        _check(module)
+        check_module(module)
         self._module = module
         self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
         self._index_parameters()
@@ -75,7 +77,7 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
     def _index_parameters(self) -> None:
         self._parameters: list[Any] = []
         entries, start = [], 0
-        for name, parameter in _trainable(self._module):
+        for name, parameter in trainable_parameters(self._module):
             entries.append(ParameterEntry(name, tuple(parameter.shape), start))
             self._parameters.append(parameter)
             start += parameter.numel()
@@ -359,56 +361,6 @@ def _check_array(name: str, array: Any) -> None:
         raise TypeError(
             f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}"
         )
-
-
-def _trainable(module: Any) -> list[tuple[str, Any]]:
-    """Name and parameter, each once, of those that training changes."""
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
-
-
-def _check(module: Any) -> None:
-    """Refuse, before anything is changed, a module that cannot be placed."""
-    import torch
-
-    everything = [*module.named_parameters(), *module.named_buffers()]
-    odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
-    if odd:
-        raise TypeError(f"{_some(odd)} have no shape yet; call the module once on a sample first")
-    odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
-    if odd:
-        raise TypeError(
-            f"{_some(odd)} are no plain strided tensors; give TorchModel the module as it was "
-            "before another library (FSDP, quantisation) took it over"
-        )
-    odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
-    if odd:
-        raise ValueError(f"TorchModel computes on the CPU, and {_some(odd)}; use module.cpu()")
-    trainable = _trainable(module)
-    if not trainable:
-        raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
-    dtypes = {str(p.dtype).removeprefix("torch."): n for n, p in trainable}
-    if len(dtypes) > 1 or not dtypes.keys() <= {"float32", "float64"}:
-        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
-        raise ValueError(
-            f"all parameters must be float32, or all float64; {found}; use module.float() or "
-            "module.double()"
-        )
-    odd = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.training
-    ]
-    if odd:
-        raise ValueError(
-            f"batch normalisation ({_some(odd)}) would use the statistics of each rank's own "
-            "samples, and results would depend on the number of ranks; use GroupNorm or "
-            "LayerNorm, or call eval() on those modules to keep their statistics"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]!r}{rest}"
 
 
 def _limit_threads() -> None:

@@ -91,7 +91,9 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
         name = type(self).__name__
-        reason = self._engine.program.take_over(self._engine.parameters, f"a {name}")
+        store = self._engine.parameters
+        reason = self._engine.program.take_over(store, f"a {name}")
+        self._is_once_per_node = store.once_per_node and reason is None
         if reason is not None and self.policy.shards_parameters and self.rank == 0:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
@@ -177,7 +179,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
                 "Rank": self.rank,
                 "ShardSize": sum(piece.length for piece in self._held_pieces),
                 "ParametersSharded": policy.shards_parameters,
-                "ParametersOncePerNode": self._engine.parameters.once_per_node,
+                "ParametersOncePerNode": self._is_once_per_node,
                 "GradientsSharded": policy.shards_gradients,
                 "OptimizerStateSharded": policy.shards_state,
             },

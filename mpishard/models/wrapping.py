@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILayeredModel, ILossFunction, IPlaceableModel
+from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import (
@@ -21,15 +21,16 @@ from mpishard.models.gradient_store import (
     ShardedGradients,
 )
 from mpishard.models.holdings import Holdings
+from mpishard.models.opaque_program import OpaqueProgram
 from mpishard.models.parameter_store import (
     NodeParameters,
     ParameterStore,
     ReplicatedParameters,
     ShardedParameters,
 )
-from mpishard.models.placed_program import PlacedProgram
+from mpishard.models.placed_program import IPlaceableModel, PlacedProgram
 from mpishard.models.policy import Policy
-from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
+from mpishard.models.program import LayeredProgram, Program
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 
