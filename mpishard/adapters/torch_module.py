@@ -33,9 +33,11 @@ def check_module(module: Any) -> None:
     trainable = trainable_parameters(module)
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
-    dtypes = {str(p.dtype).removeprefix("torch."): n for n, p in trainable}
+    dtypes: dict[str, list[str]] = {}
+    for name, parameter in trainable:
+        dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(name)
     if len(dtypes) > 1 or not dtypes.keys() <= {"float32", "float64"}:
-        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
+        found = ", ".join(f"{_some(names)} are {dtype}" for dtype, names in dtypes.items())
         raise ValueError(
             f"all parameters must be float32, or all float64; {found}; use module.float() or "
             "module.double()"
