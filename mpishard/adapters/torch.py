@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -194,16 +194,15 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
             )
         return parameters.astype(self._dtype, copy=False)
 
-    def get_constants(self) -> list[Array]:
+    def constants(self) -> Iterator[Array]:
+        return map(_raw, self._constants)
+
+    def set_constant(self, index: int, raw: Array) -> None:
         import torch
 
-        return [c.detach().reshape(-1).view(torch.uint8).numpy().copy() for c in self._constants]
-
-    def set_constants(self, constants: Sequence[Array]) -> None:
-        import torch
-
-        for tensor, raw in zip(self._constants, constants, strict=True):
-            tensor.data = torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
+        tensor = self._constants[index]
+        if not np.array_equal(_raw(tensor), raw):  # else a view, or read-only: nothing to do
+            tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -237,8 +236,11 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
         return output, output.detach().numpy()
 
     def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
+        import torch
+
         versions = [constant._version for constant in self._constants]
-        output, prediction = self._run(x)
+        with torch.enable_grad():
+            output, prediction = self._run(x)
         if versions != [constant._version for constant in self._constants]:
             raise ShardingError(
                 f"{type(self._module).__name__} changes its buffers in training: each rank's would "
@@ -341,6 +343,13 @@ def _hand_over(receive: Callable[[int, Array], None], index: int, parameter: Any
     """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
     gradient, parameter.grad = parameter.grad, None
     receive(index, (gradient.to_dense() if gradient.is_sparse else gradient).numpy().reshape(-1))
+
+
+def _raw(tensor: Any) -> Array:
+    """The bytes of a tensor, in logical order: of a contiguous one, its memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:

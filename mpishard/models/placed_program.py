@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -63,12 +63,12 @@ class IPlaceableModel(ABC):
         """A model of the same structure that holds ``parameters`` without a copy."""
 
     @abstractmethod
-    def get_constants(self) -> list[Array]:
-        """Copies, as bytes, of what training does not change and is no parameter."""
+    def constants(self) -> Iterator[Array]:
+        """What is no parameter and training does not change: the bytes of each, one at a time."""
 
     @abstractmethod
-    def set_constants(self, constants: Sequence[Array]) -> None:
-        """Take what `get_constants` of another rank gave."""
+    def set_constant(self, index: int, raw: Array) -> None:
+        """Take the bytes that `constants` of another rank gave at place ``index``."""
 
     @abstractmethod
     def check_input(self, x: Any) -> None:
@@ -135,9 +135,8 @@ class PlacedProgram(Program):
         self._model.fill_parameters(unit.start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        self._model.set_constants(
-            [backend.broadcast(constant, root=0) for constant in self._model.get_constants()]
-        )
+        for index, raw in enumerate(self._model.constants()):
+            self._model.set_constant(index, backend.broadcast(raw, root=0))
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         vectors = parameters.owned(owned_pieces(self.units, 1, 0))
