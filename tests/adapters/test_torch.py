@@ -507,3 +507,21 @@ def test_names_the_parameter_that_comes_twice(backend: Any) -> None:
     model = wrap(backend, Reentrant, "fsdp")
     with pytest.raises((ShardingError, PeerError), match=r"(weight|bias)' got two gradients"):
         model.train(*batch("mlp", 0))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2), (1, 1)])
+def test_torch_gets_as_many_threads_as_the_ranks_blas(
+    given: int | None, expected: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("mpishard.adapters.torch.blas_threads", lambda: given)
+
+    def rank(backend: Any) -> int:  # torch keeps the number by thread
+        torch.set_num_threads(2)
+        wrap(backend, "mlp", "fsdp")
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        assert run_in_threads(1, rank) == [expected]
+    finally:
+        torch.set_num_threads(before)
