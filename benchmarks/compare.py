@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from jobs import IDLE_OURS, IDLE_PEER, Runner, has_torch, idle_memory
 from report import markdown, replace_section
@@ -109,12 +110,6 @@ def show(samples: Samples) -> None:
     Console(width=max(100, Console().width), highlight=False).print(table)
 
 
-def read(path: Path) -> Samples:
-    """The samples of a file that was written before."""
-    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
-    return defaultdict(list, found)
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     groups = ["mlp", "gpt", "collectives", "memory", "checks"]
@@ -160,26 +155,27 @@ def main(arguments: argparse.Namespace) -> None:
         "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
-    fresh: Samples = defaultdict(list)
+    result: dict[str, Any] = {"machine": describe_machine()}
+    samples = defaultdict(list)
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text(encoding="utf-8"))
+        samples.update(before["samples"])
     for repeat in range(arguments.repeats):
         for group in arguments.only:
             if group == "collectives" and repeat > 0:
                 continue  # its repeats are inside the job
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
+            fresh: Samples = defaultdict(list)
             measure[group](fresh)
-    show(fresh)
-    result = {
-        "machine": describe_machine(),
-        "libraries": runner.library,
-        "peer_optimizer": arguments.peer_optimizer,
-        "repeats": arguments.repeats,
-        "samples": fresh,
-    }
-    if arguments.json:
-        if arguments.json.exists():
-            result["samples"] = read(arguments.json) | fresh
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            # A group that ends early leaves nothing: the sides' samples stay in pairs.
+            for name, values in fresh.items():
+                samples[name].extend(values)
+            result |= {"libraries": runner.library, "peer_optimizer": arguments.peer_optimizer}
+            result |= {"samples": samples}
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(samples)
     if arguments.page:
         replace_section(arguments.page, markdown(result))
 

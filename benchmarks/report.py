@@ -33,14 +33,13 @@ def machine(result: Result) -> str:
         versions.append(f"{peer} with AdamW({result['peer_optimizer']})")
     return (
         f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
-        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}. "
-        f"{result['repeats']} repeats."
+        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}."
     )
 
 
 def ratios(samples: Mapping[str, Sequence[float]]) -> str:
     """The rows that were measured, as a table."""
-    lines = ["| | target | measured | lowest to highest | |", "|---|---|---|---|---|"]
+    lines = ["| | target | measured | lowest to highest | repeats | |", "|---" * 6 + "|"]
     for row in ROWS:
         values = row.values(samples)
         if values:
@@ -48,7 +47,7 @@ def ratios(samples: Mapping[str, Sequence[float]]) -> str:
             spread = f"{row.format(min(values))} to {row.format(max(values))}"
             lines.append(
                 f"| {row.text} | <= {row.format(row.target)} | {row.format(found)} | {spread} "
-                f"| {verdict(row, found)} |"
+                f"| {len(values)} | {verdict(row, found)} |"
             )
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ done
 
 prepare_environment mpi plot
 cd -- "$root"
+rm -f docs/performance.json # compare.py adds to what is there
 options=(--json docs/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"

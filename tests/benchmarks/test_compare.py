@@ -44,7 +44,6 @@ RESULT = {
     },
     "libraries": {"peer": "PyTorch 2"},
     "peer_optimizer": "fused",
-    "repeats": 3,
     "samples": SAMPLES,
 }
 
@@ -54,8 +53,8 @@ def test_section_of_a_page(tmp_path):
     text = report.markdown(RESULT)
     assert text.startswith("Abacus, 2 cores, 16 GiB; Linux, Python 3.12; mpishard 1, numpy 2")
     assert "PyTorch 2 with AdamW(fused)" in text
-    assert "| <= 0.200 | 0.150 | 0.100 to 0.200 | reached |" in text
-    assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | missed by 2.00 us |" in text
+    assert "| <= 0.200 | 0.150 | 0.100 to 0.200 | 3 | reached |" in text
+    assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | 1 | missed by 2.00 us |" in text
     assert "| step of the MLP |  | 30.0 ms | 60.0 ms |  |  |  |  | 200.0 ms |" in text
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
