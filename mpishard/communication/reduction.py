@@ -3,7 +3,8 @@
 In round k, slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), where it exists. Five
 ranks: ``((a0 + a1) + (a2 + a3)) + a4``. The tree is a function of the number of contributions
 alone: not of arrival, message size, node or library. Each element is combined independently of
-its neighbours, so cutting an array into pieces or chunks changes no bit.
+its neighbours, so cutting an array into pieces or chunks changes no bit. (The sign of a NaN is no
+such bit: NumPy's vector loops take either operand's.)
 """
 
 from __future__ import annotations

@@ -47,9 +47,19 @@ class GradientStore(ABC):
         """
         self._is_first, self._is_last = is_first, is_last
 
-    @abstractmethod
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
+        array, is_empty = self.target(unit)
+        if is_empty:
+            array.fill(0)
+        return array
+
+    @abstractmethod
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        """As `gradient`, and whether it holds nothing yet, of which it tells once.
+
+        Then whoever asks clears or writes all of it.
+        """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
@@ -116,12 +126,10 @@ class ReplicatedGradients(GradientStore):
         if is_first:
             self._touched.clear()
 
-    def gradient(self, unit: Unit) -> Array:
-        view = self.vector[unit.start : unit.stop]
-        if unit.index not in self._touched:
-            self._touched.add(unit.index)
-            view.fill(0)
-        return view
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        is_empty = unit.index not in self._touched
+        self._touched.add(unit.index)
+        return self.vector[unit.start : unit.stop], is_empty
 
     def reduce(self, unit: Unit) -> None:
         if self._is_last:
@@ -164,11 +172,11 @@ class NodeGradients(ReplicatedGradients):
         self._pieces = holdings.pieces()
         self._reading: Work | None = None
 
-    def gradient(self, unit: Unit) -> Array:
+    def target(self, unit: Unit) -> tuple[Array, bool]:
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
-        return super().gradient(unit)
+        return super().target(unit)
 
     def _reduce(self, unit: Unit, full: Array) -> Work:
         piece = self._pieces[unit.index]
@@ -253,19 +261,19 @@ class ShardedGradients(GradientStore):
         if is_first:
             self._reduced.clear()
 
-    def gradient(self, unit: Unit) -> Array:
+    def target(self, unit: Unit) -> tuple[Array, bool]:
         buffer = self._deferred.get(unit.index)
         if buffer is None:
             buffer = self._open.get(unit.index)
-        if buffer is None:
-            if self._is_deferring:
-                buffer = self._deferred[unit.index] = self.holdings.allocate(
-                    MemoryCategory.FULL_GRADIENTS, unit.length
-                )
-            else:
-                buffer = self._open[unit.index] = self._take_slot()
-            buffer[: unit.length].fill(0)
-        return buffer[: unit.length]
+        if buffer is not None:
+            return buffer[: unit.length], False
+        if self._is_deferring:
+            buffer = self._deferred[unit.index] = self.holdings.allocate(
+                MemoryCategory.FULL_GRADIENTS, unit.length
+            )
+        else:
+            buffer = self._open[unit.index] = self._take_slot()
+        return buffer[: unit.length], True
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)

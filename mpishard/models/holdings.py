@@ -97,8 +97,11 @@ class Holdings:
             By local rank, then by slot; None where the ranks share no memory.
         """
         stride = aligned(length, self.dtype)
+        # As long on every node as the largest needs, because lengths must agree; what no rank
+        # writes takes no memory.
+        most = max(self.backend.nodes.count(node) for node in self.backend.nodes)
         peers = len(self.backend.peers)
-        shared = self.allocate_arena(stride * count * peers)
+        shared = self.allocate_arena(stride * count * most)
         if shared is None:
             return None
         starts = range(0, stride * count * peers, stride)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
+from mpishard.nn.targets import GradientTargets
 from mpishard.sharding import (
     ParameterEntry,
     ParameterTable,
@@ -113,12 +114,15 @@ class LayeredProgram(Program):
             for i in range(len(infos))
         ]
         self._entries = [self._table.layer_entries(info.name) for info in infos]
+        self._of_unit = [
+            [e for e in self._table.entries if unit.start <= e.start and e.stop <= unit.stop]
+            for unit in self.units
+        ]
         # Where each parameter lies: its unit, and its range in the unit's buffer.
         self._places = {
             entry.name: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
-            for unit in self.units
-            for entry in self._table.entries
-            if unit.start <= entry.start and entry.stop <= unit.stop
+            for unit, entries in zip(self.units, self._of_unit, strict=True)
+            for entry in entries
         }
         self._uses = [self._units_of(entries) for entries in self._entries]
         reused = {
@@ -194,12 +198,14 @@ class LayeredProgram(Program):
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
         loss, saved = tape.pop()
         dy = loss.backward(saved)
+        unwritten: set[str] = set()
         for index in reversed(range(len(self._layers))):
             views = self._views(index, parameters, following=self._own_unit[index].index - 1)
-            targets = self._targets(index, gradients)
+            targets = self._targets(index, gradients, unwritten)
             dy = self._layers[index].backward(
                 views, tape.pop(), dy, targets, needs_input_gradient=index > 0
             )
+            targets.clear_unwritten()
             del views, targets
             for unit in self._ending[index]:
                 parameters.reshard(unit)
@@ -224,17 +230,25 @@ class LayeredProgram(Program):
             parameters.prefetch(self.units[following])
         return self._nested(index, buffers)
 
-    def _targets(self, index: int, gradients: GradientStore) -> dict[str, Any]:
-        return self._nested(
-            index, {unit.index: gradients.gradient(unit) for unit in self._uses[index]}
-        )
+    def _targets(
+        self, index: int, gradients: GradientStore, unwritten: set[str]
+    ) -> GradientTargets:
+        buffers: dict[int, Array] = {}
+        for unit in self._uses[index]:
+            buffers[unit.index], is_empty = gradients.target(unit)
+            if is_empty:
+                unwritten.update(entry.name for entry in self._of_unit[unit.index])
+        return GradientTargets(self._entries[index], self._finder(buffers), unwritten)
 
     def _nested(self, index: int, buffers: dict[int, Array]) -> dict[str, Any]:
+        return nested_views(self._entries[index], self._finder(buffers))
+
+    def _finder(self, buffers: dict[int, Array]) -> Callable[[ParameterEntry], Array]:
         def find(entry: ParameterEntry) -> Array:
             unit, place = self._places[entry.name]
             return buffers[unit][place]
 
-        return nested_views(self._entries[index], find)
+        return find
 
 
 class OpaqueProgram(Program):
@@ -320,8 +334,14 @@ class OpaqueProgram(Program):
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
         (unit,) = self.units
-        target = gradients.gradient(unit)
-        if tape is not None:
+        target, is_empty = gradients.target(unit)
+        if tape is None:
+            if is_empty:
+                target.fill(0)
+        elif is_empty:
+            gradient, samples = tape
+            array_namespace(target).multiply(gradient, samples, out=target)
+        else:
             gradient, samples = tape
             target += gradient * samples
         gradients.reduce(unit)

@@ -13,6 +13,7 @@ from mpishard.nn.losses import MSE, CrossEntropy, Loss
 from mpishard.nn.mlp import MLP
 from mpishard.nn.model import Model
 from mpishard.nn.normalization import LayerNorm
+from mpishard.nn.targets import GradientTargets
 
 __all__ = [
     "GELU",
@@ -23,6 +24,7 @@ __all__ = [
     "Context",
     "CrossEntropy",
     "Embedding",
+    "GradientTargets",
     "Layer",
     "LayerNorm",
     "Linear",

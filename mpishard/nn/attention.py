@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
 from mpishard.nn.layer import Context, Layer, Parameters
 from mpishard.nn.sizes import check_sizes
 
@@ -73,9 +73,11 @@ class CausalAttention(Layer):
             q = q_BHTK[which][..., queries, :] * scale
             scores = xp.matmul(q, k_BHSK[which][..., keys, :].swapaxes(-1, -2))
             size = queries.stop - queries.start
+            are_small = _are_small(scores)
             scores[..., queries] += mask_RR[:size, :size]
-            largest = scores.max(axis=-1, keepdims=True)
-            scores -= largest
+            largest = 0.0 if are_small else scores.max(axis=-1, keepdims=True)
+            if not are_small:
+                scores -= largest
             xp.exp(scores, out=scores)
             total = xp.einsum("...rs->...r", scores)[..., None]
             y_block = y_BHTK[which][..., queries, :]
@@ -106,18 +108,18 @@ class CausalAttention(Layer):
             k, v = k_BHSK[which][..., keys, :], v_BHSK[which][..., keys, :]
             dk, dv = dk_BHSK[which][..., keys, :], dv_BHSK[which][..., keys, :]
             d = dy_BHTK[which][..., queries, :]
-            q = q_BHTK[which][..., queries, :] * scale
-            scores = xp.matmul(q, k.swapaxes(-1, -2))
+            q = q_BHTK[which][..., queries, :]
+            scores = xp.matmul(q * scale, k.swapaxes(-1, -2))
             size = queries.stop - queries.start
             scores[..., queries] += mask_RR[:size, :size]
             scores -= logsum_BHT1[which][..., queries, :]
             xp.exp(scores, out=scores)
-            dscores = xp.matmul(d, v.swapaxes(-1, -2))
-            dscores -= xp.einsum("...rk,...rk->...r", d, y_BHTK[which][..., queries, :])[..., None]
+            scaled_d = d * scale
+            dscores = xp.matmul(scaled_d, v.swapaxes(-1, -2))
+            y_block = y_BHTK[which][..., queries, :]
+            dscores -= xp.einsum("...rk,...rk->...r", scaled_d, y_block)[..., None]
             dscores *= scores
-            dq = dq_BHTK[which][..., queries, :]
-            xp.matmul(dscores, k, out=dq)
-            dq *= scale
+            xp.matmul(dscores, k, out=dq_BHTK[which][..., queries, :])
             if queries.stop == x.shape[1]:
                 xp.matmul(scores.swapaxes(-1, -2), d, out=dv)
                 xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
@@ -167,3 +169,15 @@ class CausalAttention(Layer):
         xp = array_namespace(x)
         rows = self._block_sizes(x)[2]
         return xp.triu(xp.full((rows, rows), -xp.inf, dtype=x.dtype), k=1)
+
+
+def _are_small(scores: Array) -> bool:
+    """Whether all scores can be exponentiated as they are, so that no maximum is needed by row.
+
+    Their exponentials then lie well inside the range of the dtype, and so do sums of them. On a
+    GPU to ask would be to wait for it.
+    """
+    if is_device_array(scores):
+        return False
+    limit = 0.5 * math.log(array_namespace(scores).finfo(scores.dtype).max)
+    return bool(scores.max() <= limit) and bool(scores.min() >= -limit)

@@ -24,7 +24,10 @@ Parameters = Mapping[str, Any]
 """A layer's parameters: name -> read-only array; for a composite, child name -> its parameters."""
 
 Gradients = Mapping[str, Any]
-"""As `Parameters`, with writable arrays that gradients are *added* to."""
+"""As `Parameters`, with writable arrays that gradients are *added* to.
+
+Where it is a `mpishard.nn.GradientTargets`, a layer may write what it would add to zeros.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.nn.initializers import kaiming_uniform, zeros
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
 from mpishard.nn.sizes import check_sizes
+from mpishard.nn.targets import unwritten
 
 __all__ = ["Linear"]
 
@@ -109,14 +110,24 @@ class Linear(Layer):
         dy_NO = dy.reshape(-1, self.outputs)
         if x_NI.shape[0] == 0:
             return
-        dw_OI = g["weight"]
-        rows = min(self.outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // self.inputs))
-        scratch = xp.empty((rows, self.inputs), dtype=dw_OI.dtype)
-        for start in range(0, self.outputs, rows):
-            block = slice(start, min(start + rows, self.outputs))
-            product = scratch[: block.stop - start]
-            xp.matmul(dy_NO[:, block].T, x_NI, out=product)
-            dw_OI[block] += product
+        dw_OI = unwritten(g, "weight")
+        if dw_OI is not None:
+            xp.matmul(dy_NO.T, x_NI, out=dw_OI)
+        else:
+            _add_product(g["weight"], dy_NO, x_NI)
         if self.bias:
             db_O = g["bias"]
-            db_O += dy_NO.sum(axis=0)
+            db_O += xp.ones(dy_NO.shape[0], dtype=dy.dtype) @ dy_NO
+
+
+def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
+    """Add dy^T x, block by block, so that the product is added while it is in the cache."""
+    xp = array_namespace(dw_OI)
+    outputs, inputs = dw_OI.shape
+    rows = min(outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // inputs))
+    scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
+    for start in range(0, outputs, rows):
+        block = slice(start, min(start + rows, outputs))
+        product = scratch[: block.stop - start]
+        xp.matmul(dy_NO[:, block].T, x_NI, out=product)
+        dw_OI[block] += product

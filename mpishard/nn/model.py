@@ -21,6 +21,7 @@ from mpishard.nn.composites import Sequential
 from mpishard.nn.initializers import parameter_generator
 from mpishard.nn.layer import Context, Layer, ParameterSpec
 from mpishard.nn.losses import Loss
+from mpishard.nn.targets import GradientTargets
 from mpishard.sharding import ParameterEntry, ParameterTable
 
 __all__ = ["Model"]
@@ -205,21 +206,21 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
         vector = self._parameters()
-        gradients = array_namespace(vector).zeros_like(vector)
         views = self._table.nested_views(vector)
         prediction, saved = self.chain.forward(views, x, Context())
         total, weight, loss_saved = loss.forward(prediction, y)
         if weight == 0:
-            return 0.0, gradients
+            return 0.0, array_namespace(vector).zeros_like(vector)
+        gradients = array_namespace(vector).empty_like(vector)
+        targets = GradientTargets(
+            {name: self._table[name] for name in self._specs},
+            lambda entry: gradients[entry.start : entry.stop],
+            {entry.name for entry in self._table.entries},
+        )
         held = [loss.backward(loss_saved)]
         del prediction, loss_saved  # large, and of no use to the layers
-        self.chain.backward(
-            views,
-            saved,
-            held.pop(),
-            self._table.nested_views(gradients),
-            needs_input_gradient=False,
-        )
+        self.chain.backward(views, saved, held.pop(), targets, needs_input_gradient=False)
+        targets.clear_unwritten()
         gradients /= weight
         return total / weight, gradients
 

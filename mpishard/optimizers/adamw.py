@@ -67,22 +67,23 @@ class AdamW(Optimizer):
         weight_decay: float,
         context: UpdateContext,
     ) -> None:
+        # Scalar factors are joined so that few passes are left: with c1 = 1 - beta1^t and
+        # c2 = 1 - beta2^t, m/c1 / (sqrt(v/c2) + eps) = sqrt(c2)/c1 m / (sqrt(v) + sqrt(c2) eps).
         xp = array_namespace(p)
         m, v = state["first_moment"], state["second_moment"]
-        scaled, spare = self._temporary(p, 2)
-        xp.multiply(g, context.gradient_scale, out=scaled)
+        (spare,) = self._temporary(p, 1)
         m *= self.beta1
-        xp.multiply(scaled, 1 - self.beta1, out=spare)
+        xp.multiply(g, (1 - self.beta1) * context.gradient_scale, out=spare)
         m += spare
         v *= self.beta2
-        xp.multiply(scaled, scaled, out=spare)
-        spare *= 1 - self.beta2
+        xp.multiply(g, math.sqrt(1 - self.beta2) * context.gradient_scale, out=spare)
+        spare *= spare
         v += spare
+        root = math.sqrt(1 - self.beta2**context.step)
         xp.sqrt(v, out=spare)
-        spare *= 1 / math.sqrt(1 - self.beta2**context.step)
-        spare += self.epsilon
+        spare += root * self.epsilon
         xp.divide(m, spare, out=spare)
-        spare *= learning_rate / (1 - self.beta1**context.step)
+        spare *= learning_rate * root / (1 - self.beta1**context.step)
         if weight_decay:
             p *= 1 - learning_rate * weight_decay
         p -= spare

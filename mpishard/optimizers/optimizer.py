@@ -173,7 +173,8 @@ class Optimizer(IGradientBasedOptimizer):
         """Nothing to forget: state belongs to whoever runs the rule."""
 
     def _chunks(self, array: Array, span: OptionRange) -> Iterable[tuple[int, int]]:
-        step = max(1, chunk_length(array) // 4)
+        # Half a chunk: an update has more operands than most chains of operations.
+        step = max(1, chunk_length(array) // 2)
         return (
             (start, min(start + step, span.stop)) for start in range(span.start, span.stop, step)
         )

@@ -74,6 +74,7 @@ class SGD(Optimizer):
         if weight_decay:
             xp.multiply(p, weight_decay, out=spare)
             step += spare
+        direction = step
         if self.momentum:
             v = state["velocity"]
             v *= self.momentum
@@ -82,6 +83,6 @@ class SGD(Optimizer):
                 xp.multiply(v, self.momentum, out=spare)
                 step += spare
             else:
-                step[...] = v
-        step *= learning_rate
+                direction = v
+        xp.multiply(direction, learning_rate, out=step)
         p -= step

@@ -162,17 +162,17 @@ def stale_units(patch: Patch) -> None:
 def gradients_not_cleared(patch: Patch) -> None:
     """What one unit has left in a pooled buffer is added to the next unit's gradient."""
 
-    def mutant(self: Any, unit: Any) -> Any:
-        if unit.index not in self._open:
-            self._open[unit.index] = self._take_slot()
-            if not hasattr(self, "_seen"):
-                self._seen = set()
-            if id(self._open[unit.index]) not in self._seen:
-                self._seen.add(id(self._open[unit.index]))
-                self._open[unit.index].fill(0)
-        return self._open[unit.index][: unit.length]
+    original = ShardedGradients.target
 
-    patch.setattr(ShardedGradients, "gradient", mutant)
+    def mutant(self: Any, unit: Any) -> Any:
+        array, is_empty = original(self, unit)
+        seen = self.__dict__.setdefault("_seen", set())
+        if is_empty and array.ctypes.data not in seen:
+            array.fill(0)
+            seen.add(array.ctypes.data)
+        return array, False
+
+    patch.setattr(ShardedGradients, "target", mutant)
 
 
 # What is broken, and where training must notice.

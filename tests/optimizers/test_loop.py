@@ -138,6 +138,7 @@ def test_validates(backend, strategy):
 @in_worlds(2)
 def test_writes_metrics_once(backend, shared_path):
     train(backend, metrics=shared_path / "m", x_validation=X_NEW, y_validation=Y_NEW)
+    backend.barrier()  # rank 0 writes
     records = read_metrics(shared_path / "m")
     steps = [record for record in records if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))

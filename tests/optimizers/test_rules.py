@@ -10,7 +10,7 @@ import pytest
 from mpishard.optimizers import SGD, AdamW, Constant, Cosine, Segment, UpdateContext, WarmUp
 
 STEPS = 20
-LENGTH = 10_000  # several chunks
+LENGTH = 100_000  # several chunks
 
 
 def gradients(step: int) -> np.ndarray:

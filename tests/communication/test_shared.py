@@ -1,0 +1,284 @@
+"""Memory that the ranks of a node share, and collectives that read it in place."""
+
+import errno
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard import ReductionOperation, ShardLayout, run_in_threads
+from mpishard.communication import arena
+from mpishard.communication.arena import PRIVATE, Regions, anonymous_memory
+from mpishard.communication.reduction import TreeReducer, complete_subtrees
+from mpishard.communication.sharing import Nodes, same_everywhere, shared_by_node
+from mpishard.errors import CollectiveMismatchError
+from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.worlds import in_worlds
+
+by_path = pytest.mark.parametrize("path", ["arena", "two nodes"], indirect=True)
+LENGTHS = (1, 3, 40, 1001)
+
+
+def numbers(rank, length, dtype):
+    """Values whose order of addition shows in the bits."""
+    order = np.random.default_rng([rank, length]).integers(0, len(ADVERSARIAL_VALUES), length)
+    with np.errstate(over="ignore"):
+        return np.array(ADVERSARIAL_VALUES)[order].astype(dtype)
+
+
+def bits(array):
+    """The bytes of ``array``, of which a NaN may have either sign."""
+    return np.where(np.isnan(array), np.nan, array).astype(array.dtype).tobytes()
+
+
+def own_slice(backend, length, dtype):
+    """This rank's part of memory that its node shares."""
+    shared = backend.allocate_shared(length * backend.world_size, dtype)
+    return shared[backend.rank * length : (backend.rank + 1) * length]
+
+
+@by_path
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@in_worlds(1, 2, 3, 4, 5, 7)
+def test_the_bits_are_those_of_messages(backend, path, dtype):
+    layout_of = {n: ShardLayout(n, backend.world_size) for n in LENGTHS}
+    for length in LENGTHS:
+        mine, result = own_slice(backend, length, dtype), backend.allocate_shared(length, dtype)
+        data = [numbers(rank, length, dtype) for rank in range(backend.world_size)]
+        part = layout_of[length].slice(backend.rank)
+        for operation in ReductionOperation:
+            wanted = tree_reduce(data, operation)
+            for _ in range(2):  # the second time over what the first has left
+                mine[...] = data[backend.rank]
+                assert bits(backend.reduce_scatter(mine, operation)) == bits(wanted[part])
+                assert bits(backend.all_reduce(mine, operation, out=result)) == bits(wanted)
+                private = backend.all_reduce(mine, operation, out=np.empty_like(mine))
+                assert bits(private) == bits(wanted)
+                assert mine.tobytes() == data[backend.rank].tobytes()
+                backend.reduce_scatter(mine, operation, out=mine[part])
+                assert bits(mine[part]) == bits(wanted[part])
+                mine[...] = data[backend.rank]
+                assert bits(backend.all_reduce(mine, operation)) == bits(wanted)
+            backend.barrier()
+            result[part] = 0
+            backend.barrier()
+            gathered = backend.all_gather(wanted[part].copy(), out=result)
+            assert gathered.tobytes() == wanted.tobytes()
+            backend.barrier()
+
+
+@by_path
+@in_worlds(2, 3, 4)
+def test_many_at_once(backend, path):
+    n = 2000
+    shared = [own_slice(backend, n, np.float64) for _ in range(4)]
+    for array in shared:
+        array[...] = backend.rank + 1
+    works = [backend.reduce_scatter_async(array) for array in shared]
+    total = backend.world_size * (backend.world_size + 1) / 2
+    for work in reversed(works):
+        assert (work.wait() == total).all()
+
+
+@by_path
+@in_worlds(2, 3, 5)
+def test_an_array_of_one_node_stands_once(backend, path):
+    shared = backend.allocate_shared(1000, np.int64)
+    assert not shared.any()
+    backend.barrier()
+    assert shared.ctypes.data % 4096 == 0
+    shared[backend.rank] = backend.rank + 1
+    backend.barrier()
+    seen = [rank for rank in range(backend.world_size) if shared[rank] == rank + 1]
+    assert tuple(seen) == backend.peers
+    assert len(backend.peers) == backend.nodes.count(backend.nodes[backend.rank])
+    assert backend.peers[backend.local_rank] == backend.rank
+    assert backend.node_count == (2 if path == "two nodes" else 1)
+
+
+@by_path
+@in_worlds(2, 4, 5)
+def test_what_is_read_in_place_is_not_sent(backend, path):
+    length, width = 4000, 8
+    mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
+    layout, nodes = ShardLayout(length, backend.world_size), Nodes(backend.nodes, backend.rank)
+    part = layout.size(backend.rank)
+    for call in (
+        lambda: backend.reduce_scatter(mine),
+        lambda: backend.all_reduce(mine, out=result),
+        lambda: backend.all_gather(mine[:part], out=result),
+    ):
+        backend.traffic.reset()
+        call()
+        sent, read = backend.traffic.bytes_sent, backend.traffic.bytes_read
+        if path == "arena":
+            assert backend.traffic.total_bytes == 0
+        subtrees = len(complete_subtrees(backend.peers, backend.world_size))
+        clients = sum(layout.size(rank) for rank in nodes.clients())
+        assert sent["reduce_scatter"] in (0, width * clients * subtrees)
+        assert sent["all_gather"] in (0, width * part * (backend.node_count - 1))
+        assert read["reduce_scatter"] in (0, width * part * (len(backend.peers) - 1))
+    # Every piece of every node comes to each of the others once.
+    backend.traffic.reset()
+    backend.all_gather(mine[:part], out=result)
+    sent = backend.all_reduce(np.array([backend.traffic.bytes_sent["all_gather"]]))[0]
+    assert sent == length * width * (backend.node_count - 1)
+
+
+@in_worlds(2, 3)
+def test_views_that_lie_elsewhere_take_the_way_of_messages(backend):
+    shared = own_slice(backend, 1000, np.float64)
+    shared[...] = 1
+    array = shared if backend.rank == 0 else shared.copy()
+    assert (backend.reduce_scatter(array) == backend.world_size).all()
+    assert (backend.all_reduce(array) == backend.world_size).all()
+
+
+@in_worlds(2)
+def test_lengths_and_dtypes_must_agree(backend):
+    with pytest.raises(CollectiveMismatchError, match="shape"):
+        backend.allocate_shared(100 + backend.rank, np.float64)
+    with pytest.raises(CollectiveMismatchError, match="dtype"):
+        backend.allocate_shared(100, [np.float64, np.float32][backend.rank])
+    with pytest.raises(ValueError, match="1 or more, got 0"):
+        backend.allocate_shared(0, np.float64)
+    with pytest.raises(ValueError, match="cannot share dtype"):
+        backend.allocate_shared(10, "datetime64[s]")
+
+
+@in_worlds(1, 2)
+def test_without_memory_to_share_there_is_none(backend, messages_only):
+    assert backend.allocate_shared(100, np.float64) is None
+    assert backend.all_reduce(np.ones(100))[0] == backend.world_size
+
+
+@pytest.mark.parametrize("source", ["memfd", "file", "window"])
+@pytest.mark.mpi
+def test_every_source_serves(backend, source, monkeypatch):
+    monkeypatch.setenv("MPISHARD_ARENA", source)
+    handles = len(list(Path("/proc/self/fd").iterdir()))
+    shared = backend.allocate_shared(300_000, np.float32)
+    assert not shared.any()
+    backend.barrier()
+    shared[backend.rank :: backend.world_size] = backend.rank
+    backend.barrier()
+    assert shared[:-1:7].tolist() == (np.arange(300_000) % backend.world_size)[:-1:7].tolist()
+    backend.barrier()
+    assert not list(Path("/dev/shm").glob("mpishard*"))
+    if source != "window":  # those last as long as MPI
+        del shared
+        gc.collect()
+        assert len(list(Path("/proc/self/fd").iterdir())) <= handles
+
+
+@pytest.mark.mpi
+def test_a_small_dev_shm_is_no_crash(backend, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 10, 4096
+
+    monkeypatch.setattr(arena.os, "statvfs", lambda path: Full)
+    for source in ("file", "window"):
+        monkeypatch.setenv("MPISHARD_ARENA", source)
+        assert backend.allocate_shared(100_000, np.float64) is None
+    monkeypatch.setenv("MPISHARD_ARENA", "auto")
+    assert backend.allocate_shared(100_000, np.float64) is not None
+
+
+@pytest.mark.mpi
+def test_a_source_that_fails_on_one_rank_serves_nobody(backend, monkeypatch):
+    if backend.rank == backend.world_size - 1:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EPERM, "not here")
+
+        monkeypatch.setattr(arena.mmap, "mmap", refuse)
+    monkeypatch.setenv("MPISHARD_ARENA", "memfd")
+    assert backend.allocate_shared(1000, np.float64) is None
+
+
+@pytest.mark.parametrize("name", ["MPISHARD_ARENA", "MPISHARD_VIRTUAL_NODES"])
+def test_settings_without_meaning_are_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        run_in_threads(1, lambda backend: None)
+
+
+# --------------------------------------------------------------------------------------- the parts
+
+
+def test_regions_know_their_arrays_until_the_last_is_gone():
+    regions = Regions()
+    assert not regions.ever
+    memory = anonymous_memory(4096)
+    regions.add(memory)
+    array = memory[64:128].view(np.float64)
+    assert regions.locate(array) == (0, 64)
+    assert regions.locate(np.ones(3)) == PRIVATE
+    assert regions.locate(memory) == (0, 0)
+    again = regions.view((0, 64), array)
+    again[0] = 5
+    assert array[0] == 5
+    del memory, again
+    assert regions.locate(array) == (0, 64)
+    del array
+    gc.collect()
+    assert regions.locate(np.ones(3)) == PRIVATE
+    assert not regions._regions
+    assert regions.ever
+    regions.add(anonymous_memory(10))
+    assert regions._count == 2, "numbers are not used again: ranks collect garbage at other times"
+
+
+def test_who_deals_with_whom():
+    nodes = [Nodes((0, 0, 1, 1, 1), rank) for rank in range(5)]
+    assert [n.own for n in nodes] == [0, 0, 1, 1, 1]
+    assert [n.clients() for n in nodes] == [[2, 4], [3], [0], [1], []]
+    for other in range(5):
+        for node in (0, 1):
+            agent = nodes[0].agent(other, node)
+            assert nodes[agent].own == node
+            assert other == agent or other in nodes[agent].clients()
+    assert nodes[0].sent_to_gather([5, 4, 3, 2, 1]) == 5
+    assert nodes[0].sent_to_reduce([5, 4, 3, 2, 1]) == 4  # 3 + 1, in one sum each
+    assert nodes[2].sent_to_reduce([5, 4, 3, 2, 1]) == 10  # ranks 2, 3 and rank 4
+
+
+def test_who_shares():
+    assert shared_by_node([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
+    assert not shared_by_node([(0, 0), (1, 64), (3, 0)], [0, 0, 1])
+    assert not shared_by_node([(0, 0), PRIVATE], [0, 0])
+    assert not shared_by_node([(0, 0), (0, 0)], [0, 1]), "alone on a node, nothing is gained"
+    assert same_everywhere([(0, 8), (0, 8), (0, 16)], [0, 0, 1])
+    assert not same_everywhere([(0, 8), (0, 16)], [0, 0])
+    assert not same_everywhere([PRIVATE, PRIVATE], [0, 0])
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_sums_of_subtrees_are_sums_of_the_tree(count):
+    generator = np.random.default_rng(count)
+    arrays = [
+        generator.standard_normal(50) * 10.0 ** generator.integers(-8, 8) for _ in range(count)
+    ]
+    wanted = tree_reduce(arrays, ReductionOperation.AVERAGE)
+    reducer = TreeReducer()
+    for _ in range(20):
+        owner = generator.integers(0, 3, count)
+        parts = {}
+        for node in range(3):
+            slots = [slot for slot in range(count) if owner[slot] == node]
+            for first, level in complete_subtrees(slots, count):
+                under = [s for s in range(first, first + (1 << level)) if s < count]
+                assert set(under) <= set(slots)
+                out = np.empty(50)
+                reducer.reduce_part([arrays[s] for s in under], ReductionOperation.AVERAGE, out)
+                parts[first, level] = out
+        result = np.empty(50)
+        reducer.reduce_subtrees(parts, count, ReductionOperation.AVERAGE, result)
+        assert result.tobytes() == wanted.tobytes()
+
+
+def test_an_aligned_node_sends_one_sum():
+    for first, size in ((0, 1), (4, 4), (8, 8), (6, 2)):
+        assert len(complete_subtrees(range(first, first + size), 16)) == 1

@@ -1,0 +1,50 @@
+"""What depends on the array module and on the machine."""
+
+from __future__ import annotations
+
+import platform
+import resource
+
+import numpy as np
+import pytest
+
+from mpishard import arrays
+
+
+@pytest.fixture
+def caches(tmp_path):
+    """A directory as Linux describes a core's caches in: L1 data, L1 instructions, L2, L3."""
+    for index, (level, size) in enumerate([(1, "32K"), (1, "32K"), (2, "1024K"), (3, "32768K")]):
+        cache = tmp_path / f"index{index}"
+        cache.mkdir()
+        (cache / "level").write_text(f"{level}\n")
+        (cache / "size").write_text(f"{size}\n")
+    return tmp_path
+
+
+def test_the_second_level_cache_is_found(caches):
+    assert arrays._l2_bytes(caches) == 1024 * 1024
+
+
+def test_a_machine_that_does_not_tell_its_caches(tmp_path, caches):
+    assert arrays._l2_bytes(tmp_path / "missing") is None
+    (caches / "index2" / "size").write_text("unknown")
+    assert arrays._l2_bytes(caches) is None
+
+
+def test_a_chunk_is_as_many_bytes_for_every_dtype():
+    single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
+    assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_freed_memory_is_used_again_without_the_kernel():
+    def pages() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        step = [np.ones(2**18) for _ in range(48)]  # 96 MiB, as a step's activations
+        del step
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    arrays.reuse_freed_memory()
+    pages()
+    assert pages() < 1000  # of 24576
