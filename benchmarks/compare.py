@@ -61,6 +61,13 @@ def compare_checks(runner: Runner, samples: Samples) -> None:
         samples[f"{model} unchecked"].append(median(off["seconds"]))
 
 
+def compare_products(runner: Runner, peers: bool, samples: Samples) -> None:
+    """The matrix products alone, in both libraries."""
+    for library in ("numpy", "torch") if peers else ("numpy",):
+        for model, seconds in runner.products(library).items():
+            samples[f"{model} products {library}"].append(seconds)
+
+
 def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
     """One job on shared memory and one by plain messages; each has its repeats inside."""
     for variables, prefix in (({}, ""), ({"MPISHARD_ARENA": "off"}, "plain ")):
@@ -112,7 +119,7 @@ def show(samples: Samples) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "collectives", "memory", "checks"]
+    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,6 +160,7 @@ def main(arguments: argparse.Namespace) -> None:
         "gpt": lambda samples: compare_steps(runner, "gpt", peers, samples),
         "checks": lambda samples: compare_checks(runner, samples),
         "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
+        "products": lambda samples: compare_products(runner, peers, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
     result: dict[str, Any] = {"machine": describe_machine()}

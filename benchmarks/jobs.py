@@ -15,6 +15,7 @@ from typing import Any
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
+PRODUCTS = Path(__file__).with_name("products.py")
 
 STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
 """Steps that count and steps before them, per job: about two seconds."""
@@ -73,6 +74,12 @@ class Runner:
         printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
         self.library["peer"] = found["library"]
+        return found
+
+    def products(self, library: str) -> dict[str, float]:
+        """Seconds of each model's matrix products in NumPy or PyTorch, on one thread."""
+        python = self.peer_python if library == "torch" else sys.executable
+        found: dict[str, float] = json.loads(self._run([python, str(PRODUCTS), library], {}))
         return found
 
     def _run(self, command: Sequence[str], variables: dict[str, str]) -> str:

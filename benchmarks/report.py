@@ -20,7 +20,9 @@ Result = Mapping[str, Any]
 
 def markdown(result: Result) -> str:
     """Machine, ratios beside their targets, and the medians behind them."""
-    return "\n\n".join([machine(result), ratios(result["samples"]), times(result["samples"])])
+    samples = result["samples"]
+    parts = [machine(result), ratios(samples), times(samples), *products(samples)]
+    return "\n\n".join(parts)
 
 
 def machine(result: Result) -> str:
@@ -39,15 +41,17 @@ def machine(result: Result) -> str:
 
 def ratios(samples: Mapping[str, Sequence[float]]) -> str:
     """The rows that were measured, as a table."""
-    lines = ["| | target | measured | lowest to highest | repeats | |", "|---" * 6 + "|"]
+    lines = ["| | target | measured | lowest to highest | repeats | bound | |", "|---" * 7 + "|"]
     for row in ROWS:
         values = row.values(samples)
         if values:
             found = median(values)
             spread = f"{row.format(min(values))} to {row.format(max(values))}"
+            least = row.bound(samples)
+            bound = "" if least is None else row.format(least)
             lines.append(
                 f"| {row.text} | <= {row.format(row.target)} | {row.format(found)} | {spread} "
-                f"| {len(values)} | {verdict(row, found)} |"
+                f"| {len(values)} | {bound} | {verdict(row, found)} |"
             )
     return "\n".join(lines)
 
@@ -77,6 +81,25 @@ def times(samples: Mapping[str, Sequence[float]]) -> str:
     ]
     lines.append("| memory of both ranks, MLP | " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def products(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """What the matrix products alone take, as a sentence, where it was measured."""
+    texts = []
+    for model in ("mlp", "gpt"):
+        found = {
+            name: f"{median(samples[key]) * 1e3:.1f} ms in {name}"
+            for name, key in (
+                ("NumPy", f"{model} products numpy"),
+                ("PyTorch", f"{model} products torch"),
+            )
+            if key in samples
+        }
+        if found:
+            texts.append(f"{model.upper()} {', '.join(found.values())}")
+    if not texts:
+        return []
+    return [f"Matrix products of one rank's linear layers alone, one thread: {'; '.join(texts)}."]
 
 
 def replace_section(page: Path, text: str) -> None:
