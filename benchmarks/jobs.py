@@ -1,6 +1,5 @@
 """The jobs that `compare.py` runs: a training step of ours or of PyTorch, each on fresh ranks."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -15,13 +14,15 @@ from typing import Any
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
+ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
 
 STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
 """Steps that count and steps before them, per job: about two seconds."""
 
-IDLE_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
-IDLE_PEER = "import torch, torch.distributed.fsdp"
+IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
+IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
+IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
 
 
 class JobError(RuntimeError):
@@ -36,6 +37,8 @@ class Runner:
     ----------
     peer_python : str
         Interpreter that has PyTorch.
+    adapter_python : str
+        Interpreter that has both PyTorch and mpishard.
     prefix : sequence of str
         Words put before each command, as ``taskset -c 0,1``.
     peer_optimizer : str
@@ -43,15 +46,16 @@ class Runner:
     """
 
     peer_python: str
+    adapter_python: str = sys.executable
     prefix: Sequence[str] = ()
     peer_optimizer: str = "fused"
     library: dict[str, str] = field(default_factory=dict)
 
-    def ours(self, *words: str, ranks: int, **variables: str) -> Any:
-        """What ``mpishard WORDS -n RANKS --json FILE`` writes."""
+    def ours(self, *words: str, ranks: int, python: str = sys.executable, **variables: str) -> Any:
+        """What ``mpishard WORDS --json FILE`` writes, with RANKS after the word ``-n``."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
-            command = [sys.executable, "-m", "mpishard", *words, "--json", str(result)]
+            command = [python, "-m", "mpishard", *words, "--json", str(result)]
             place = command.index("-n") + 1
             self._run([*command[:place], str(ranks), *command[place:]], variables)
             return json.loads(result.read_text(encoding="utf-8"))
@@ -74,6 +78,14 @@ class Runner:
         printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
         self.library["peer"] = found["library"]
+        return found
+
+    def adapter_step(self, model: str) -> dict[str, Any]:
+        """The result of PyTorch's modules in mpishard's adapter."""
+        steps, warmup = STEPS[model]
+        words = ["run", "-n", str(ADAPTER_STEP), "--model", model]
+        words += ["--steps", str(steps), "--warmup", str(warmup)]
+        found: dict[str, Any] = self.ours(*words, ranks=2, python=self.adapter_python)
         return found
 
     def products(self, library: str) -> dict[str, float]:
@@ -118,12 +130,10 @@ def idle_memory(python: str, imports: str, processes: int) -> int:
     return total
 
 
-def has_torch(python: str) -> bool:
-    """Whether an interpreter can import PyTorch with FSDP2."""
-    if python == sys.executable and importlib.util.find_spec("torch") is None:
-        return False
+def can(python: str, imports: str) -> bool:
+    """Whether an interpreter is there and imports the libraries."""
     try:
-        probe = [python, "-c", "from torch.distributed.fsdp import fully_shard"]
-        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+        probe = subprocess.run([python, "-c", imports], capture_output=True, check=False)
     except OSError:
         return False
+    return probe.returncode == 0

@@ -12,7 +12,7 @@ the results to docs/performance.json and into docs/performance.md, and draws doc
 and docs/images/collectives.png. Ten minutes; leave the machine alone meanwhile. PyTorch is taken from
 .venv-peers where that is there:
 
-    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch numpy
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch -e '.[mpi]'
 END
 }
 
