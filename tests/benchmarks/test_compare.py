@@ -17,7 +17,7 @@ SAMPLES = {
     "mlp fsdp2": [0.2, 0.2, 0.2],
     "mlp ours 4": [0.04, 0.08],
     "mlp products numpy": [0.03],
-    "all_reduce 8 B ours": [12e-6],
+    "all_reduce 8 B ours, in place": [12e-6],
     "all_reduce 8 B MPI": [2e-6],
 }
 
@@ -27,7 +27,7 @@ def test_rows_pair_the_repeats():
     values = rows["MLP step, FSDP / PyTorch FSDP2"].values(SAMPLES)
     assert values == pytest.approx([0.1, 0.2, 0.15])
     assert rows["MLP, 4 ranks / (2 x 2-rank step)"].values(SAMPLES) == pytest.approx([1.0, 1.0])
-    assert rows["All-reduce 8 B, above MPI"].values(SAMPLES) == pytest.approx([10.0])
+    assert rows["All-reduce 8 B in place, above MPI"].values(SAMPLES) == pytest.approx([10.0])
     assert rows["GPT step, FSDP / PyTorch DDP"].values(SAMPLES) == []
 
 
