@@ -39,8 +39,9 @@ class CollectiveResult:
     collective : str
         One of `KINDS`.
     way : str
-        ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of ``allocate_shared``; ``MPI`` and ``gloo``, those
-        libraries' own; ``memcpy``, a copy of as many bytes by every rank.
+        ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
+        ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``memcpy``, a copy of as
+        many bytes by every rank.
     nbytes : int
         Of the whole array: an all-gather's result, the others' input.
     seconds : tuple of float
