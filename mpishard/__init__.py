@@ -7,6 +7,7 @@
 
 import importlib
 
+from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
 from mpishard import checkpoint, data, nn, optimizers
 from mpishard.adapters import FunctionModel
 from mpishard.communication import (

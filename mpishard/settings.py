@@ -24,7 +24,7 @@ __all__ = [
     "log_level",
     "mpi_timeout",
     "mpi_warning",
-    "openblas_kernel",
+    "openblas_kernel_is_set",
     "pmix_rank",
     "program_folders",
     "terminal_columns",
@@ -192,24 +192,9 @@ def virtual_nodes() -> int:
     return int(text)
 
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-
-
-def openblas_kernel(chosen: str | None) -> str | None:
-    """OPENBLAS_CORETYPE that NumPy should be loaded with, or None where it should be left alone.
-
-    On AVX-512 processors that it does not know by name, NumPy's OpenBLAS picks its AVX2 kernels,
-    which multiply matrices at half the speed of ``SkylakeX``. The variable is read once, when
-    NumPy is loaded.
-
-    Parameters
-    ----------
-    chosen : str or None
-        The kernels that OpenBLAS chose by itself in this process; None where it is not used.
-    """
-    if "OPENBLAS_CORETYPE" in os.environ or chosen not in ("Haswell", "Zen"):
-        return None
-    return "SkylakeX" if _cpu_flags() >= _AVX512 else None
+def openblas_kernel_is_set() -> bool:
+    """Whether the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
+    return "OPENBLAS_CORETYPE" in os.environ
 
 
 def terminal_columns() -> int | None:
@@ -219,11 +204,3 @@ def terminal_columns() -> int | None:
     """
     value = os.environ.get("MPISHARD_COLUMNS", "")
     return int(value) if value.isdecimal() else None
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())

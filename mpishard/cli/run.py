@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import threadpoolctl
 import typer
 
 from mpishard import settings
+from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
 from mpishard.errors import MPIUnavailableError
 
@@ -82,18 +82,12 @@ def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str
     # Under SLURM only the ranks know their cores: init() sets the threads there.
     if not settings.blas_threads_are_set() and not launcher.is_slurm:
         added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks_per_host))
-    kernel = settings.openblas_kernel(_chosen_kernel())
+    kernel = better_kernel(loaded_kernel())
     if kernel is not None:
         added["OPENBLAS_CORETYPE"] = kernel
     if sys.stdout.isatty():
         added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
     return added
-
-
-def _chosen_kernel() -> str | None:
-    """The kernels that NumPy's OpenBLAS has chosen here; the ranks' will choose the same."""
-    libraries = threadpoolctl.threadpool_info()
-    return next((i["architecture"] for i in libraries if i["internal_api"] == "openblas"), None)
 
 
 def _announcement(launcher: Launcher, ranks: int, added: dict[str, str]) -> str:

@@ -7,11 +7,11 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from mmap import mmap
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import ml_dtypes
@@ -35,11 +35,15 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 """The dtypes that travel. A header names one by its place here."""
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_FIXED = 8
-_HEADER = struct.Struct(f"={_FIXED + settings.MAXIMUM_DIMS}q")
+_NUMBERS = 7 + settings.MAXIMUM_DIMS
+_DESCRIPTION = struct.Struct(f"{_NUMBERS}q")
+_HEADER = struct.Struct(f"q{_DESCRIPTION.size}s")
+_FIELDS = struct.Struct(f"{1 + _NUMBERS}q")
 _PADDING = tuple((0,) * n for n in range(settings.MAXIMUM_DIMS, -1, -1))
 HEADER_BYTES = _HEADER.size
 """Number of bytes that describe a call on the wire."""
+
+_PLACES_KEPT = 1024
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -86,6 +90,7 @@ class Call:
     out_rows: int
     filename: str = ""
     line: int = 0
+    _description: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
     def describe(
@@ -133,13 +138,27 @@ class Call:
             words.append(f"root={self.root}")
         return f"{self.kind.label}({', '.join(words)})"
 
+    def again(self, sequence: int) -> Call:
+        """The same call, made another time."""
+        return Call(
+            sequence, self.kind, self.operation, self.dtype, self.shape, self.root,
+            self.counts_hash, self.out_rows, _description=self.description,
+        )  # fmt: skip
+
     def encode(self, out: bytearray | mmap, start: int = 0) -> None:
         """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
+        _HEADER.pack_into(out, start, self.sequence, self.description)
+
+    @property
+    def description(self) -> bytes:
+        """What `encode` writes after the sequence number: the same for every such call."""
+        if not self._description:
+            self._description = self._describe()
+        return self._description
+
+    def _describe(self) -> bytes:
         shape = self.shape or ()
-        _HEADER.pack_into(
-            out,
-            start,
-            self.sequence,
+        return _DESCRIPTION.pack(
             self.kind,
             -1 if self.operation is None else self.operation,
             -1 if self.dtype is None else _DTYPE_CODES[self.dtype],
@@ -155,7 +174,7 @@ class Call:
     def decode(cls, data: bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
-            _HEADER.unpack_from(data, start)
+            _FIELDS.unpack_from(data, start)
         )
         return cls(
             sequence,
@@ -248,6 +267,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self._calls: deque[Call] = deque(maxlen=settings.CALL_LOG_LENGTH)
+        self._places: dict[tuple[int, int], tuple[CodeType, str, int]] = {}
 
     def __iter__(self) -> Iterator[Call]:
         return iter(tuple(self._calls))
@@ -260,7 +280,15 @@ class CallLog:
         while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         if frame is not None:
-            call.filename, call.line = frame.f_code.co_filename, frame.f_lineno
+            # To count lines takes long; the code is kept, so that its id stays its own.
+            code = frame.f_code
+            key = id(code), frame.f_lasti
+            place = self._places.get(key)
+            if place is None:
+                if len(self._places) == _PLACES_KEPT:
+                    self._places.clear()
+                place = self._places[key] = code, code.co_filename, frame.f_lineno
+            _, call.filename, call.line = place
         self._calls.append(call)
 
     def tail(self, count: int = 3) -> str:

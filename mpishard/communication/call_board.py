@@ -27,6 +27,7 @@ _RANK_BYTES = (1 + _ROWS) * _ROW_BYTES
 # The first row of a rank is about itself.
 _COUNT, _PROCESS, _REPORTED = 0, 8, 16
 _NUMBER = struct.Struct("=q")
+_ROW = struct.Struct(f"q{HEADER_BYTES - 8}s{_SITE_BYTES}s")
 
 
 class CallBoard:
@@ -64,13 +65,12 @@ class CallBoard:
     def record(self, call: Call, group: str) -> None:
         """Write down ``call`` of this rank in the world that reports call ``group``."""
         start = self._local * _RANK_BYTES + (1 + self._number % _ROWS) * _ROW_BYTES
-        call.encode(self._map, start)
         key = (call.filename, call.line, group)
         site = self._sites.get(key)
         if site is None:
             text = (call.site if not group else f"{call.site} ({group})").encode()
             site = self._sites[key] = text[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        self._map[start + HEADER_BYTES : start + _ROW_BYTES] = site
+        _ROW.pack_into(self._map, start, call.sequence, call.description, site)
         self._number += 1
         self._write(self._local, _COUNT, self._number)
 

@@ -16,7 +16,9 @@ from mpishard import settings
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
 from mpishard.communication.lanes import Lane, Pending
+from mpishard.communication.mailbox import Letter, Mailbox
 from mpishard.communication.patience import yield_processor
+from mpishard.communication.work import Waitable
 from mpishard.errors import PeerError
 
 __all__ = ["Group"]
@@ -32,15 +34,19 @@ class Group:
     mpi : module
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
-        A communicator that belongs to this group alone. It carries headers and point to point.
+        A communicator that belongs to this group alone. It carries point to point, and headers
+        where there is no mailbox.
     name : str
         How reports call it.
+    mailbox : Mailbox, optional
+        What carries headers, where the ranks share memory.
     """
 
-    def __init__(self, mpi: Any, comm: Any, name: str) -> None:
+    def __init__(self, mpi: Any, comm: Any, name: str, mailbox: Mailbox | None = None) -> None:
         self.mpi = mpi
         self.comm = comm
         self.name = name
+        self.mailbox = mailbox
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))
@@ -53,7 +59,8 @@ class Group:
         self.broken: PeerError | None = None
         self._open_headers = 0
         self._answered_leave = False
-        self._leaving: Pending | None = None
+        self._leaving: Waitable | None = None
+        self._begun: Letter | None = None
         self._leave_call: Call | None = None
         self._leave_rows = bytearray()
         self._left = False
@@ -66,13 +73,20 @@ class Group:
 
     # ----------------------------------------------------------------------------------- headers
 
-    def post_header(self, row: bytearray) -> tuple[Pending, bytearray]:
+    def post_header(self, row: bytearray) -> tuple[Waitable, bytearray]:
         """Send this rank's header; the rows are complete when the request is."""
+        self._open_headers += 1
+        if self.mailbox is not None:
+            letter, self._begun = self._begun or self.mailbox.post(row), None
+            return letter, letter.rows
         rows = bytearray(self.world_size * ROW_BYTES)
         kind = self.mpi.BYTE
         request = self.comm.Iallgather([row, ROW_BYTES, kind], [rows, ROW_BYTES, kind])
-        self._open_headers += 1
         return Pending(request, self.in_flight, row, rows), rows
+
+    def take_up(self, letter: Letter) -> None:
+        """Let the next `post_header` find that its header was posted: as ``letter``."""
+        self._begun = letter
 
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""
@@ -135,9 +149,18 @@ class Group:
             self._noticed[rank] = int(notice[0])
         return self._noticed
 
+    def stir(self) -> None:
+        """Let MPI go on with what is under way: waiting at a mailbox does not call it."""
+        if self.in_flight:
+            self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
+
     def free(self) -> None:
         """Give the communicators back to MPI, where `all_left` and nothing is under way."""
-        if not self.all_left or self.in_flight:
+        if not self.all_left:
+            return
+        if self.mailbox is not None:
+            self.mailbox.close()
+        if self.in_flight:
             return
         for comm in (*(lane.comm for lane in self.lanes), self.comm):
             comm.Free()

@@ -7,14 +7,15 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mpishard import settings
-from mpishard.communication.arena import number_nodes
+from mpishard.communication.arena import number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.group import Group
+from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.patience import yield_processor
 from mpishard.layout import ShardLayout
 
@@ -56,6 +57,40 @@ class Job:
         self.crowded = self.cores_per_rank < 1
         self.board = CallBoard(node, ranks) if self.world_size > 1 else None
         node.Free()
+        self._post_office = self._open_post_office(comm)
+
+    # ------------------------------------------------------------------------------- mailboxes
+
+    def _open_post_office(self, comm: Any) -> PostOffice | None:
+        if len(set(self.nodes)) == self.world_size or not stores_are_ordered():
+            return None
+        node = comm.Split(self.nodes[self.rank], self.rank)
+        nbytes = PostOffice.nbytes(node.Get_size())
+        memory = share_memory(self.mpi, node, comm, nbytes, settings.arena_sources())
+        local_rank = node.Get_rank()
+        node.Free()
+        return None if memory is None else PostOffice(memory, local_rank)
+
+    def take_ring(self) -> Ring:
+        """What this rank can give to the mailbox of a new group."""
+        return NO_RING if self._post_office is None else self._post_office.take()
+
+    def put_back_ring(self, ring: Ring) -> None:
+        """Return what `take_ring` gave, where no mailbox came of it."""
+        if self._post_office is not None:
+            self._post_office.put_back(ring)
+
+    def make_mailbox(
+        self, rings: Sequence[Ring], nodes: Sequence[int], rank: int
+    ) -> Mailbox | None:
+        """The mailbox of a group whose ranks took ``rings`` and run on ``nodes``.
+
+        None, on all of them alike, where they are on several nodes or one has no ring to give.
+        """
+        if self._post_office is None or len(rings) == 1 or len(set(nodes)) > 1 or NO_RING in rings:
+            self.put_back_ring(rings[rank])
+            return None
+        return Mailbox(self._post_office, rings, rank)
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -84,6 +119,11 @@ class Job:
             if backend is not None:
                 backend.progress()
 
+    def stir(self) -> None:
+        """Let MPI go on with what is under way in any world."""
+        for group in self._groups:
+            group.stir()
+
     # ------------------------------------------------------------------------------------ ends
 
     def leave(self) -> None:
@@ -100,6 +140,7 @@ class Job:
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
+            self.stir()
             polls += 1
             if polls < 1000:
                 yield_processor()

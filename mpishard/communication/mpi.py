@@ -21,10 +21,11 @@ from mpishard.communication.group import Group
 from mpishard.communication.job import Job
 from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
+from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Incoming, Messages
-from mpishard.communication.mpi_collectives import MPICollectives
 from mpishard.communication.patience import Patience
 from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.small_collectives import SmallCollectives
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
 
@@ -32,6 +33,8 @@ __all__ = ["MPICommunicationBackend", "load_mpi"]
 
 _QUICK_POLLS = 64
 """Polls before a rank prepares for a longer wait: most short messages have come by then."""
+
+_STIR_EVERY = 8
 
 
 def load_mpi() -> ModuleType:
@@ -53,7 +56,7 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-class MPICommunicationBackend(MPICollectives):
+class MPICommunicationBackend(SmallCollectives):
     """One process as one rank of an MPI world.
 
     The world is a duplicate of the communicator given, so that its messages never meet the
@@ -116,10 +119,13 @@ class MPICommunicationBackend(MPICollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            self._group = Group(self._mpi, self._comm.Dup(), "")
+            rings = self._comm.allgather(self._job.take_ring())
+            mailbox = self._job.make_mailbox(rings, self._nodes, self._rank)
+            self._group = Group(self._mpi, self._comm.Dup(), "", mailbox)
             self._sequence = 0
             self._pending.clear()
         self._messages = Messages(self._group)
+        self._forget_plans()
         self._job.join(self._group, self)
         if self._job.board is not None:
             self.call_log = SharedCallLog(self._job.board, self._group.name)
@@ -154,6 +160,10 @@ class MPICommunicationBackend(MPICollectives):
     def _talk(self) -> Group:
         assert self._group is not None
         return self._group
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self._job is not None and self._job.crowded
 
     def _joined(self) -> tuple[Job, Group]:
         self._ready()
@@ -194,9 +204,14 @@ class MPICommunicationBackend(MPICollectives):
         patience = self._patience(
             lambda: f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
         )
+        polls = 0
         while not work.done:
             patience.pause()
             advance()
+            # A mailbox is read without MPI, which is asked here to go on with what it has begun.
+            polls += 1
+            if polls % _STIR_EVERY == 0:
+                job.stir()
         self._forget_done()
 
     def _patience(
@@ -234,14 +249,19 @@ class MPICommunicationBackend(MPICollectives):
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
         with self._turn(0) as turn:
-            wish = np.array([-1 if color is None else color, key], np.int64)
-            headers = yield from self._open(call, turn, wish)
+            ring = NO_RING if color is None else job.take_ring()
+            wish = np.array([-1 if color is None else color, key, *ring], np.int64)
+            try:
+                headers = yield from self._open(call, turn, wish)
+            except BaseException:
+                job.put_back_ring(ring)
+                raise
             # MPI_Comm_split blocks: what was issued before must not need this rank any more.
             yield Condition(lambda: self._pending[0].call is call)
-            wishes = headers.integers(2)
+            wishes = headers.integers(4)
             job.tidy()
-            colors = sorted({c for c, _ in wishes if c >= 0})
-            members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
+            colors = sorted({c for c, *_ in wishes if c >= 0})
+            members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
             comm = group.comm.Split(
                 self._mpi.UNDEFINED if color is None else colors.index(color),
                 0 if color is None else members.index((key, self._rank)),
@@ -254,7 +274,9 @@ class MPICommunicationBackend(MPICollectives):
         ranks = ", ".join(str(rank) for _, rank in members[:8])
         more = ", .." if len(members) > 8 else ""
         inside = f" of {group.name}" if group.name else ""
-        child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}")
+        rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
+        mailbox = job.make_mailbox(rings, child._nodes, child._rank)
+        child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}", mailbox)
         return child
 
     # ------------------------------------------------------------------------------------- memory

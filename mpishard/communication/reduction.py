@@ -9,6 +9,7 @@ such bit: NumPy's vector loops take either operand's.)
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
@@ -19,6 +20,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, chunk_length
 
 __all__ = [
+    "FixedReducer",
     "ReductionOperation",
     "Subtree",
     "TreeReducer",
@@ -165,12 +167,18 @@ class TreeReducer:
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
-        buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         combine = getattr(xp, _UFUNCS[operation])
         # Where ``out`` aliases an input that a later round still reads, work lands in scratch
         # and is copied out; a chunk stays in cache, so that costs little.
         is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
         direct = is_apart and out.dtype == dtype
+        is_one_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
+        if is_one_step and direct and not narrow:
+            left, right = (subtrees[key] for key in sorted(subtrees))
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                combine(left, right, out=out)
+            return
+        buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, length, step):
                 stop = min(start + step, length)
@@ -225,3 +233,55 @@ def _tree(
     right = _tree(leaves, middle, level - 1, count, scratch[level - 1], scratch, combine)
     combine(left, right, out=target)
     return target
+
+
+class FixedReducer:
+    """The same tree over arrays that stay where they are: laid out once, run often.
+
+    Parameters
+    ----------
+    contributions : sequence of Array
+        Host arrays of one shape and dtype, two or more, in rank order.
+    operation : ReductionOperation
+        How to combine.
+    """
+
+    def __init__(self, contributions: Sequence[Array], operation: ReductionOperation) -> None:
+        count, shape = len(contributions), contributions[0].shape
+        dtype = accumulation_dtype(contributions[0].dtype)
+        self._wide: list[tuple[Array, Array]] = []
+        if dtype != contributions[0].dtype:
+            self._wide = [(np.empty(shape, dtype), array) for array in contributions]
+            contributions = [wide for wide, _ in self._wide]
+        self._combine = getattr(np, _UFUNCS[operation])
+        self._count = count if operation is ReductionOperation.AVERAGE else 0
+        self._steps: list[tuple[Array, Array, Array]] = []
+        depth = (count - 1).bit_length()
+        self._sum, *scratch = [np.empty(shape, dtype) for _ in range(1 + depth)]
+        leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
+        _tree(leaves, 0, depth, count, self._sum, scratch, self._note)
+        self._last = self._steps.pop()
+        # To enter a context is quicker than np.errstate.
+        self._context = contextvars.Context()
+        self._context.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
+
+    def _note(self, left: Array, right: Array, *, out: Array) -> None:
+        self._steps.append((left, right, out))
+
+    def reduce(self, out: Array) -> None:
+        """Combine what the contributions hold now into ``out``, which is none of them."""
+        self._context.run(self._reduce, out)
+
+    def _reduce(self, out: Array) -> None:
+        for wide, array in self._wide:
+            wide[...] = array
+        for left, right, target in self._steps:
+            self._combine(left, right, out=target)
+        left, right, target = self._last
+        if self._wide or self._count:
+            self._combine(left, right, out=target)
+            if self._count:
+                np.divide(target, self._count, out=target)
+            out[...] = target
+        else:
+            self._combine(left, right, out=out)

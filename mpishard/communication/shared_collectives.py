@@ -31,7 +31,7 @@ from mpishard.communication.reduction import (
     accumulation_dtype,
 )
 from mpishard.communication.sharing import Nodes, Places
-from mpishard.communication.work import Steps
+from mpishard.communication.work import Steps, Waitable
 from mpishard.layout import ShardLayout
 
 __all__ = ["SCRATCH_BYTES", "SharedCollectives"]
@@ -46,6 +46,10 @@ class SharedCollectives(CommunicationBackend):
     def __init__(self) -> None:
         super().__init__()
         self._pool = ScratchPool()
+
+    @abstractmethod
+    def _begin_fence(self, turn: Turn) -> Waitable:
+        """What is true when all ranks have begun this fence, in the order of their turns."""
 
     @abstractmethod
     def _keep(self, request: Any, *keep: object) -> Pending:
@@ -133,10 +137,10 @@ class SharedCollectives(CommunicationBackend):
         """Wait until every rank has come here; what it wrote before is then seen."""
         yield turn
         synchronize_windows()
-        request = turn.comm.Ibarrier()
+        fence = self._begin_fence(turn)
         if is_last:
             turn.release()
-        yield self._keep(request)
+        yield fence
         synchronize_windows()
 
     def _combine_shared(

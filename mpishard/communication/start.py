@@ -10,6 +10,7 @@ from typing import Literal
 import threadpoolctl
 
 from mpishard import settings
+from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.launcher import launcher_name, not_launched_error
 from mpishard.communication.memory import InMemoryCommunicationBackend
@@ -78,6 +79,8 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     made.initialize()
     if isinstance(made, MPICommunicationBackend):
         _limit_blas_threads(made)
+    if made.rank == 0:
+        _warn_of_slow_kernels()
     return made
 
 
@@ -115,6 +118,18 @@ def refuse_worlds_of_one() -> None:
             f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
             "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"
         )
+
+
+def _warn_of_slow_kernels() -> None:
+    loaded = loaded_kernel()
+    better = better_kernel(loaded)
+    if better is not None:
+        _logger.warning(
+            "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
+            "processor: import mpishard before numpy, start with mpishard run, or set "
+            "OPENBLAS_CORETYPE=%s",
+            loaded, better, better,
+        )  # fmt: skip
 
 
 def _limit_blas_threads(backend: MPICommunicationBackend) -> None:

@@ -183,26 +183,6 @@ def test_version_and_help():
     assert "SCRIPT [ARGS]..." in listed.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "chosen", "kernel"),
-    [
-        ("fpu avx2 avx512f avx512bw avx512dq avx512vl avx512_vnni", "Haswell", "SkylakeX"),
-        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", "Zen", "SkylakeX"),
-        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", "SapphireRapids", None),
-        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", None, None),
-        ("fpu avx2 avx512f avx512cd", "Haswell", None),
-        ("fpu avx2", "Haswell", None),
-        ("", "Haswell", None),
-    ],
-)
-def test_openblas_kernel(monkeypatch, flags, chosen, kernel):
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(settings, "_cpu_flags", lambda: set(flags.split()))
-    assert settings.openblas_kernel(chosen) == kernel
-    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    assert settings.openblas_kernel(chosen) is None
-
-
 def test_terminal_columns(monkeypatch):
     monkeypatch.setenv("MPISHARD_COLUMNS", "132")
     assert settings.terminal_columns() == 132

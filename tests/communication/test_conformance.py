@@ -84,7 +84,7 @@ def test_scratch_that_is_kept_is_told(backend):
     if isinstance(group, MPICommunicationBackend):
         pieces = 8 * others * (100_000 // group.world_size)
     chunks = group._reducer.scratch_bytes
-    assert (0 < chunks < 2**22) or (others == 0 and chunks == 0)
+    assert (0 < chunks < 2**22) or (others < 2 and chunks == 0), "two are combined in one pass"
     assert pieces + chunks <= group.scratch_bytes <= pieces + chunks + 8 * others
     assert backend.scratch_bytes == before, "a group counts its own"
 

@@ -86,6 +86,17 @@ def leaves_a_group():
         group.all_reduce(LONG)
 
 
+def leaves_with_headers_open():
+    """Rank 1 issues more than its ring holds, waits for none, and leaves; the others wait."""
+    backend = mpishard.init()
+    works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
+    if backend.rank == 1:
+        return
+    for number, work in enumerate(works):
+        assert work.wait()[0] == number * backend.world_size
+    backend.all_reduce(np.array([1]))
+
+
 def leaves_without_header_checks():
     backend = mpishard.init()
     backend.check_collectives = False

@@ -84,6 +84,7 @@ def job(scenario, ranks=2, *, interrupt_when=None, first_on_path=(), shell="", *
         ("leaves_by_shutdown", ["rank 1 left after collective 1"]),
         ("leaves_a_receiver", ["rank 1 left after collective 1", "tag 0"]),
         ("leaves_a_group", ["rank 1 left after collective 0"]),
+        ("leaves_with_headers_open", ["rank 1 left after collective 100"]),
         ("leaves_without_header_checks", ["rank 1 left after collective 1"]),
         (
             "mismatched_calls",
