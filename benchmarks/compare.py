@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import ROWS
 
-from mpishard.cli.bench_report import bytes_text, describe_machine
+from mpishard.cli.bench_report import bytes_text
 
 Samples = dict[str, list[float]]
 
@@ -127,6 +127,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--adapter-python", metavar="PYTHON", help="default: --peer-python")
     parser.add_argument(
         "--peer-optimizer", choices=["fused", "foreach", "default"], default="fused"
     )
@@ -178,7 +179,7 @@ def main(arguments: argparse.Namespace) -> None:
         "products": lambda samples: compare_products(runner, peers, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
-    result: dict[str, Any] = {"machine": describe_machine()}
+    result: dict[str, Any] = {}
     samples = defaultdict(list)
     if arguments.json and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
@@ -193,8 +194,12 @@ def main(arguments: argparse.Namespace) -> None:
             # A group that ends early leaves nothing: the sides' samples stay in pairs.
             for name, values in fresh.items():
                 samples[name].extend(values)
-            result |= {"libraries": runner.library, "peer_optimizer": arguments.peer_optimizer}
-            result |= {"samples": samples}
+            result = {
+                "machine": runner.machine,
+                "peer": runner.peer,
+                "peer_optimizer": arguments.peer_optimizer,
+                "samples": samples,
+            }
             if arguments.json:
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

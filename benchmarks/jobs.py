@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpishard.cli.bench_report import describe_machine
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
@@ -43,13 +44,18 @@ class Runner:
         Words put before each command, as ``taskset -c 0,1``.
     peer_optimizer : str
         Which of PyTorch's implementations of AdamW.
+    machine : dict
+        The machine as the ranks of the last job saw it.
+    peer : str
+        Name and version of the peer, once a job of it has run.
     """
 
     peer_python: str
     adapter_python: str = sys.executable
     prefix: Sequence[str] = ()
     peer_optimizer: str = "fused"
-    library: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=describe_machine)
+    peer: str = ""
 
     def ours(self, *words: str, ranks: int, python: str = sys.executable, **variables: str) -> Any:
         """What ``mpishard WORDS --json FILE`` writes, with RANKS after the word ``-n``."""
@@ -66,7 +72,7 @@ class Runner:
         words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
         words += ["--steps", str(steps), "--warmup", str(warmup)]
         found = self.ours(*words, *options, ranks=ranks)
-        self.library["ours"] = f"mpishard {found['machine']['mpishard']}"
+        self.machine = found["machine"]
         rows: list[dict[str, Any]] = found["steps"]
         return rows
 
@@ -77,7 +83,7 @@ class Runner:
         command += ["--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup)]
         printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-        self.library["peer"] = found["library"]
+        self.peer = found["library"]
         return found
 
     def adapter_step(self, model: str) -> dict[str, Any]:
@@ -90,8 +96,12 @@ class Runner:
 
     def products(self, library: str) -> dict[str, float]:
         """Seconds of each model's matrix products in NumPy or PyTorch, on one thread."""
-        python = self.peer_python if library == "torch" else sys.executable
-        found: dict[str, float] = json.loads(self._run([python, str(PRODUCTS), library], {}))
+        # Under the launcher NumPy has the BLAS kernels that the ranks have.
+        words = [self.peer_python]
+        if library == "numpy":
+            words = [sys.executable, "-m", "mpishard", "run", "-n", "1"]
+        printed = self._run([*words, str(PRODUCTS), library], {})
+        found: dict[str, float] = json.loads(printed.splitlines()[-1])
         return found
 
     def _run(self, command: Sequence[str], variables: dict[str, str]) -> str:

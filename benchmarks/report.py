@@ -30,9 +30,8 @@ def machine(result: Result) -> str:
     found = result["machine"]
     gigabytes = (found["memory_bytes"] or 0) / 2**30
     versions = [f"{name} {found[name]}" for name in ("mpishard", "numpy", "mpi4py")]
-    peer = result["libraries"].get("peer")
-    if peer is not None:
-        versions.append(f"{peer} with AdamW({result['peer_optimizer']})")
+    if result["peer"]:
+        versions.append(f"{result['peer']} with AdamW({result['peer_optimizer']})")
     return (
         f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
         f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}."

@@ -43,7 +43,7 @@ RESULT = {
         "mpi4py": "4",
         "blas": ["openblas 0.3"],
     },
-    "libraries": {"peer": "PyTorch 2"},
+    "peer": "PyTorch 2",
     "peer_optimizer": "fused",
     "samples": SAMPLES,
 }
