@@ -5,8 +5,8 @@
     python benchmarks/compare.py --report results.json --page docs/performance.md
 
 Every repeat starts fresh jobs of both sides. A ratio is taken within each repeat; the table has
-the median of the ratios and their range. PYTHON is an interpreter with PyTorch 2.6 or newer;
-without one the rows that need it are left out.
+the median of the ratios and their range. PYTHON is an interpreter with PyTorch 2.6 or newer, for
+the rows on the adapter one that has mpishard too; without one its rows are left out.
 """
 
 import argparse
@@ -17,19 +17,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from jobs import IDLE_OURS, IDLE_PEER, Runner, has_torch, idle_memory
+from jobs import IMPORTS_ADAPTER, IMPORTS_OURS, IMPORTS_PEER, Runner, can, idle_memory
 from report import markdown, replace_section
 from rich.console import Console
 from rich.table import Table
 from rows import ROWS
 
-from mpishard.cli.bench_report import bytes_text, describe_machine
+from mpishard.cli.bench_report import bytes_text
 
 Samples = dict[str, list[float]]
 
 
-def compare_steps(runner: Runner, model: str, peers: bool, samples: Samples) -> None:
+def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, samples: Samples) -> None:
     """One repeat of the step's jobs."""
     batch = {"mlp": 64, "gpt": 8}[model]
 
@@ -42,6 +43,9 @@ def compare_steps(runner: Runner, model: str, peers: bool, samples: Samples) -> 
         samples[f"{model} {name}"].append(median(row["seconds"]))
 
     ours(2)
+    if adapter:
+        row = runner.adapter_step(model)
+        samples[f"{model} adapter"].append(median(row["seconds"]))
     if peers:
         peer("fsdp2", "fsdp2", ranks=2)
         peer("ddp", "ddp", ranks=2)
@@ -58,6 +62,13 @@ def compare_checks(runner: Runner, samples: Samples) -> None:
         on, off = runner.our_step(model, "--checks", "both", ranks=2)
         samples[f"{model} checked"].append(median(on["seconds"]))
         samples[f"{model} unchecked"].append(median(off["seconds"]))
+
+
+def compare_products(runner: Runner, peers: bool, samples: Samples) -> None:
+    """The matrix products alone, in both libraries."""
+    for library in ("numpy", "torch") if peers else ("numpy",):
+        for model, seconds in runner.products(library).items():
+            samples[f"{model} products {library}"].append(seconds)
 
 
 def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
@@ -85,11 +96,11 @@ def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
 def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
     """Resident memory of two ranks, at its greatest in the MLP's steps, above idle imports."""
     (row,) = runner.our_step("mlp", "--memory", ranks=2)
-    idle = idle_memory(sys.executable, IDLE_OURS, 2)
+    idle = idle_memory(sys.executable, IMPORTS_OURS, 2)
     samples["mlp memory ours"].append(row["peak_bytes"] - idle)
     if peers:
         peer = runner.peer_step("mlp", "fsdp2", "--memory", ranks=2)
-        idle = idle_memory(runner.peer_python, IDLE_PEER, 2)
+        idle = idle_memory(runner.peer_python, IMPORTS_PEER, 2)
         samples["mlp memory fsdp2"].append(peer["peak_bytes"] - idle)
 
 
@@ -109,19 +120,14 @@ def show(samples: Samples) -> None:
     Console(width=max(100, Console().width), highlight=False).print(table)
 
 
-def read(path: Path) -> Samples:
-    """The samples of a file that was written before."""
-    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
-    return defaultdict(list, found)
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "collectives", "memory", "checks"]
+    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--adapter-python", metavar="PYTHON", help="default: --peer-python")
     parser.add_argument(
         "--peer-optimizer", choices=["fused", "foreach", "default"], default="fused"
     )
@@ -145,41 +151,59 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.page:
             replace_section(arguments.page, markdown(result))
         return
-    runner = Runner(arguments.peer_python, shlex.split(arguments.prefix), arguments.peer_optimizer)
-    peers = has_torch(arguments.peer_python)
+    runner = Runner(
+        arguments.peer_python,
+        arguments.adapter_python or arguments.peer_python,
+        shlex.split(arguments.prefix),
+        arguments.peer_optimizer,
+    )
+    peers = can(runner.peer_python, IMPORTS_PEER)
+    adapter = can(runner.adapter_python, IMPORTS_ADAPTER)
     if not peers:
         print(
-            f"{arguments.peer_python} has no PyTorch with FSDP2: its rows are left out. Make an "
+            f"{runner.peer_python} has no PyTorch with FSDP2: its rows are left out. Make an "
             "environment with `pip install torch` and give its interpreter as --peer-python",
             file=sys.stderr,
         )
+    elif not adapter:
+        print(
+            f"{runner.adapter_python} has not both PyTorch and mpishard: the adapter's rows are "
+            "left out. Give an interpreter that has as --adapter-python",
+            file=sys.stderr,
+        )
     measure: dict[str, Callable[[Samples], None]] = {
-        "mlp": lambda samples: compare_steps(runner, "mlp", peers, samples),
-        "gpt": lambda samples: compare_steps(runner, "gpt", peers, samples),
+        "mlp": lambda samples: compare_steps(runner, "mlp", peers, adapter, samples),
+        "gpt": lambda samples: compare_steps(runner, "gpt", peers, adapter, samples),
         "checks": lambda samples: compare_checks(runner, samples),
         "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
+        "products": lambda samples: compare_products(runner, peers, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
-    fresh: Samples = defaultdict(list)
+    result: dict[str, Any] = {}
+    samples = defaultdict(list)
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text(encoding="utf-8"))
+        samples.update(before["samples"])
     for repeat in range(arguments.repeats):
         for group in arguments.only:
             if group == "collectives" and repeat > 0:
                 continue  # its repeats are inside the job
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
+            fresh: Samples = defaultdict(list)
             measure[group](fresh)
-    show(fresh)
-    result = {
-        "machine": describe_machine(),
-        "libraries": runner.library,
-        "peer_optimizer": arguments.peer_optimizer,
-        "repeats": arguments.repeats,
-        "samples": fresh,
-    }
-    if arguments.json:
-        if arguments.json.exists():
-            result["samples"] = read(arguments.json) | fresh
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            # A group that ends early leaves nothing: the sides' samples stay in pairs.
+            for name, values in fresh.items():
+                samples[name].extend(values)
+            result = {
+                "machine": runner.machine,
+                "peer": runner.peer,
+                "peer_optimizer": arguments.peer_optimizer,
+                "samples": samples,
+            }
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(samples)
     if arguments.page:
         replace_section(arguments.page, markdown(result))
 

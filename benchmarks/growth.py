@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=Path("docs/images"), metavar="FOLDER")
     parser.add_argument("--prefix", default="", help="put before every job, as 'taskset -c 0,1'")
     arguments = parser.parse_args()
-    runner = Runner(sys.executable, shlex.split(arguments.prefix))
+    runner = Runner(sys.executable, prefix=shlex.split(arguments.prefix))
     for study in arguments.study:
         print(draw(study, runner, arguments.images))
 

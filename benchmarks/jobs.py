@@ -1,6 +1,5 @@
 """The jobs that `compare.py` runs: a training step of ours or of PyTorch, each on fresh ranks."""
 
-import importlib.util
 import json
 import os
 import shlex
@@ -12,15 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpishard.cli.bench_report import describe_machine
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
+ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
+PRODUCTS = Path(__file__).with_name("products.py")
 
 STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
 """Steps that count and steps before them, per job: about two seconds."""
 
-IDLE_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
-IDLE_PEER = "import torch, torch.distributed.fsdp"
+IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
+IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
+IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
 
 
 class JobError(RuntimeError):
@@ -35,22 +38,30 @@ class Runner:
     ----------
     peer_python : str
         Interpreter that has PyTorch.
+    adapter_python : str
+        Interpreter that has both PyTorch and mpishard.
     prefix : sequence of str
         Words put before each command, as ``taskset -c 0,1``.
     peer_optimizer : str
         Which of PyTorch's implementations of AdamW.
+    machine : dict
+        The machine as the ranks of the last job saw it.
+    peer : str
+        Name and version of the peer, once a job of it has run.
     """
 
     peer_python: str
+    adapter_python: str = sys.executable
     prefix: Sequence[str] = ()
     peer_optimizer: str = "fused"
-    library: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=describe_machine)
+    peer: str = ""
 
-    def ours(self, *words: str, ranks: int, **variables: str) -> Any:
-        """What ``mpishard WORDS -n RANKS --json FILE`` writes."""
+    def ours(self, *words: str, ranks: int, python: str = sys.executable, **variables: str) -> Any:
+        """What ``mpishard WORDS --json FILE`` writes, with RANKS after the word ``-n``."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
-            command = [sys.executable, "-m", "mpishard", *words, "--json", str(result)]
+            command = [python, "-m", "mpishard", *words, "--json", str(result)]
             place = command.index("-n") + 1
             self._run([*command[:place], str(ranks), *command[place:]], variables)
             return json.loads(result.read_text(encoding="utf-8"))
@@ -61,7 +72,7 @@ class Runner:
         words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
         words += ["--steps", str(steps), "--warmup", str(warmup)]
         found = self.ours(*words, *options, ranks=ranks)
-        self.library["ours"] = f"mpishard {found['machine']['mpishard']}"
+        self.machine = found["machine"]
         rows: list[dict[str, Any]] = found["steps"]
         return rows
 
@@ -72,7 +83,25 @@ class Runner:
         command += ["--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup)]
         printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-        self.library["peer"] = found["library"]
+        self.peer = found["library"]
+        return found
+
+    def adapter_step(self, model: str) -> dict[str, Any]:
+        """The result of PyTorch's modules in mpishard's adapter."""
+        steps, warmup = STEPS[model]
+        words = ["run", "-n", str(ADAPTER_STEP), "--model", model]
+        words += ["--steps", str(steps), "--warmup", str(warmup)]
+        found: dict[str, Any] = self.ours(*words, ranks=2, python=self.adapter_python)
+        return found
+
+    def products(self, library: str) -> dict[str, float]:
+        """Seconds of each model's matrix products in NumPy or PyTorch, on one thread."""
+        # Under the launcher NumPy has the BLAS kernels that the ranks have.
+        words = [self.peer_python]
+        if library == "numpy":
+            words = [sys.executable, "-m", "mpishard", "run", "-n", "1"]
+        printed = self._run([*words, str(PRODUCTS), library], {})
+        found: dict[str, float] = json.loads(printed.splitlines()[-1])
         return found
 
     def _run(self, command: Sequence[str], variables: dict[str, str]) -> str:
@@ -111,12 +140,10 @@ def idle_memory(python: str, imports: str, processes: int) -> int:
     return total
 
 
-def has_torch(python: str) -> bool:
-    """Whether an interpreter can import PyTorch with FSDP2."""
-    if python == sys.executable and importlib.util.find_spec("torch") is None:
-        return False
+def can(python: str, imports: str) -> bool:
+    """Whether an interpreter is there and imports the libraries."""
     try:
-        probe = [python, "-c", "from torch.distributed.fsdp import fully_shard"]
-        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+        probe = subprocess.run([python, "-c", imports], capture_output=True, check=False)
     except OSError:
         return False
+    return probe.returncode == 0

@@ -20,7 +20,9 @@ Result = Mapping[str, Any]
 
 def markdown(result: Result) -> str:
     """Machine, ratios beside their targets, and the medians behind them."""
-    return "\n\n".join([machine(result), ratios(result["samples"]), times(result["samples"])])
+    samples = result["samples"]
+    parts = [machine(result), ratios(samples), times(samples), *products(samples)]
+    return "\n\n".join(parts)
 
 
 def machine(result: Result) -> str:
@@ -28,27 +30,27 @@ def machine(result: Result) -> str:
     found = result["machine"]
     gigabytes = (found["memory_bytes"] or 0) / 2**30
     versions = [f"{name} {found[name]}" for name in ("mpishard", "numpy", "mpi4py")]
-    peer = result["libraries"].get("peer")
-    if peer is not None:
-        versions.append(f"{peer} with AdamW({result['peer_optimizer']})")
+    if result["peer"]:
+        versions.append(f"{result['peer']} with AdamW({result['peer_optimizer']})")
     return (
         f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
-        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}. "
-        f"{result['repeats']} repeats."
+        f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}."
     )
 
 
 def ratios(samples: Mapping[str, Sequence[float]]) -> str:
     """The rows that were measured, as a table."""
-    lines = ["| | target | measured | lowest to highest | |", "|---|---|---|---|---|"]
+    lines = ["| | target | measured | lowest to highest | repeats | bound | |", "|---" * 7 + "|"]
     for row in ROWS:
         values = row.values(samples)
         if values:
             found = median(values)
             spread = f"{row.format(min(values))} to {row.format(max(values))}"
+            least = row.bound(samples)
+            bound = "" if least is None else row.format(least)
             lines.append(
                 f"| {row.text} | <= {row.format(row.target)} | {row.format(found)} | {spread} "
-                f"| {verdict(row, found)} |"
+                f"| {len(values)} | {bound} | {verdict(row, found)} |"
             )
     return "\n".join(lines)
 
@@ -78,6 +80,25 @@ def times(samples: Mapping[str, Sequence[float]]) -> str:
     ]
     lines.append("| memory of both ranks, MLP | " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def products(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """What the matrix products alone take, as a sentence, where it was measured."""
+    texts = []
+    for model in ("mlp", "gpt"):
+        found = {
+            name: f"{median(samples[key]) * 1e3:.1f} ms in {name}"
+            for name, key in (
+                ("NumPy", f"{model} products numpy"),
+                ("PyTorch", f"{model} products torch"),
+            )
+            if key in samples
+        }
+        if found:
+            texts.append(f"{model.upper()} {', '.join(found.values())}")
+    if not texts:
+        return []
+    return [f"Matrix products of one rank's linear layers alone, one thread: {'; '.join(texts)}."]
 
 
 def replace_section(page: Path, text: str) -> None:

@@ -12,7 +12,7 @@ the results to docs/performance.json and into docs/performance.md, and draws doc
 and docs/images/collectives.png. Ten minutes; leave the machine alone meanwhile. PyTorch is taken from
 .venv-peers where that is there:
 
-    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch numpy
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch -e '.[mpi]'
 END
 }
 
@@ -24,6 +24,7 @@ done
 
 prepare_environment mpi plot
 cd -- "$root"
+rm -f docs/performance.json # compare.py adds to what is there
 options=(--json docs/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"

@@ -39,8 +39,9 @@ class CollectiveResult:
     collective : str
         One of `KINDS`.
     way : str
-        ``ours``; ``ours, shared`` on arrays of ``allocate_shared``; ``MPI`` and ``gloo``, those
-        libraries' own; ``memcpy``, a copy of as many bytes by every rank.
+        ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
+        ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``memcpy``, a copy of as
+        many bytes by every rank.
     nbytes : int
         Of the whole array: an all-gather's result, the others' input.
     seconds : tuple of float
@@ -142,7 +143,11 @@ class _Ways:
     def _all_reduce(self) -> dict[str, Way]:
         backend, array = self.backend, self._input(self.length)
         out, mpi_out, copy = (np.empty_like(array) for _ in range(3))
-        ways: dict[str, Way] = {"ours": lambda: backend.all_reduce(array, out=out)}
+        zeros = np.zeros_like(array)  # which stay zeros, however often they are added up
+        ways: dict[str, Way] = {
+            "ours": lambda: backend.all_reduce(array, out=out),
+            "ours, in place": lambda: backend.all_reduce(zeros),
+        }
         results = {"ours": out}
         mine = self._own_part_of_shared()
         shared = backend.allocate_shared(self.length, self.dtype)

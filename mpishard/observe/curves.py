@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class Panel:
     title, x_label, y_label : str
         What it shows.
     curves : sequence of Curve
-        In the order of their colours.
+        In the order of the legend.
     logarithmic : {"xy", "x", ""}
         Which axes are; others begin at 0.
     boundary : (float, str), optional
@@ -67,7 +68,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
     path : path
         The file; missing parents are made.
     panels : sequence of Panel
-        From left to right.
+        From left to right. Curves of one label have one colour in all of them.
 
     Raises
     ------
@@ -76,20 +77,21 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
     """
     width = 4.8 if len(panels) < 3 else 3.7
     figure = new_figure("plot_panels", width=width * len(panels), height=4.0)
+    labels = dict.fromkeys(c.label for panel in panels for c in panel.curves if not c.modelled)
+    colours = dict(zip(labels, itertools.cycle(PALETTE), strict=False))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, panel)
+        _draw(axes, panel, colours)
     save(figure, path)
 
 
-def _draw(axes: Any, panel: Panel) -> None:
-    colour = -1
+def _draw(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    paint = PALETTE[0]
     for curve in panel.curves:
         if curve.modelled:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
-            colour += 1
+            paint = colours[curve.label]
             style = {"marker": "o", "markersize": 4, "linewidth": 1.6}
-        paint = PALETTE[max(colour, 0) % len(PALETTE)]
         axes.plot(curve.x, curve.y, label=curve.label, color=paint, **style)
         if curve.spread:
             low, high = zip(*curve.spread, strict=True)

@@ -1,0 +1,47 @@
+"""Time of a training step of the peers' PyTorch modules, sharded by mpishard's adapter.
+
+    mpishard run -n 2 benchmarks/adapter_step.py --model gpt --json FILE
+
+Needs an environment with both PyTorch and mpishard.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import mpishard as ms
+from mpishard.adapters import TorchModel
+from mpishard.cli.bench_report import write_json
+from mpishard.observe import time_chain
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+
+
+def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
+    """Measure on every rank; rank 0 writes."""
+    import models
+
+    generator = np.random.default_rng(backend.rank)
+    if arguments.model == "gpt":
+        module = models.GPT(256, 8, 4)
+        tokens = generator.integers(0, models.VOCABULARY, (8, models.CONTEXT + 1))
+        x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    else:
+        module = models.mlp(1024, 8)
+        x = y = generator.standard_normal((64, 1024), dtype=np.float32)
+    model = ms.as_distributed(TorchModel(module, models.loss_of), backend, "fsdp")
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3, weight_decay=0.01), backend, "fsdp")
+    timing = time_chain(lambda: optimizer.step(model, x, y), arguments.steps, arguments.warmup)
+    if backend.rank == 0:
+        write_json(arguments.json, {"seconds": timing.seconds})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--json", type=Path, required=True)
+    ms.launch(main, parser.parse_args())
