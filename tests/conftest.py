@@ -230,10 +230,9 @@ def backend(request):
 
 
 _PATHS = {
-    "arena": {},
-    "messages": {"MPISHARD_ARENA": "off"},
-    "two nodes": {"MPISHARD_VIRTUAL_NODES": "2"},
-    "two nodes, messages": {"MPISHARD_VIRTUAL_NODES": "2", "MPISHARD_ARENA": "off"},
+    "arena": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "1"},
+    "messages": {"MPISHARD_ARENA": "off", "MPISHARD_VIRTUAL_NODES": "1"},
+    "two nodes": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "2"},
 }
 
 
