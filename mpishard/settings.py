@@ -27,6 +27,7 @@ __all__ = [
     "openblas_kernel_is_set",
     "pmix_rank",
     "program_folders",
+    "progress_thread",
     "terminal_columns",
     "virtual_nodes",
 ]
@@ -131,6 +132,7 @@ def check() -> None:
     """
     arena_sources()
     log_level()
+    progress_thread()
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
@@ -178,6 +180,18 @@ def arena_sources() -> tuple[str, ...]:
             f"MPISHARD_ARENA must be auto, off, {' or '.join(_ARENA_SOURCES)}; got {text!r}"
         )
     return (text,)
+
+
+def progress_thread() -> bool | None:
+    """MPISHARD_PROGRESS: whether a thread lets MPI go on during computation.
+
+    ``on``, ``off``, or ``auto``, the default, which is None: where messages are sent at all and
+    the rank has two cores or more.
+    """
+    text = os.environ.get("MPISHARD_PROGRESS", "auto").lower()
+    if text not in ("auto", "on", "off"):
+        raise ValueError(f"MPISHARD_PROGRESS must be auto, on or off; got {text!r}")
+    return None if text == "auto" else text == "on"
 
 
 def virtual_nodes() -> int:

@@ -17,6 +17,7 @@ from mpishard.communication.call_board import CallBoard
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.patience import yield_processor
+from mpishard.communication.progress import ProgressThread
 from mpishard.layout import ShardLayout
 
 __all__ = ["Job"]
@@ -25,6 +26,7 @@ _NOTICE_SECONDS = 0.2
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
 _DOZE_SECONDS = 1e-3
+_CORES_FOR_PROGRESS = 2
 
 
 class Job:
@@ -44,6 +46,8 @@ class Job:
         self.world_size: int = comm.Get_size()
         self._counted_heads = 0.0
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
+        self.is_waiting = False
+        """Whether this rank is polling for a collective."""
 
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
@@ -58,6 +62,23 @@ class Job:
         self.board = CallBoard(node, ranks) if self.world_size > 1 else None
         node.Free()
         self._post_office = self._open_post_office(comm)
+        self.progress_thread = self._start_progress(comm)
+        """What moves data while this rank computes, where that is worth a thread."""
+
+    def _start_progress(self, comm: Any) -> ProgressThread | None:
+        wanted = settings.progress_thread()
+        if wanted is None:
+            sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
+            wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
+        wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
+        if not comm.allreduce(wanted, op=self.mpi.MAX):
+            return None
+        own = comm.Dup()
+        return ProgressThread(self.mpi, own, self._is_anything_in_flight) if wanted else None
+
+    def _is_anything_in_flight(self) -> bool:
+        # A rank that waits calls MPI itself, and two threads would stand in each other's way.
+        return not self.is_waiting and any(group.in_flight for group in tuple(self._groups))
 
     # ------------------------------------------------------------------------------- mailboxes
 
@@ -149,6 +170,8 @@ class Job:
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+        if self.progress_thread is not None:
+            self.progress_thread.stop()
         for group in groups:
             group.free()
         self._groups.clear()

@@ -7,7 +7,8 @@ slot is written again when every other rank has written that it has read it. Num
 ever grow, from one group to the next, so that nothing that is left of a former group can be taken
 for news.
 
-It needs that stores are seen in the order in which they are made: x86-64.
+It needs that stores are seen in the order in which they are made: x86-64. Where ranks are on
+several nodes, share no memory, or have no ring left, headers are messages.
 """
 
 from __future__ import annotations

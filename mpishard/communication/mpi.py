@@ -165,6 +165,11 @@ class MPICommunicationBackend(SmallCollectives):
     def _is_crowded(self) -> bool:
         return self._job is not None and self._job.crowded
 
+    def _begun(self) -> None:
+        thread = self._joined()[0].progress_thread
+        if thread is not None:
+            thread.wake()
+
     def _joined(self) -> tuple[Job, Group]:
         self._ready()
         assert self._job is not None
@@ -192,8 +197,17 @@ class MPICommunicationBackend(SmallCollectives):
     # ---------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        call = work.call
         job, _ = self._joined()
+        job.is_waiting = True
+        try:
+            self._poll(work, job)
+        finally:
+            job.is_waiting = False
+            if job.progress_thread is not None:
+                job.progress_thread.wake()
+
+    def _poll(self, work: Work, job: Job) -> None:
+        call = work.call
         # Nothing is issued while this rank waits: what is alone now stays so.
         advance = work.advance if job.count_pending() == 1 else job.progress
         for _ in range(1 if job.crowded else _QUICK_POLLS):

@@ -1,8 +1,10 @@
 """The collectives over MPI, as generators that post and yield.
 
 Each begins with one small all-gather, in which every rank says what it calls; arrays of up to
-`INLINE_BYTES` travel in it. Larger data follow as bytes, so that any dtype does, and are combined
-by `TreeReducer`: no reduction of the library is used, whose order nobody knows.
+`INLINE_BYTES` travel in it. On one node it goes through memory that the ranks share
+(`mpishard.communication.mailbox`), elsewhere as a message. Larger data follow as bytes, so that
+any dtype does, and are combined by `TreeReducer`: no reduction of the library is used, whose order
+nobody knows.
 
 =================  ==============================  =====================
 collective         first phase                     second phase
@@ -81,6 +83,7 @@ class MPICollectives(SharedCollectives):
             headers = Headers(row, call, 0)
         else:
             posted, rows = group.post_header(row)
+            self._begun()
             yield posted
             headers = group.read_headers(rows, call)
         if not headers.identical or call.out_rows >= 0:
@@ -137,7 +140,13 @@ class MPICollectives(SharedCollectives):
         return self._keep(turn.comm.Ibarrier()) if mailbox is None else mailbox.fence()
 
     def _keep(self, request: Any, *keep: object) -> Pending:
-        return Pending(request, self._talk.in_flight, *keep)
+        pending = Pending(request, self._talk.in_flight, *keep)
+        self._begun()
+        return pending
+
+    @abstractmethod
+    def _begun(self) -> None:
+        """Hear that a request was begun that moves data."""
 
     def _needs_header(self, array: Array) -> bool:
         """Whether a reduction of ``array`` must know what the others call; alike on all ranks."""
@@ -154,12 +163,13 @@ class MPICollectives(SharedCollectives):
         with self._turn(0) as first, self._turn(1) as second:
             assert call.operation is not None
             result = out.reshape(-1)
-            layout = ShardLayout(result.size, self.world_size)
+            sizes = ShardLayout(result.size, self.world_size).sizes
+            starts = starts_of(sizes)
             if self._needs_header(array):
                 headers = yield from self._open(call, first, array, self._places(array, out))
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
-                    self._count_all_reduce(call, layout.sizes)
+                    self._count_all_reduce(call, sizes)
                     return out
                 places = self._all_places(headers)
                 if places is not None and self._arrays_are_shared(places):
@@ -174,17 +184,15 @@ class MPICollectives(SharedCollectives):
             if _overlap_askew(array, out):
                 array = array.copy()
             yield from self._combine_pieces(
-                first, array.reshape(-1), layout.sizes, call.operation,
-                result[layout.slice(self.rank)],
+                first, array.reshape(-1), sizes, call.operation,
+                result[starts[self.rank] : starts[self.rank] + sizes[self.rank]],
             )  # fmt: skip
             if self.world_size > 1:
                 yield second
-                parts = self._parts(
-                    result, layout.sizes, starts_of(layout.sizes), itemsize=result.itemsize
-                )
+                parts = self._parts(result, sizes, starts, itemsize=result.itemsize)
                 request = second.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts)
                 yield self._post(second, request, result)
-            self._count_all_reduce(call, layout.sizes)
+            self._count_all_reduce(call, sizes)
             return out
 
     def _steps_reduce_scatter(
@@ -273,7 +281,7 @@ class MPICollectives(SharedCollectives):
             )
             if low + step >= max(sizes):
                 turn.release()
-            yield Pending(request, self._talk.in_flight, array, buffer)
+            yield self._keep(request, array, buffer)
             received = iter(
                 buffer[: length * itemsize * (self.world_size - 1)]
                 .view(array.dtype)

@@ -18,12 +18,13 @@ from mpishard.communication.mpi import MPICommunicationBackend, load_mpi
 from mpishard.communication.threads import current_backend
 from mpishard.errors import CommunicationError
 
-__all__ = ["init", "is_launched", "refuse_worlds_of_one"]
+__all__ = ["blas_threads", "init", "is_launched", "refuse_worlds_of_one"]
 
 _logger = logging.getLogger("mpishard")
 
 # One process is one rank of one MPI world: this is a fact of the process and not of a thread.
 _process_backend: CommunicationBackend | None = None
+_blas_threads: int | None = None
 
 
 def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
@@ -84,6 +85,11 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     return made
 
 
+def blas_threads() -> int | None:
+    """BLAS threads that `init` gave to this process; None where it left them alone."""
+    return _blas_threads
+
+
 def is_launched() -> bool:
     """Whether a launcher started this process as a rank."""
     if settings.launcher_variable() is None:
@@ -133,10 +139,11 @@ def _warn_of_slow_kernels() -> None:
 
 
 def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
+    global _blas_threads  # noqa: PLW0603
     if settings.blas_threads_are_set():
         return
     asked = settings.cpus_per_task()
-    threads = asked or max(1, int(backend.cores_per_rank))
+    _blas_threads = threads = asked or max(1, int(backend.cores_per_rank))
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"

@@ -52,11 +52,12 @@ class Transport(ABC):
         """Whether every collective compares the ranks' calls before data is mixed.
 
         Results do not depend on it. False saves what a backend can do without; set it alike on
-        all ranks. Under MPI it saves the header of `barrier`, and of `all_reduce` and
-        `reduce_scatter` above 128 bytes: one small message between each pair of ranks, and the
-        wait for it. The others need the header to learn lengths, and keep it and its checks. In
-        memory there is no header: it saves nothing, and calls are compared all the same. Nor does
-        it in a world of one, where nothing is compared.
+        all ranks. Under MPI it saves the header of `all_reduce` and `reduce_scatter` above 128
+        bytes, and of `barrier` where headers are messages: one between each pair of ranks, and
+        the wait for it. On one node headers go through shared memory, and cost a few
+        microseconds. The other collectives need the header to learn lengths, and keep it and its
+        checks. In memory there is no header: it saves nothing, and calls are compared all the
+        same. Nor does it in a world of one, where nothing is compared.
         """
         self.traffic = Traffic()
         self.call_log = CallLog()

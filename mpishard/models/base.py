@@ -23,7 +23,6 @@ from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine, StepReport, Update
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.policy import Policy
-from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
 from mpishard.models.wrapping import (
     build_engine,
     claim,
@@ -82,9 +81,8 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         self._config = config
         self.backend.initialize()
         program = program_of(wrapped_model, config)
-        self._is_layered = isinstance(program, LayeredProgram)
         claim(wrapped_model, self)
-        require_same_on_all_ranks(wrapped_model, program, self.strategy, self.backend)
+        require_same_on_all_ranks(program, self.strategy, self.backend)
         self._engine = build_engine(program, self.policy, config, self.default_loss_function)
         deal(self._engine)
         self._take_over()
@@ -92,16 +90,14 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        if isinstance(self._wrapped_model, ILayeredModel):
-            self._wrapped_model.release_parameters(f"a {type(self).__name__}")
-            return
-        self._engine.program.changed(self._engine.parameters)
-        if self.policy.shards_parameters and self.rank == 0:
+        name = type(self).__name__
+        store = self._engine.parameters
+        reason = self._engine.program.take_over(store, f"a {name}")
+        self._is_once_per_node = store.once_per_node and reason is None
+        if reason is not None and self.policy.shards_parameters and self.rank == 0:
             _log.warning(
-                "%s: the parameters of %s stay whole on every rank, because it is a black box; "
-                "gradients and optimizer state are sharded. A model that implements "
-                "ILayeredModel (mpishard.nn) has its parameters sharded too",
-                type(self).__name__, type(self._wrapped_model).__name__,
+                "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
+                "every rank, %s", name, type(self._wrapped_model).__name__, reason,
             )  # fmt: skip
 
     # -------------------------------------------------------------------------------- properties
@@ -145,10 +141,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     @property
     def parameter_entries(self) -> tuple[ParameterEntry, ...]:
         """Name, shape and start of each parameter; of a black box one, called "parameters"."""
-        if self._is_layered:
-            entries: tuple[ParameterEntry, ...] = self._wrapped_model.parameter_table.entries
-            return entries
-        return (ParameterEntry("parameters", (self.parameter_count,), 0),)
+        return self._engine.program.entries
 
     @property
     def parameter_count(self) -> int:
@@ -186,6 +179,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
                 "Rank": self.rank,
                 "ShardSize": sum(piece.length for piece in self._held_pieces),
                 "ParametersSharded": policy.shards_parameters,
+                "ParametersOncePerNode": self._is_once_per_node,
                 "GradientsSharded": policy.shards_gradients,
                 "OptimizerStateSharded": policy.shards_state,
             },
@@ -388,11 +382,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         read in place.
         """
         model = copy.copy(self)
-        if not self._is_layered:
-            model._wrapped_model = copy.deepcopy(self._wrapped_model)
-            program: Program = OpaqueProgram(model._wrapped_model)
-        else:
-            program = self._engine.program
+        program, model._wrapped_model = self._engine.program.copy()
         model._engine = build_engine(
             program, self.policy, self._config, self.default_loss_function, arena=False
         )
@@ -401,6 +391,8 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
             copied.owned(copied.held), self._engine.parameters.owned(copied.held), strict=True
         ):
             target[...] = values
+        if program is not self._engine.program:
+            program.take_over(copied, f"a {type(self).__name__}")
         return model
 
     def release(self) -> Any:
@@ -410,8 +402,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         """
         model = self._wrapped_model
         disclaim(model, self)
-        if isinstance(model, ILayeredModel):
-            model.reclaim_parameters(self._engine.gather())
+        self._engine.program.give_back(self._engine.gather)
         return model
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,9 +33,12 @@ class ParameterStore(ABC):
     ----------
     held : tuple of Piece
         What this rank writes when parameters come from elsewhere, as from a file.
+    once_per_node : bool
+        Whether all parameters stand once on every node, where its ranks read them.
     """
 
     held: tuple[Piece, ...]
+    once_per_node: ClassVar[bool] = False
 
     def __init__(self, holdings: Holdings) -> None:
         self.holdings = holdings
@@ -122,6 +126,8 @@ class NodeParameters(ParameterStore):
     vector : Array
         `length_for` elements that the ranks of this node share.
     """
+
+    once_per_node = True
 
     def __init__(self, holdings: Holdings, vector: Array) -> None:
         super().__init__(holdings)

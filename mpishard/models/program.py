@@ -1,16 +1,17 @@
-"""What is computed in a step: a chain of layers unit by unit, or one call of a black box."""
+"""What is computed in a step, and how a chain of layers is: unit by unit."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
-from mpishard.errors import MissingMemberError, ShardingError
+from mpishard.errors import ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
@@ -23,7 +24,7 @@ from mpishard.sharding import (
     nested_views,
 )
 
-__all__ = ["LayeredProgram", "OpaqueProgram", "Program"]
+__all__ = ["LayeredProgram", "Program"]
 
 
 class Program(ABC):
@@ -37,11 +38,17 @@ class Program(ABC):
         Indices of the units that stay unsharded from forward to backward.
     dtype : numpy.dtype
         Of parameters and gradients.
+    entries : tuple of ParameterEntry
+        Name, shape and start of each parameter.
+    needs_whole_parameters : bool
+        Whether all parameters must be readable at any time, whatever the policy says.
     """
 
     units: tuple[Unit, ...]
     kept: frozenset[int]
     dtype: np.dtype[Any]
+    entries: tuple[ParameterEntry, ...]
+    needs_whole_parameters: ClassVar[bool] = False
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         """Whether `forward` can tell the loss; a black box need only know its gradient."""
@@ -64,8 +71,30 @@ class Program(ABC):
     def fill(self, unit: Unit, out: Array) -> None:
         """Write the model's own values of ``unit`` into ``out``."""
 
+    def deal_constants(self, backend: CommunicationBackend) -> None:
+        """Give every rank what rank 0's model holds beside parameters. Collective."""
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        """Hear that the store has the parameters now, for ``holder``.
+
+        Returns
+        -------
+        str or None
+            Why, nonetheless, they stand whole on every rank, and what would shard them; None
+            where they do not.
+        """
+        self.changed(parameters)
+        return None
+
     def changed(self, parameters: ParameterStore) -> None:
         """Hear that parameters have changed."""
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        """Let the model have its parameters again, as ``gather`` gives them. Collective."""
+
+    @abstractmethod
+    def copy(self) -> tuple[Program, Any]:
+        """A program of a model that shares nothing that changes with this one's, and the model."""
 
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
@@ -108,6 +137,7 @@ class LayeredProgram(Program):
         self._table: ParameterTable = model.parameter_table
         self._input_shape = infos[0].input_shape
         self.dtype = model.dtype
+        self.entries = self._table.entries
         self.units = build_units([info.parameter_count for info in infos], minimum_unit_size)
         self._own_unit = [
             next(u for u in self.units if u.first_layer <= i <= u.last_layer)
@@ -174,6 +204,16 @@ class LayeredProgram(Program):
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
 
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self._model.release_parameters(holder)
+        return None
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        self._model.reclaim_parameters(gather())
+
+    def copy(self) -> tuple[Program, Any]:
+        return self, self._model  # structure only: neither holds anything that changes
+
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         y, _ = self._run(parameters, self._model.as_input(x), Context(training=False))
         for unit in self.units:
@@ -225,6 +265,7 @@ class LayeredProgram(Program):
 
     def _views(self, index: int, parameters: ParameterStore, following: int) -> dict[str, Any]:
         """The parameters of one layer; starts to fetch the unit that is needed after its own."""
+        parameters.backend.progress()  # what was begun before may have something to send now
         buffers = {unit.index: parameters.unshard(unit) for unit in self._uses[index]}
         if self._own_unit[index].index in buffers and 0 <= following < len(self.units):
             parameters.prefetch(self.units[following])
@@ -249,112 +290,6 @@ class LayeredProgram(Program):
             return buffers[unit][place]
 
         return find
-
-
-class OpaqueProgram(Program):
-    """A model of which only the flat vector and its gradient are known: one unit, one call.
-
-    The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
-    scaled by their number, so that uneven batches average as they should.
-
-    Parameters
-    ----------
-    model : object
-        Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
-        ``compute_loss_and_gradients``.
-    """
-
-    def __init__(self, model: Any) -> None:
-        for member in ("get_parameters", "set_parameters"):
-            _member(model, member)
-        if not hasattr(model, "compute_loss_and_gradients"):
-            _member(model, "compute_gradients")
-        vector = model.get_parameters()
-        if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
-            raise ValueError(
-                f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
-                f"at least one element, got {getattr(vector, 'dtype', type(vector).__name__)} of "
-                f"shape {getattr(vector, 'shape', '?')}"
-            )
-        self._model = model
-        self.dtype = vector.dtype
-        self.units = build_units([int(vector.size)], 1)
-        self.kept = frozenset({0})
-
-    def check(self, x: Any) -> None:
-        if not hasattr(x, "__len__"):
-            raise TypeError(f"a batch needs a length, got {type(x).__name__}")
-
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
-        self.check(x)
-        if y is not None and len(x) != len(y):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-
-    def knows_loss(self, loss: ILossFunction | None) -> bool:
-        return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
-
-    def fill(self, unit: Unit, out: Array) -> None:
-        out[...] = self._model.get_parameters()
-
-    def changed(self, parameters: ParameterStore) -> None:
-        (unit,) = self.units
-        self._model.set_parameters(parameters.unshard(unit).copy())
-
-    def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        return _member(self._model, "predict")(x)
-
-    def forward(
-        self,
-        parameters: ParameterStore,
-        x: Array,
-        y: Array,
-        loss: ILossFunction | None,
-        context: Context,
-    ) -> tuple[float, float, Any]:
-        if len(x) == 0:
-            return 0.0, 0.0, None
-        own_loss = loss is getattr(self._model, "default_loss_function", None)
-        if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
-            mean, gradient = self._model.compute_loss_and_gradients(x, y)
-        else:
-            # A loss is named only where it is not the model's own, so that a black box may do
-            # without that argument.
-            compute = _member(self._model, "compute_gradients")
-            gradient = compute(x, y) if own_loss else compute(x, y, loss)
-            mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
-        shape = getattr(gradient, "shape", None)
-        if shape != (self.length,):
-            raise ValueError(
-                f"{type(self._model).__name__} returned "
-                + (f"a gradient of shape {shape}" if shape is not None
-                   else f"a {type(gradient).__name__} as its gradient")
-                + f" for {self.length} parameters"
-            )  # fmt: skip
-        return float(mean) * len(x), float(len(x)), (gradient, len(x))
-
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
-        (unit,) = self.units
-        target, is_empty = gradients.target(unit)
-        if tape is None:
-            if is_empty:
-                target.fill(0)
-        elif is_empty:
-            gradient, samples = tape
-            array_namespace(target).multiply(gradient, samples, out=target)
-        else:
-            gradient, samples = tape
-            target += gradient * samples
-        gradients.reduce(unit)
-
-
-def _member(model: Any, name: str) -> Any:
-    try:
-        return getattr(model, name)
-    except AttributeError:
-        raise MissingMemberError(
-            f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
-            "needs get_parameters, set_parameters and compute_gradients"
-        ) from None
 
 
 def _dims(shape: tuple[int, ...]) -> str:

@@ -21,14 +21,16 @@ from mpishard.models.gradient_store import (
     ShardedGradients,
 )
 from mpishard.models.holdings import Holdings
+from mpishard.models.opaque_program import OpaqueProgram
 from mpishard.models.parameter_store import (
     NodeParameters,
     ParameterStore,
     ReplicatedParameters,
     ShardedParameters,
 )
+from mpishard.models.placed_program import IPlaceableModel, PlacedProgram
 from mpishard.models.policy import Policy
-from mpishard.models.program import LayeredProgram, OpaqueProgram, Program
+from mpishard.models.program import LayeredProgram, Program
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 
@@ -51,7 +53,7 @@ _owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueD
 
 
 def program_of(model: Any, config: ShardingConfiguration) -> Program:
-    """What computes ``model``: layer by layer where it has layers, else as a black box.
+    """What computes ``model``: layers, a model that computes where it is told, or a black box.
 
     Raises
     ------
@@ -60,9 +62,12 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     MissingMemberError, ValueError
         For a black box that lacks a member, or whose parameters are no floating vector.
     """
-    if isinstance(model, ILayeredModel):
+    if isinstance(model, ILayeredModel | IPlaceableModel):
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
+    if isinstance(model, ILayeredModel):
         return LayeredProgram(model, config.minimum_parameter_group_size)
+    if isinstance(model, IPlaceableModel):
+        return PlacedProgram(model, config.minimum_parameter_group_size)
     return OpaqueProgram(model)
 
 
@@ -76,14 +81,15 @@ def claim(model: Any, wrapper: ShardedModelBase) -> None:
     ShardingError
         Naming the rank that has wrapped it.
     """
+    thing = _claimed(model)
     with _owners_lock:
-        owner = _owners.get(id(model))
+        owner = _owners.get(id(thing))
         if owner is not None:
             raise ShardingError(
-                f"this {type(model).__name__} object is wrapped already, by rank {owner.rank}; "
+                f"this {type(thing).__name__} object is wrapped already, by rank {owner.rank}; "
                 "each rank wraps an object of its own: build the model inside main(backend)"
             )
-        _owners[id(model)] = wrapper
+        _owners[id(thing)] = wrapper
 
 
 def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
@@ -94,17 +100,23 @@ def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
     ShardingError
         Where it is another wrapper that holds the object.
     """
+    thing = _claimed(model)
     with _owners_lock:
-        if _owners.get(id(model)) is not wrapper:
+        if _owners.get(id(thing)) is not wrapper:
             raise ShardingError(
-                f"this wrapper does not hold its {type(model).__name__} (it is a copy of the one "
+                f"this wrapper does not hold its {type(thing).__name__} (it is a copy of the one "
                 "that does, or has released it)"
             )
-        del _owners[id(model)]
+        del _owners[id(thing)]
+
+
+def _claimed(model: Any) -> Any:
+    """The object that holds the parameters: behind an adapter, the user's own."""
+    return model.placed_object if isinstance(model, IPlaceableModel) else model
 
 
 def require_same_on_all_ranks(
-    model: Any, program: Program, strategy: str, backend: CommunicationBackend
+    program: Program, strategy: str, backend: CommunicationBackend
 ) -> None:
     """Refuse models that differ between ranks. Collective.
 
@@ -113,9 +125,8 @@ def require_same_on_all_ranks(
     ValueError
         On every rank, with each rank's number of parameters and units.
     """
-    entries = model.parameter_table.entries if isinstance(model, ILayeredModel) else ()
     structure = repr(
-        ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in entries])
+        ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in program.entries])
     ).encode()
     manner = f"{strategy}/{program.dtype.name}".encode()
     mine = [program.length, len(program.units), zlib.crc32(structure), zlib.crc32(manner)]
@@ -142,10 +153,11 @@ def build_engine(
 ) -> Engine:
     """Stores as the policy says, and the engine that runs ``program`` through them.
 
-    A black box keeps its parameters whole whatever the policy says. Collective with ``arena``,
-    which puts parameters and gradients into memory that a node's ranks share, where they can.
+    Parameters stay whole, whatever the policy says, where the program needs them so. Collective
+    with ``arena``, which puts parameters and gradients into memory that a node's ranks share, where
+    they can.
     """
-    if isinstance(program, OpaqueProgram):
+    if program.needs_whole_parameters:
         policy = Policy(
             shards_parameters=False,
             shards_gradients=policy.shards_gradients,
@@ -202,3 +214,4 @@ def deal(engine: Engine) -> None:
             values = full[: unit.length]
             engine.program.fill(unit, values)
         engine.parameters.fill(unit, values)
+    engine.program.deal_constants(engine.backend)

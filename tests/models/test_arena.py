@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpishard import nn
 from mpishard.communication import InMemoryCommunicationBackend, run_in_threads
 from mpishard.communication.reduction import complete_subtrees
 from mpishard.models.engine import Engine
@@ -15,6 +17,7 @@ from mpishard.models.gradient_store import NodeGradients, ShardedGradients
 from mpishard.models.parameter_store import NodeParameters, ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.optimizer import Optimizer
+from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
 Backend = InMemoryCommunicationBackend
@@ -147,6 +150,32 @@ def test_a_step_that_failed_on_all_ranks_leaves_nothing_behind(
         assert optimizer.step(model, *batch) == other.step(reference, *batch)
     found, wanted = model.gather_full_parameters(), reference.gather_full_parameters()
     assert found.tobytes() == wanted.tobytes()
+
+
+@by_strategy
+@pytest.mark.mpi
+def test_a_step_makes_no_buffer(backend: Any, problems: Any, strategy: str) -> None:
+    """What gathers, reduces and updates is there before: only activations come and go."""
+    width = 128
+    model_class, optimizer_class = problems.STRATEGIES[strategy]
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    model = model_class(nn.MLP([width] * 9), config)
+    optimizer = optimizer_class(problems.RULES["adamw"](), config)
+    x = np.ones((1, width))
+    unit = max(unit.length for unit in model.units) * 8
+    for _ in range(3):
+        optimizer.step(model, x, x)
+    tracemalloc.start()
+    try:
+        optimizer.step(model, x, x)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        optimizer.step(model, x, x)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert abs(after - held) < unit / 4  # the call log fills
+    assert peak - held < unit  # 131 kB, of 8 units
 
 
 # ------------------------------------------------------------------- the equality check bites here

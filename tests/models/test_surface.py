@@ -273,6 +273,7 @@ def test_metadata_says_what_is_sharded(
         "Rank": backend.rank,
         "ShardSize": model.local_parameter_shard.size,
         "ParametersSharded": sharded and layered,
+        "ParametersOncePerNode": sharded and layered,
         "GradientsSharded": sharded,
         "OptimizerStateSharded": sharded,
     }

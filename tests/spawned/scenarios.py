@@ -212,6 +212,23 @@ def prints_reduced_bits():
     print("bits", reduced_bits(mpishard.init()))
 
 
+def killed_rank_in_the_arena():
+    """Shared memory of every source, and the step of a model in it, when a rank is killed."""
+    backend = mpishard.init()
+    kept = []
+    for source in ("memfd", "file", "window", "auto"):
+        os.environ["MPISHARD_ARENA"] = source
+        kept.append(backend.allocate_shared(10**6, np.float32))
+        kept[-1][backend.rank :: backend.world_size] = 1
+    model = mpishard.as_distributed(mpishard.nn.MLP([64, 64, 8]), backend)
+    model.train(np.ones((4, 64)), np.ones((4, 8)))
+    print("trained on rank", backend.rank, flush=True)
+    backend.barrier()
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.barrier()
+
+
 def quits_rank():
     backend = mpishard.init()
     backend.barrier()

@@ -121,7 +121,7 @@ def test_a_rank_that_left_can_be_survived():
 def test_exit_codes_of_ones_own_are_kept(scenario):
     ended = job(scenario)
     assert ended.code == 3, ended
-    assert "mpishard" not in ended.err, ended
+    assert "mpishard: rank" not in ended.err, ended
 
 
 @needs_mpi
@@ -129,6 +129,18 @@ def test_a_killed_rank_ends_the_job():
     ended = job("killed_rank", 3)
     assert ended.code != 0, ended
     assert ended.seconds < 10, ended
+
+
+@needs_mpi
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
+def test_a_killed_job_leaves_no_shared_memory_of_ours():
+    before = set(Path("/dev/shm").iterdir())
+    ended = job("killed_rank_in_the_arena")
+    assert ended.code != 0, ended
+    assert ended.out.count("trained on rank") == 2, ended
+    # What the MPI library leaves has names of its own.
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not [name for name in left if "mpishard" in name], left
 
 
 @needs_mpi

@@ -1,0 +1,382 @@
+"""A PyTorch module as a model: its parameters and gradients are views of mpishard's memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.adapters.torch_module import check_module, trainable_parameters
+from mpishard.arrays import Array
+from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.communication.start import blas_threads
+from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
+from mpishard.errors import ShardingError, StructureOnlyError
+from mpishard.models.placed_program import IPlaceableModel
+from mpishard.sharding import ParameterEntry
+
+__all__ = ["TorchLoss", "TorchModel"]
+
+_log = logging.getLogger("mpishard")
+
+
+class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
+    """A ``torch.nn.Module`` on the CPU, trained by mpishard's optimizers.
+
+    The parameters that require gradients, in the order of ``module.named_parameters()``, are the
+    flat vector. The module's parameters become views of it, and, once the model is sharded, views
+    of memory that the ranks of a node share: no step copies a parameter. Autograd's gradients are
+    reduced unit by unit while backward goes on.
+
+    Frozen parameters and buffers stay the module's own. When the model is sharded every rank gets
+    rank 0's; no checkpoint holds them. Training uses each submodule's own mode, train or eval;
+    `predict` and evaluation use eval mode. Random layers (dropout) draw from torch's generator,
+    which each rank should seed differently. Hooks on the module, checkpointed segments and tied
+    parameters work; ``.grad`` of the parameters is None after each pass.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Takes one array of samples, returns one tensor of as many. Each rank makes its own.
+    loss : callable or ILossFunction
+        ``loss(output, y)``, a scalar tensor: the *mean* over samples, as of
+        ``torch.nn.functional.mse_loss``. Or a loss of `mpishard.nn`, which may weigh its targets.
+
+    Raises
+    ------
+    TypeError
+        For other arguments, or a parameter that is no plain strided tensor.
+    ValueError
+        For parameters of several dtypes, of none but float32 or float64, on another device than
+        the CPU; for batch normalisation that trains, whose statistics would be those of each
+        rank's own samples. Nothing has changed then.
+    """
+
+    def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if not isinstance(loss, ILossFunction) and not callable(loss):
+            raise TypeError("loss must be loss(output, y), or a loss of mpishard.nn")
+        check_module(module)
+        self._module = module
+        self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
+        self._index_parameters()
+        self._dtype = np.dtype(str(self._parameters[0].dtype).removeprefix("torch."))
+        self._holder: str | None = None
+        self._vector: Array | None = None
+        vector = np.empty(self.parameter_count, self._dtype)
+        self.fill_parameters(0, vector)
+        self.reclaim_parameters(vector)
+
+    def _index_parameters(self) -> None:
+        self._parameters: list[Any] = []
+        entries, start = [], 0
+        for name, parameter in trainable_parameters(self._module):
+            entries.append(ParameterEntry(name, tuple(parameter.shape), start))
+            self._parameters.append(parameter)
+            start += parameter.numel()
+        self._entries = tuple(entries)
+        frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        self._constants = [*frozen, *self._module.buffers()]
+
+    # ---------------------------------------------------------------------------------- structure
+
+    @property
+    def module(self) -> Any:
+        """The PyTorch module, which may be called at any time."""
+        return self._module
+
+    @property
+    def placed_object(self) -> Any:
+        return self._module
+
+    @property
+    def parameter_entries(self) -> Sequence[ParameterEntry]:
+        return self._entries
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self._parameters)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def default_loss_function(self) -> ILossFunction:
+        return self._loss
+
+    def get_model_metadata(self) -> ModelMetadata:
+        return ModelMetadata(
+            type(self._module).__name__,
+            complexity=self.parameter_count,
+            properties={"ParameterCount": self.parameter_count, "DType": self._dtype.name},
+        )
+
+    # --------------------------------------------------------------------------------- parameters
+
+    def _flat_vector(self) -> Array:
+        if self._vector is None:
+            raise StructureOnlyError(
+                f"the parameters of this {type(self._module).__name__} are held by {self._holder}; "
+                "ask it: gather_full_parameters() gives all of them, unsharded() the plain model"
+            )
+        return self._vector
+
+    def get_parameters(self) -> Array:
+        return self._flat_vector().copy()
+
+    def set_parameters(self, parameters: Array) -> None:
+        self._flat_vector()[...] = self._checked(parameters)
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+
+        ``parameters`` is copied only where its dtype differs.
+        """
+        import torch
+
+        parameters = self._checked(parameters)
+        model = copy.copy(self)
+        # With new parameters in its memo, deepcopy copies what is no parameter.
+        memo = {
+            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape))
+            for old, values in zip(self._parameters, self._cut(parameters), strict=True)
+        }
+        model._module = copy.deepcopy(self._module, memo)
+        model._index_parameters()
+        model.reclaim_parameters(parameters)
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.with_parameters(self.get_parameters())
+
+    def fill_parameters(self, start: int, out: Array) -> None:
+        if self._holder is not None:
+            self._flat_vector()  # raises
+        stop = start + out.size
+        for entry, parameter in zip(self._entries, self._parameters, strict=True):
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            if first < last:
+                values = parameter.detach().reshape(-1).numpy()
+                out[first - start : last - start] = values[first - entry.start : last - entry.start]
+
+    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
+        self._place(arrays)
+        self._vector, self._holder = None, holder
+        _limit_threads()
+
+    def reclaim_parameters(self, parameters: Array) -> None:
+        vector = np.ascontiguousarray(self._checked(parameters))
+        self._place(self._cut(vector))
+        self._vector, self._holder = vector, None
+
+    def _place(self, arrays: Sequence[Array]) -> None:
+        import torch
+
+        for parameter, array in zip(self._parameters, arrays, strict=True):
+            parameter.data = torch.from_numpy(array).view(parameter.shape)
+
+    def _cut(self, vector: Array) -> list[Array]:
+        return [vector[entry.start : entry.stop] for entry in self._entries]
+
+    def _checked(self, parameters: Array) -> Array:
+        if parameters.shape != (self.parameter_count,):
+            raise ValueError(
+                f"{type(self._module).__name__} has {self.parameter_count} parameters; got a "
+                f"vector of shape {parameters.shape}"
+            )
+        return parameters.astype(self._dtype, copy=False)
+
+    def constants(self) -> Iterator[Array]:
+        return map(_raw, self._constants)
+
+    def set_constant(self, index: int, raw: Array) -> None:
+        import torch
+
+        tensor = self._constants[index]
+        if not np.array_equal(_raw(tensor), raw):  # else a view, or read-only: nothing to do
+            tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
+
+    # ---------------------------------------------------------------------------------- computing
+
+    def check_input(self, x: Any) -> None:
+        _check_array("x", x)
+
+    def predict(self, x: Array) -> Array:
+        """Outputs in eval mode, shape (B, ...), for inputs of shape (B, ...)."""
+        import torch
+
+        _check_array("x", x)
+        modes = [(module, module.training) for module in self._module.modules()]
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                return self._run(x)[1]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _run(self, x: Array) -> tuple[Any, Array]:
+        """The module's output, and the same memory as an array."""
+        import torch
+
+        output = self._module(_tensor(x, self._dtype))
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"{type(self._module).__name__} must return one tensor, got "
+                f"{type(output).__name__}; give TorchModel a module whose forward picks one"
+            )
+        return output, output.detach().numpy()
+
+    def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
+        import torch
+
+        versions = [constant._version for constant in self._constants]
+        with torch.enable_grad():
+            output, prediction = self._run(x)
+        if versions != [constant._version for constant in self._constants]:
+            raise ShardingError(
+                f"{type(self._module).__name__} changes its buffers in training: each rank's would "
+                "differ, and no checkpoint holds them. Put the submodule that does it in eval "
+                "mode, or replace it"
+            )
+        total, weight, saved = loss.forward(prediction, y)
+        return total, weight, (output, loss, saved)
+
+    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+        import torch
+
+        output, loss, saved = tape
+        if not output.requires_grad:  # no parameter was used
+            return
+        handles = []
+        try:
+            for index, parameter in enumerate(self._parameters):
+                parameter.grad = None
+                hook = functools.partial(_hand_over, receive, index)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            output.backward(torch.from_numpy(loss.backward(saved)))
+        finally:
+            for handle, parameter in zip(handles, self._parameters, strict=False):
+                handle.remove()
+                parameter.grad = None
+
+    def compute_loss_and_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> tuple[float, Array]:
+        """Mean loss, and its gradient of shape (parameter_count,)."""
+        _check_array("x", x)
+        full = np.zeros(self.parameter_count, self._dtype)
+        parts = self._cut(full)
+
+        def receive(index: int, gradient: Array) -> None:
+            parts[index] += gradient
+
+        total, weight, tape = self.forward_pass(x, y, loss_function or self._loss)
+        if weight == 0:
+            return 0.0, full
+        self.backward_pass(tape, receive)
+        full /= weight
+        return total / weight, full
+
+    def compute_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> Array:
+        return self.compute_loss_and_gradients(x, y, loss_function)[1]
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        self._flat_vector()[...] -= learning_rate * self._checked(gradients)
+
+    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
+        """One step of plain gradient descent; the loss before it."""
+        loss, gradients = self.compute_loss_and_gradients(x, y)
+        self.apply_gradients(gradients, learning_rate)
+        return loss
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return self._entries
+
+
+class TorchLoss(ILossFunction):
+    """A loss written in PyTorch, ``function(output, target)``: a scalar, the mean over samples."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+
+    def forward(
+        self, prediction: Array, target: Array, training: bool = True
+    ) -> tuple[float, float, Any]:
+        import torch
+
+        samples = len(prediction)
+        if samples == 0:
+            return 0.0, 0.0, (None, None, np.zeros_like(prediction))
+        output = torch.from_numpy(prediction)
+        with torch.set_grad_enabled(training):
+            output.requires_grad_(training)
+            mean = self._function(output, _tensor(target, prediction.dtype))
+        if not isinstance(mean, torch.Tensor) or mean.numel() != 1:
+            shape = f"a tensor of shape {tuple(mean.shape)}" if hasattr(mean, "shape") else mean
+            raise TypeError(
+                f"loss(output, y) must return a scalar tensor, the mean over samples; got {shape}"
+            )
+        return float(mean.detach()) * samples, float(samples), (output, mean * samples, None)
+
+    def backward(self, saved: Any) -> Array:
+        import torch
+
+        output, total, zeros = saved
+        if output is None:
+            return zeros
+        (gradient,) = torch.autograd.grad(total, output)
+        return gradient.numpy()
+
+
+def _hand_over(receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
+    """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
+    gradient, parameter.grad = parameter.grad, None
+    receive(index, (gradient.to_dense() if gradient.is_sparse else gradient).numpy().reshape(-1))
+
+
+def _raw(tensor: Any) -> Array:
+    """The bytes of a tensor, in logical order: of a contiguous one, its memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
+    """``array`` as a tensor on the same memory: floats in ``dtype``, integers as int64."""
+    import torch
+
+    if array.dtype.kind == "f":
+        array = array.astype(dtype, copy=False)
+    elif array.dtype.kind in "iu":
+        array = array.astype(np.int64, copy=False)
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _check_array(name: str, array: Any) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind not in "fiub":
+        shown = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(
+            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}"
+        )
+
+
+def _limit_threads() -> None:
+    """As many threads for torch as `mpishard.init` gave to this rank's BLAS, if it did."""
+    import torch
+
+    threads = blas_threads()
+    if threads is not None and torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)

@@ -1,0 +1,137 @@
+"""A black box: one unit, one call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import ILossFunction
+from mpishard.errors import MissingMemberError
+from mpishard.models.gradient_store import GradientStore
+from mpishard.models.parameter_store import ParameterStore
+from mpishard.models.program import Program
+from mpishard.nn.layer import Context
+from mpishard.sharding import ParameterEntry, Unit, build_units
+
+__all__ = ["OpaqueProgram"]
+
+
+class OpaqueProgram(Program):
+    """A model of which only the flat vector and its gradient are known: one unit, one call.
+
+    The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
+    scaled by their number, so that uneven batches average as they should.
+
+    Parameters
+    ----------
+    model : object
+        Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
+        ``compute_loss_and_gradients``.
+    """
+
+    needs_whole_parameters = True
+
+    def __init__(self, model: Any) -> None:
+        for member in ("get_parameters", "set_parameters"):
+            _member(model, member)
+        if not hasattr(model, "compute_loss_and_gradients"):
+            _member(model, "compute_gradients")
+        vector = model.get_parameters()
+        if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
+            raise ValueError(
+                f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
+                f"at least one element, got {getattr(vector, 'dtype', type(vector).__name__)} of "
+                f"shape {getattr(vector, 'shape', '?')}"
+            )
+        self._model = model
+        self.dtype = vector.dtype
+        self.units = build_units([int(vector.size)], 1)
+        self.kept = frozenset({0})
+        self.entries = (ParameterEntry("parameters", (int(vector.size),), 0),)
+
+    def check(self, x: Any) -> None:
+        if not hasattr(x, "__len__"):
+            raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        self.check(x)
+        if y is not None and len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        out[...] = self._model.get_parameters()
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self.changed(parameters)
+        return (
+            "because it is a black box. A model that implements ILayeredModel (mpishard.nn) has "
+            "its parameters sharded too"
+        )
+
+    def copy(self) -> tuple[Program, Any]:
+        model = copy.deepcopy(self._model)
+        return OpaqueProgram(model), model
+
+    def changed(self, parameters: ParameterStore) -> None:
+        (unit,) = self.units
+        self._model.set_parameters(parameters.unshard(unit).copy())
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        return _member(self._model, "predict")(x)
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        own_loss = loss is getattr(self._model, "default_loss_function", None)
+        if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
+            mean, gradient = self._model.compute_loss_and_gradients(x, y)
+        else:
+            # A loss is named only where it is not the model's own, so that a black box may do
+            # without that argument.
+            compute = _member(self._model, "compute_gradients")
+            gradient = compute(x, y) if own_loss else compute(x, y, loss)
+            mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
+        shape = getattr(gradient, "shape", None)
+        if shape != (self.length,):
+            raise ValueError(
+                f"{type(self._model).__name__} returned "
+                + (f"a gradient of shape {shape}" if shape is not None
+                   else f"a {type(gradient).__name__} as its gradient")
+                + f" for {self.length} parameters"
+            )  # fmt: skip
+        return float(mean) * len(x), float(len(x)), (gradient, len(x))
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        (unit,) = self.units
+        target, is_empty = gradients.target(unit)
+        if tape is None:
+            if is_empty:
+                target.fill(0)
+        elif is_empty:
+            gradient, samples = tape
+            array_namespace(target).multiply(gradient, samples, out=target)
+        else:
+            gradient, samples = tape
+            target += gradient * samples
+        gradients.reduce(unit)
+
+
+def _member(model: Any, name: str) -> Any:
+    try:
+        return getattr(model, name)
+    except AttributeError:
+        raise MissingMemberError(
+            f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
+            "needs get_parameters, set_parameters and compute_gradients"
+        ) from None

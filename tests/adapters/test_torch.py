@@ -1,0 +1,527 @@
+"""PyTorch modules: sharded training is PyTorch's own in one process, to 1e-12 in float64."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard import nn as ours
+from mpishard.adapters import TorchModel
+from mpishard.communication import run_in_threads
+from mpishard.errors import PeerError, ShardingError, StructureOnlyError
+from mpishard.models import DDPModel, FSDPModel
+from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer, OptimizationInputData
+from mpishard.sharding import ShardingConfiguration
+from mpishard.testing.worlds import in_worlds
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
+)
+nn = torch.nn
+
+RATE = 1e-3
+STEPS = 4
+STRATEGIES = {"ddp": (DDPModel, DDPOptimizer), "fsdp": (FSDPModel, FSDPOptimizer)}
+RULES = {"sgd": lambda: SGD(RATE, 0.9), "adamw": lambda: AdamW(RATE, weight_decay=0.1)}
+THEIRS = {
+    "sgd": lambda p: torch.optim.SGD(p, RATE, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.1),
+}
+
+by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
+
+
+class Transformer(nn.Module):
+    """One block between an embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.projection = nn.Linear(8, 8)
+        self.network = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embedding(tokens)
+        q, k, v = (
+            p.unflatten(2, (2, 4)).transpose(1, 2) for p in self.qkv(self.norm(x)).split(8, 2)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(y.transpose(1, 2).flatten(2))
+        return self.head(x + self.network(x))
+
+
+class Branches(nn.Module):
+    """Which of two branches a pass uses depends on the sign of its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)  # registered in another order than used
+        self.left, self.right = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last((self.left if x[0, 0] > 0 else self.right)(x).tanh())
+
+
+def perceptron() -> Any:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def cross_entropy(logits: Any, targets: Any) -> Any:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+KINDS = {
+    "mlp": (perceptron, nn.functional.mse_loss),
+    "transformer": (Transformer, cross_entropy),
+}
+
+
+def module_of(kind: Any, seed: int) -> Any:
+    """A module in float64 whose values are a function of ``seed`` alone."""
+    module = (KINDS[kind][0] if isinstance(kind, str) else kind)().double()
+    generator = np.random.default_rng(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = generator.standard_normal(tuple(parameter.shape)) * 0.3
+            parameter.copy_(torch.from_numpy(values))
+    return module
+
+
+def batch(kind: Any, step: int) -> tuple[Any, Any]:
+    generator = np.random.default_rng(step)
+    samples = 7 + 2 * step
+    if kind == "transformer":
+        return tuple(generator.integers(0, 11, (2, samples, 6)).astype(np.uint8))
+    x = generator.standard_normal((samples, 5))
+    return x, np.sin(x[:, :2])
+
+
+def rows(samples: int, step: int, rank: int, world_size: int) -> slice:
+    """A rank's samples: uneven, and none for one rank, another one at each step."""
+    if world_size == 1:
+        return slice(0, samples)
+    shares = np.random.default_rng([step, world_size]).dirichlet(np.ones(world_size))
+    shares[step % world_size] = 0
+    ends = np.round(np.cumsum(shares / shares.sum()) * samples).astype(int)
+    return slice(int(ends[rank - 1]) if rank else 0, int(ends[rank]))
+
+
+def flat(module: Any) -> Any:
+    values = [p.detach().reshape(-1) for p in module.parameters() if p.requires_grad]
+    return torch.cat(values).numpy().copy()
+
+
+@functools.cache
+def train_plainly(kind: str, rule: str, steps: int = STEPS) -> tuple[list[float], list[Any]]:
+    """Losses before each step and parameters after it, of PyTorch alone."""
+    module, loss = module_of(kind, 0), KINDS[kind][1]
+    optimizer = THEIRS[rule](module.parameters())
+    losses, parameters = [], []
+    for step in range(steps):
+        x, y = (torch.from_numpy(a) for a in batch(kind, step))
+        if kind == "transformer":
+            x, y = x.long(), y.long()
+        optimizer.zero_grad()
+        value = loss(module(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+        parameters.append(flat(module))
+    return losses, parameters
+
+
+def wrap(
+    backend: Any, kind: Any, strategy: str, unit_size: int = 1, loss: Any = None, seed: Any = None
+) -> Any:
+    """Each rank's module has values of its own: rank 0's count."""
+    if loss is None:
+        loss = KINDS[kind][1] if isinstance(kind, str) else nn.functional.mse_loss
+    plain = TorchModel(module_of(kind, backend.rank if seed is None else seed), loss)
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
+    return STRATEGIES[strategy][0](plain, config)
+
+
+def optimizer_for(model: Any, rule: str = "adamw") -> Any:
+    return STRATEGIES[model.strategy.lower()][1](RULES[rule](), model.sharding_configuration)
+
+
+def local_batch(backend: Any, kind: Any, step: int) -> tuple[Any, Any]:
+    x, y = batch(kind, step)
+    mine = rows(len(x), step, backend.rank, backend.world_size)
+    return x[mine], y[mine]
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@by_rule
+@by_strategy
+@by_path
+@in_worlds(1, 2, 3, 4)
+def test_equals_training_by_pytorch(
+    backend: Any, kind: str, rule: str, strategy: str, path: str
+) -> None:
+    losses, parameters = train_plainly(kind, rule)
+    for unit_size in (1, 100):  # twice, which finds buffers that are stale
+        model = wrap(backend, kind, strategy, unit_size)
+        optimizer = optimizer_for(model, rule)
+        for step in range(STEPS):
+            close(optimizer.step(model, *local_batch(backend, kind, step)), losses[step])
+            close(model.gather_full_parameters(), parameters[step])
+            close(flat(model.wrapped_model.module), parameters[step])
+
+
+@by_strategy
+@by_path
+@in_worlds(1, 2, 3)
+def test_ranks_may_use_different_branches(backend: Any, strategy: str, path: str) -> None:
+    samples = [np.full((2 + rank, 5), 0.1 * (-1) ** rank) for rank in range(backend.world_size)]
+    targets = [np.ones((len(x), 2)) for x in samples]
+    module = module_of(Branches, 0)
+    theirs = THEIRS["sgd"](module.parameters())
+    model = wrap(backend, Branches, strategy)
+    optimizer = optimizer_for(model, "sgd")
+    for _ in range(3):
+        theirs.zero_grad(set_to_none=False)
+        total = sum(
+            nn.functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)) * len(x)
+            for x, y in zip(samples, targets, strict=True)
+        )
+        (total / sum(map(len, samples))).backward()
+        theirs.step()
+        optimizer.step(model, samples[backend.rank], targets[backend.rank])
+        close(model.gather_full_parameters(), flat(module))
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@by_strategy
+@in_worlds(1, 2, 3)
+def test_accumulated_batches_are_one(backend: Any, strategy: str, defer: bool) -> None:
+    _, parameters = train_plainly("mlp", "adamw", 1)
+    model = wrap(backend, "mlp", strategy)
+    optimizer = optimizer_for(model)
+    x, y = local_batch(backend, "mlp", 0)
+    with model.accumulate(defer=defer):
+        optimizer.step(model, x[:1], y[:1])
+        optimizer.step(model, x[1:2], y[1:2])
+    optimizer.step(model, x[2:], y[2:])
+    close(model.gather_full_parameters(), parameters[0])
+
+
+@by_strategy
+@in_worlds(1, 3)
+def test_loops_evaluates_and_resumes(backend: Any, strategy: str, shared_path: Any) -> None:
+    x, y = batch("mlp", 10)
+
+    def run(folder: str, steps: int, resume: str | None = None) -> Any:
+        model = wrap(backend, "mlp", strategy)
+        data = OptimizationInputData(
+            model=model, x_train=x, y_train=y, x_validation=x, y_validation=y, batch_size=8,
+            epochs=9, max_steps=steps, validate_every=2, checkpoint=shared_path / folder,
+            checkpoint_every=2, resume=None if resume is None else shared_path / resume,
+        )  # fmt: skip
+        return model, optimizer_for(model).optimize(data)
+
+    whole, result = run("whole", 6)
+    assert result.validation_history[-1][1] < result.validation_history[0][1]
+    run("half", 4)
+    resumed, _ = run("rest", 6, resume="half")
+    assert np.array_equal(resumed.gather_full_parameters(), whole.gather_full_parameters())
+    names = [entry.name for entry in whole.parameter_entries]
+    assert names == [f"{layer}.{part}" for layer in (0, 2, 4) for part in ("weight", "bias")]
+    alone = TorchModel(module_of("mlp", 5), nn.functional.mse_loss)
+    alone.deserialize(whole.serialize())
+    assert np.array_equal(alone.get_parameters(), whole.gather_full_parameters())
+
+
+@in_worlds(2)
+def test_takes_losses_of_ours_and_of_the_call(backend: Any) -> None:
+    x, y = batch("mlp", 0)
+    model = wrap(backend, "mlp", "fsdp", loss=ours.MSE())
+    theirs = wrap(backend, "mlp", "fsdp")
+    gradient = model.compute_gradients(x, y)
+    close(gradient, theirs.compute_gradients(x, y))
+    close(gradient, theirs.compute_gradients(x, y, ours.MSE()))
+    module = module_of("mlp", 0)
+    nn.functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+    close(gradient, torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def _inside(module: Any, vector: Any) -> bool:
+    first = vector.ctypes.data
+    addresses = [parameter.data_ptr() for parameter in module.parameters()]
+    return all(first <= address < first + vector.nbytes for address in addresses)
+
+
+@by_strategy
+@by_path
+@in_worlds(1, 2)
+def test_parameters_are_views_of_the_store_in_every_step(
+    backend: Any, strategy: str, path: str
+) -> None:
+    model = wrap(backend, "mlp", strategy)
+    module, store = model.wrapped_model.module, model.engine.parameters
+    optimizer = optimizer_for(model)
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    assert _inside(module, store._vector)
+    for step in range(2):
+        optimizer.step(model, *local_batch(backend, "mlp", step))
+        model.train(*local_batch(backend, "mlp", step))
+    model.set_parameters(np.zeros(model.parameter_count))
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before
+    assert not any(parameter.grad is not None for parameter in module.parameters())
+    assert not any(parameter.detach().any() for parameter in module.parameters())
+
+
+@in_worlds(2)
+def test_a_node_holds_parameters_once_and_says_so(backend: Any) -> None:
+    model = wrap(backend, "mlp", "fsdp")
+    held = model.memory.as_dict()
+    total = sum(p.numel() for p in perceptron().parameters()) * 8
+    assert sum(backend.all_gather(np.array([held["parameters"]]))) == total
+    says = [
+        wrap(backend, "mlp", strategy).get_model_metadata().properties for strategy in STRATEGIES
+    ]
+    assert [s["ParametersOncePerNode"] for s in says] == [False, True]
+    assert [s["GradientsSharded"] for s in says] == [False, True]
+    assert [s["ParametersSharded"] for s in says] == [False, False]
+
+
+@in_worlds(2)
+def test_says_where_parameters_stay_whole(backend: Any, messages_only: Any, caplog: Any) -> None:
+    model = wrap(backend, "mlp", "fsdp")
+    backend.barrier()
+    assert (
+        "stay whole on every rank, because the ranks of a node share no memory" in caplog.text
+        or (backend.rank > 0)
+    )
+    assert not model.get_model_metadata().properties["ParametersOncePerNode"]
+
+
+@by_strategy
+@by_path
+@in_worlds(2)
+def test_released_modules_live_on(backend: Any, strategy: str, path: str) -> None:
+    model = wrap(backend, "mlp", strategy)
+    plain, vector = model.wrapped_model, model.engine.parameters._vector
+    with pytest.raises(StructureOnlyError, match="gather_full_parameters"):
+        plain.get_parameters()
+    expected = model.gather_full_parameters()
+    assert model.release() is plain
+    assert not _inside(plain.module, vector)
+    assert np.array_equal(plain.get_parameters(), expected)
+    plain.train(*batch("mlp", 0))
+    again = STRATEGIES[strategy][0](plain, model.sharding_configuration)
+    optimizer_for(again).step(again, *batch("mlp", 0))
+    module = again.wrapped_model.module
+    gone = weakref.ref(again)
+    del again, plain
+    gc.collect()
+    assert gone() is None
+    assert np.isfinite(flat(module)).all()
+    module(torch.from_numpy(batch("mlp", 0)[0])).sum().backward()
+
+
+@by_strategy
+@in_worlds(2)
+def test_copies_share_nothing(backend: Any, strategy: str) -> None:
+    model = wrap(backend, "mlp", strategy)
+    before = model.gather_full_parameters()
+    copy = model.deep_copy()
+    optimizer_for(model).step(model, *batch("mlp", 0))
+    assert np.array_equal(copy.gather_full_parameters(), before)
+    assert np.array_equal(flat(copy.wrapped_model.module), before)
+    optimizer_for(copy).step(copy, *batch("mlp", 0))
+    close(copy.gather_full_parameters(), model.gather_full_parameters())
+    with model.unsharded() as plain:
+        assert np.array_equal(flat(plain.module), model.gather_full_parameters())
+        assert plain.module is not model.wrapped_model.module
+        plain.train(*batch("mlp", 0))
+    close(copy.gather_full_parameters(), model.gather_full_parameters())
+
+
+# ------------------------------------------------------------------------------ what modules may be
+
+
+class Odd(nn.Module):
+    """A frozen layer, a buffer, a transposed parameter and a layer that predicts otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.register_buffer("scale", torch.rand((), dtype=torch.float64))
+        self.turned = nn.Parameter(torch.rand(2, 5, dtype=torch.float64).T)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.dropout(self.frozen(x)) @ self.turned * self.scale
+
+
+@in_worlds(1, 2)
+def test_frozen_parameters_and_buffers_are_rank_0s(backend: Any) -> None:
+    def build() -> Any:
+        module = module_of(Odd, backend.rank)
+        module.scale.fill_(1.0 + backend.rank)
+        return module
+
+    plain = TorchModel(build(), nn.functional.mse_loss)
+    model = FSDPModel(plain, ShardingConfiguration(backend))
+    x, y = np.ones((3, 5)), np.ones((3, 2))
+    mode = [part.training for part in plain.module.modules()]
+    first = model.predict(x)
+    assert np.array_equal(first, model.predict(x))  # no dropout
+    assert [part.training for part in plain.module.modules()] == mode
+    everyone = backend.all_gather(first[None])
+    assert (everyone == everyone[0]).all()
+    before = [plain.module.frozen.weight.clone(), plain.module.scale.clone()]
+    optimizer_for(model).step(model, x, y)
+    assert [entry.name for entry in model.parameter_entries] == ["turned"]
+    assert torch.equal(plain.module.frozen.weight, before[0])
+    assert plain.module.scale == before[1] == 1.0
+    assert model.predict(np.ones((0, 5))).shape == (0, 2)
+
+
+def test_a_plain_model_trains_alone() -> None:
+    x, y = batch("mlp", 0)
+    x.flags.writeable = False
+    plain = TorchModel(module_of("mlp", 0), nn.functional.mse_loss)
+    first = plain.train(x.astype(np.float32), y, learning_rate=0.1)
+    result = AdamW(RATE).optimize(OptimizationInputData(model=plain, x_train=x, y_train=y))
+    assert result.best_solution is plain
+    assert plain.train(x, y) < first
+    twin = plain.deep_copy()
+    twin.set_parameters(np.zeros(plain.parameter_count))
+    assert plain.get_parameters().any()
+    assert not flat(twin.module).any()
+    assert plain.get_model_metadata().name == "Sequential"
+
+
+class Counting(nn.Linear):
+    """Changes a buffer in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.passes += 1
+        return super().forward(x)
+
+
+class TwoOutputs(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), x
+
+
+def mixed() -> Any:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+REFUSED = {
+    "two dtypes": (mixed, ValueError, r"'0.weight' and 1 more are float32, '1.weight' and 1"),
+    "half": (lambda: nn.Linear(2, 2).half(), ValueError, "float16; use module.float"),
+    "device": (lambda: nn.Linear(2, 2, device="meta"), ValueError, "'weight on meta' and 1 more"),
+    "lazy": (lambda: nn.LazyLinear(2), TypeError, "no shape yet; call the module once"),
+    "batch norm": (lambda: nn.BatchNorm1d(2), ValueError, "depend on the number of ranks; use Gr"),
+    "nothing": (nn.ReLU, ValueError, "ReLU has no parameter that requires a gradient"),
+    "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no parameter that"),
+    "no module": (object, TypeError, "must be a torch.nn.Module, got object"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_it_cannot_place(case: str) -> None:
+    build, error, message = REFUSED[case]
+    module = build()
+    before = [(p, p.data_ptr()) for p in getattr(module, "parameters", list)() if case != "lazy"]
+    with pytest.raises(error, match=message):
+        TorchModel(module, nn.functional.mse_loss)
+    assert [(p, p.data_ptr()) for p, _ in before] == before
+
+
+def test_refuses_what_it_cannot_train() -> None:
+    x, y = batch("mlp", 0)
+    with pytest.raises(TypeError, match=r"loss\(output, y\), or a loss of mpishard.nn"):
+        TorchModel(nn.Linear(5, 2), 3)
+    with pytest.raises(TypeError, match=r"a scalar tensor.* got a tensor of shape \(7, 2\)"):
+        TorchModel(nn.Linear(5, 2), lambda a, b: a - b).train(x, y)
+    with pytest.raises(TypeError, match="must return one tensor, got tuple"):
+        TorchModel(TwoOutputs(), nn.functional.mse_loss).predict(x)
+    with pytest.raises(ShardingError, match="Counting changes its buffers in training"):
+        TorchModel(Counting(), nn.functional.mse_loss).train(x, y)
+    plain = TorchModel(nn.Linear(5, 2), nn.functional.mse_loss)
+    with pytest.raises(ValueError, match=r"12 parameters; got a vector of shape \(3,\)"):
+        plain.set_parameters(np.zeros(3))
+    with pytest.raises(TypeError, match=r"x must be a NumPy array of samples.*got list"):
+        plain.predict([[1.0]])
+
+
+def test_a_module_belongs_to_one_rank() -> None:
+    module = perceptron()
+
+    def share(backend: Any) -> None:
+        FSDPModel(TorchModel(module, nn.functional.mse_loss), ShardingConfiguration(backend))
+
+    with pytest.raises((ShardingError, PeerError), match="Sequential object is wrapped already"):
+        run_in_threads(2, share)
+
+
+class Reentrant(nn.Linear):
+    """Uses its parameters in two parts that are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.utils.checkpoint.checkpoint(
+            super().forward, x * self.weight[0], use_reentrant=True
+        )
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)[:, :2]
+
+
+@in_worlds(2)
+def test_names_the_parameter_that_comes_twice(backend: Any) -> None:
+    model = wrap(backend, Reentrant, "fsdp")
+    with pytest.raises((ShardingError, PeerError), match=r"(weight|bias)' got two gradients"):
+        model.train(*batch("mlp", 0))
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2), (1, 1)])
+def test_torch_gets_as_many_threads_as_the_ranks_blas(
+    given: int | None, expected: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("mpishard.adapters.torch.blas_threads", lambda: given)
+
+    def rank(backend: Any) -> int:  # torch keeps the number by thread
+        torch.set_num_threads(2)
+        wrap(backend, "mlp", "fsdp")
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        assert run_in_threads(1, rank) == [expected]
+    finally:
+        torch.set_num_threads(before)
