@@ -17,7 +17,7 @@ from mpishard.cli.bench_step import ALONE, StepBenchmark
 from mpishard.observe import Timing, time_chain
 from mpishard.sharding import build_units
 
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     """Measure; rank 0 writes."""
     kinds = ("reduce_scatter", "all_gather")
     rows = (
-        [] if backend.world_size == 1 else CollectiveBenchmark(kinds, SIZES, repeats=7).run(backend)
+        [] if backend.world_size == 1 else CollectiveBenchmark(kinds, SIZES, repeats=5).run(backend)
     )
     collectives = [result.as_dict() for results in rows for result in results]
     cases = [measure(backend, case) for case in STUDIES[arguments.study]]

@@ -1,0 +1,30 @@
+"""The PyTorch example, small: alone, on threads, and on processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_torch.py"
+
+pytestmark = [pytest.mark.spawned, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [([], []), ([], ["-n", "2"]), (["-m", "mpishard", "run", "-n", "2"], [])],
+    ids=["alone", "threads", "processes"],
+)
+def test_trains_and_saves(launcher: list[str], arguments: list[str], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), "--steps", "12", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    (last,) = [line for line in ended.stdout.splitlines() if "nats per byte" in line]
+    assert f"on {2 if launcher or arguments else 1} rank(s)" in last
+    assert float(last.split("validation loss ")[1].split()[0]) < 4  # the first is log 256 = 5.5
+    assert (tmp_path / "runs" / "torch" / "manifest.json").is_file()
