@@ -24,6 +24,7 @@ __all__ = [
     "log_level",
     "mpi_timeout",
     "mpi_warning",
+    "numba_is_allowed",
     "openblas_kernel_is_set",
     "pmix_rank",
     "program_folders",
@@ -134,6 +135,7 @@ def check() -> None:
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
+    numba_is_allowed()
 
 
 def mpi_timeout() -> float:
@@ -178,6 +180,17 @@ def arena_sources() -> tuple[str, ...]:
             f"MPISHARD_ARENA must be auto, off, {' or '.join(_ARENA_SOURCES)}; got {text!r}"
         )
     return (text,)
+
+
+def numba_is_allowed() -> bool:
+    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules where numba is; ``off`` never.
+
+    The bits are the same.
+    """
+    text = os.environ.get("MPISHARD_NUMBA", "auto").lower()
+    if text not in ("auto", "off"):
+        raise ValueError(f"MPISHARD_NUMBA must be auto or off; got {text!r}")
+    return text == "auto"
 
 
 def virtual_nodes() -> int:
