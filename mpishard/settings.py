@@ -24,6 +24,7 @@ __all__ = [
     "log_level",
     "mpi_timeout",
     "mpi_warning",
+    "numba_is_allowed",
     "openblas_kernel_is_set",
     "pmix_rank",
     "program_folders",
@@ -136,6 +137,7 @@ def check() -> None:
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
+    numba_is_allowed()
 
 
 def mpi_timeout() -> float:
@@ -192,6 +194,17 @@ def progress_thread() -> bool | None:
     if text not in ("auto", "on", "off"):
         raise ValueError(f"MPISHARD_PROGRESS must be auto, on or off; got {text!r}")
     return None if text == "auto" else text == "on"
+
+
+def numba_is_allowed() -> bool:
+    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules where numba is; ``off`` never.
+
+    The bits are the same.
+    """
+    text = os.environ.get("MPISHARD_NUMBA", "auto").lower()
+    if text not in ("auto", "off"):
+        raise ValueError(f"MPISHARD_NUMBA must be auto or off; got {text!r}")
+    return text == "auto"
 
 
 def virtual_nodes() -> int:

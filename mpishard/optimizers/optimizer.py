@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.contracts import IGradientBasedOptimizer
+from mpishard.optimizers.compiled import ElementLoop, run_compiled
 from mpishard.optimizers.options import (
     OptionRange,
     ParameterOptions,
@@ -42,7 +43,9 @@ class Optimizer(IGradientBasedOptimizer):
     """An update rule with its settings. State belongs to whoever runs it.
 
     A rule sees one owned range at a time: 1-D views of parameters, gradients and state, of any
-    length and cut anywhere. It works in place, in chunks that fit the cache.
+    length and cut anywhere. It works in place: in NumPy passes over chunks that fit the cache
+    (`_update_chunk`), or in one compiled loop that gives the same bits, where the rule has one
+    (`_element_loop`) and numba is installed.
 
     Parameters
     ----------
@@ -114,13 +117,18 @@ class Optimizer(IGradientBasedOptimizer):
         if spans is None:
             spans = option_ranges(segments, self.weight_decay, self.parameter_options)
             self._spans[key] = spans
+        vectors = (parameters, gradients, *(state[name] for name in self.needed_state()))
         for span in spans:
+            rate = float(context.learning_rate * span.learning_rate_scale)
+            loop = self._element_loop(rate, span.weight_decay, context)
+            if run_compiled(loop, [vector[span.start : span.stop] for vector in vectors]):
+                continue
             for start, stop in self._chunks(parameters, span):
                 self._update_chunk(
                     parameters[start:stop],
                     gradients[start:stop],
                     {name: vector[start:stop] for name, vector in state.items()},
-                    context.learning_rate * span.learning_rate_scale,
+                    rate,
                     span.weight_decay,
                     context,
                 )
@@ -135,6 +143,21 @@ class Optimizer(IGradientBasedOptimizer):
         weight_decay: float,
         context: UpdateContext,
     ) -> None: ...
+
+    def _element_loop(
+        self, learning_rate: float, weight_decay: float, context: UpdateContext
+    ) -> ElementLoop | None:
+        """`_update_chunk` as a loop that can be compiled; None where a rule has none.
+
+        It takes the state in the order of `needed_state`.
+        """
+        return None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "_update_chunk" in vars(cls) and "_element_loop" not in vars(cls):
+            # An inherited loop would do what the passes no longer do.
+            cls._element_loop = Optimizer._element_loop  # type: ignore[method-assign]
 
     def clip_factor(self, gradient_norm: float) -> float:
         """What the gradient is multiplied with to satisfy ``clip_global_norm``."""

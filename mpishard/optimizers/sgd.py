@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.optimizers.compiled import ElementLoop
 from mpishard.optimizers.optimizer import Optimizer, UpdateContext, check_fraction
 from mpishard.optimizers.options import ParameterOptions
 from mpishard.optimizers.schedules import Schedule
@@ -86,3 +87,43 @@ class SGD(Optimizer):
                 direction = v
         xp.multiply(direction, learning_rate, out=step)
         p -= step
+
+    def _element_loop(
+        self, learning_rate: float, weight_decay: float, context: UpdateContext
+    ) -> ElementLoop:
+        factors = (context.gradient_scale, weight_decay, learning_rate)
+        if not self.momentum:
+            return ElementLoop(_sgd, factors)
+        return ElementLoop(_sgd_momentum, (*factors, self.momentum, float(self.nesterov)))
+
+
+def _sgd(p: Array, g: Array, scale: float, decay: float, rate: float) -> None:
+    """`SGD._update_chunk` without momentum, element by element."""
+    for i in range(p.size):
+        step = g[i] * scale
+        if decay != 0:  # to add 0 would make +0 of -0
+            step += p[i] * decay
+        p[i] -= step * rate
+
+
+def _sgd_momentum(
+    p: Array,
+    g: Array,
+    v: Array,
+    scale: float,
+    decay: float,
+    rate: float,
+    momentum: float,
+    nesterov: float,
+) -> None:
+    """`SGD._update_chunk` with momentum, element by element."""
+    for i in range(p.size):
+        step = g[i] * scale
+        if decay != 0:
+            step += p[i] * decay
+        v[i] = v[i] * momentum + step
+        if nesterov != 0:
+            step += v[i] * momentum
+        else:
+            step = v[i]
+        p[i] -= step * rate
