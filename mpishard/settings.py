@@ -179,7 +179,7 @@ def arena_sources() -> tuple[str, ...]:
         return ()
     if text not in _ARENA_SOURCES:
         raise ValueError(
-            f"MPISHARD_ARENA must be auto, off, {' or '.join(_ARENA_SOURCES)}; got {text!r}"
+            f"MPISHARD_ARENA must be auto, {', '.join(_ARENA_SOURCES)} or off; got {text!r}"
         )
     return (text,)
 
