@@ -30,7 +30,7 @@ for argument in "$@"; do
 done
 
 trap 'exit 130' INT
-prepare_environment mpi plot test dev
+prepare_environment mpi plot fast test dev
 cd -- "$root"
 set +e # a layer that fails does not keep the others from running
 logs="$(mktemp -d)"

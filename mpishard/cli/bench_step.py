@@ -15,6 +15,7 @@ from mpishard.communication import CommunicationBackend, InMemoryCommunicationBa
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing, memory_while, time_chain
 from mpishard.optimizers import AdamW
+from mpishard.optimizers.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ALONE", "StepBenchmark", "StepResult", "step_table"]
@@ -193,7 +194,7 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
     title = (
         f"{benchmark.model}, {benchmark.layers} layers of width {benchmark.width}, "
         f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, {ranks}, "
-        f"{benchmark.steps} steps"
+        f"{benchmark.steps} steps, updates in {'numba' if uses_numba() else 'NumPy'}"
     )
     table = Table(title=title, title_justify="left", min_width=len(title) + 2)
     for column in ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak"):

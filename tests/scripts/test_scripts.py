@@ -43,7 +43,7 @@ class Suite:
     def __init__(self, machine):
         self.machine = machine
         machine.add_python()
-        assert machine.prepare("dev", "mpi", "plot", "test").returncode == 0
+        assert machine.prepare("dev", "fast", "mpi", "plot", "test").returncode == 0
         for name in ("ruff", "lint-imports", "mypy"):
             machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
         machine.program(
