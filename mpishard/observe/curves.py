@@ -98,7 +98,9 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
             axes.fill_between(curve.x, low, high, color=paint, alpha=0.15, linewidth=0)
     if panel.boundary is not None:
         begin, text = panel.boundary
-        axes.axvspan(begin, axes.get_xlim()[1], color=GREY, alpha=0.08, linewidth=0)
+        left, right = axes.get_xlim()
+        axes.axvspan(begin, right, color=GREY, alpha=0.08, linewidth=0)
+        axes.set_xlim(left, right)
         axes.text(
             begin, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color=GREY, fontsize=8
         )
