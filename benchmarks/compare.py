@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,15 +35,18 @@ def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, sample
     """One repeat of the step's jobs."""
     batch = {"mlp": 64, "gpt": 8}[model]
 
-    def ours(ranks: int) -> None:
-        (row,) = runner.our_step(model, ranks=ranks)
-        samples[f"{model} ours {ranks}"].append(median(row["seconds"]))
+    def ours(ranks: int, *, numba: bool = False) -> None:
+        (row,) = runner.our_step(model, ranks=ranks, numba=numba)
+        name = f"{model} ours {ranks}" + (" numba" if numba else "")
+        samples[name].append(median(row["seconds"]))
 
     def peer(name: str, strategy: str, *options: str, ranks: int = 1) -> None:
         row = runner.peer_step(model, strategy, *options, ranks=ranks)
         samples[f"{model} {name}"].append(median(row["seconds"]))
 
     ours(2)
+    if find_spec("numba"):
+        ours(2, numba=True)
     if adapter:
         row = runner.adapter_step(model)
         samples[f"{model} adapter"].append(median(row["seconds"]))

@@ -66,12 +66,15 @@ class Runner:
             self._run([*command[:place], str(ranks), *command[place:]], variables)
             return json.loads(result.read_text(encoding="utf-8"))
 
-    def our_step(self, model: str, *options: str, ranks: int) -> list[dict[str, Any]]:
-        """The results of ``mpishard bench step`` under FSDP."""
+    def our_step(
+        self, model: str, *options: str, ranks: int, numba: bool = False
+    ) -> list[dict[str, Any]]:
+        """The results of ``mpishard bench step`` under FSDP, with compiled updates or without."""
         steps, warmup = STEPS[model]
         words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
         words += ["--steps", str(steps), "--warmup", str(warmup)]
-        found = self.ours(*words, *options, ranks=ranks)
+        allowed = "auto" if numba else "off"
+        found = self.ours(*words, *options, ranks=ranks, MPISHARD_NUMBA=allowed)
         self.machine = found["machine"]
         rows: list[dict[str, Any]] = found["steps"]
         return rows
@@ -91,7 +94,9 @@ class Runner:
         steps, warmup = STEPS[model]
         words = ["run", "-n", str(ADAPTER_STEP), "--model", model]
         words += ["--steps", str(steps), "--warmup", str(warmup)]
-        found: dict[str, Any] = self.ours(*words, ranks=2, python=self.adapter_python)
+        found: dict[str, Any] = self.ours(
+            *words, ranks=2, python=self.adapter_python, MPISHARD_NUMBA="off"
+        )
         return found
 
     def products(self, library: str) -> dict[str, float]:

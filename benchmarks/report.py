@@ -9,9 +9,19 @@ from rows import ROWS, Row
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
-COLUMNS = ("ours 1", "ours 2", "ours 4", "adapter", "single", "threads", "ddp", "fsdp2")
+COLUMNS = (
+    "ours 1",
+    "ours 2",
+    "ours 2 numba",
+    "ours 4",
+    "adapter",
+    "single",
+    "threads",
+    "ddp",
+    "fsdp2",
+)
 HEADINGS = (
-    "ours, 1 rank", "2 ranks", "4 ranks", "PyTorch module, adapter", "PyTorch, one process",
+    "ours, 1 rank", "2 ranks", "2 ranks, numba", "4 ranks", "PyTorch module, adapter", "PyTorch, one process",
     "2 threads, both batches", "DDP", "FSDP2",
 )  # fmt: skip
 

@@ -63,6 +63,8 @@ ROWS = [
     Row("GPT step, FSDP / PyTorch DDP", "gpt ours 2", "gpt ddp", 0.74, **GPT),
     Row("MLP, 2 ranks / PyTorch, 2 threads", "mlp ours 2", "mlp threads", 0.55, **MLP),
     Row("GPT, 2 ranks / PyTorch, 2 threads", "gpt ours 2", "gpt threads", 0.72, **GPT),
+    Row("MLP step with numba / PyTorch FSDP2", "mlp ours 2 numba", "mlp fsdp2", 0.20, **MLP),
+    Row("GPT step with numba / PyTorch FSDP2", "gpt ours 2 numba", "gpt fsdp2", 0.62, **GPT),
     Row(
         "MLP in PyTorch, adapter / FSDP2",
         "mlp adapter",
