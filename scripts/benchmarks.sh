@@ -22,7 +22,7 @@ for argument in "$@"; do
     esac
 done
 
-prepare_environment mpi plot fast
+prepare_environment mpi plot
 cd -- "$root"
 options=(--json docs/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
