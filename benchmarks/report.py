@@ -21,8 +21,8 @@ COLUMNS = (
     "fsdp2",
 )
 HEADINGS = (
-    "ours, 1 rank", "2 ranks", "2 ranks, numba", "4 ranks", "PyTorch module, adapter", "PyTorch, one process",
-    "2 threads, both batches", "DDP", "FSDP2",
+    "ours, 1 rank", "2 ranks", "2 ranks, numba", "4 ranks", "PyTorch module, adapter",
+    "PyTorch, one process", "2 threads, both batches", "DDP", "FSDP2",
 )  # fmt: skip
 
 Result = Mapping[str, Any]

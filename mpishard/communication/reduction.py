@@ -80,6 +80,19 @@ _UFUNCS = {
 }
 
 
+def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """``combine(left, right, out=)``, whose bits do not depend on length or on what ``out`` is."""
+    ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
+    if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
+        return ufunc
+
+    def multiply(left: Array, right: Array, *, out: Array) -> None:
+        # NumPy rounds a product of one complex number otherwise where it overwrites a factor.
+        out[...] = ufunc(left, right)
+
+    return multiply
+
+
 Subtree = tuple[int, int]
 """A slot and a round of the tree: the sum of slots ``first .. first + 2**level - 1``."""
 
@@ -167,7 +180,7 @@ class TreeReducer:
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
         narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
-        combine = getattr(xp, _UFUNCS[operation])
+        combine = _combiner(xp, operation, dtype)
         # Where ``out`` aliases an input that a later round still reads, work lands in scratch
         # and is copied out; a chunk stays in cache, so that costs little.
         is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
@@ -253,7 +266,7 @@ class FixedReducer:
         if dtype != contributions[0].dtype:
             self._wide = [(np.empty(shape, dtype), array) for array in contributions]
             contributions = [wide for wide, _ in self._wide]
-        self._combine = getattr(np, _UFUNCS[operation])
+        self._combine = _combiner(np, operation, dtype)
         self._count = count if operation is ReductionOperation.AVERAGE else 0
         self._steps: list[tuple[Array, Array, Array]] = []
         depth = (count - 1).bit_length()

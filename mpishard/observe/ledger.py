@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from enum import StrEnum
@@ -33,6 +34,9 @@ class MemoryLedger:
     """
 
     def __init__(self) -> None:
+        # The last view of shared memory may be let go by another thread, or by the garbage
+        # collector while this one holds the lock.
+        self._lock = threading.RLock()
         self._held: Counter[MemoryCategory] = Counter()
         self._peak: Counter[MemoryCategory] = Counter()
 
@@ -44,12 +48,14 @@ class MemoryLedger:
 
     def book(self, category: MemoryCategory, array: Array, nbytes: int) -> None:
         """Count ``nbytes`` of ``array`` until it is garbage: this rank's part of shared memory."""
-        self._held[category] += nbytes
-        self._peak[category] = max(self._peak[category], self._held[category])
+        with self._lock:
+            self._held[category] += nbytes
+            self._peak[category] = max(self._peak[category], self._held[category])
         weakref.finalize(array, self._free, category, nbytes).atexit = False
 
     def _free(self, category: MemoryCategory, nbytes: int) -> None:
-        self._held[category] -= nbytes
+        with self._lock:
+            self._held[category] -= nbytes
 
     def held(self, category: MemoryCategory) -> int:
         """Bytes held now."""

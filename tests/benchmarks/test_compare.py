@@ -56,7 +56,7 @@ def test_section_of_a_page(tmp_path):
     assert "PyTorch 2 with AdamW(fused)" in text
     assert "| <= 0.200 | 0.150 | 0.100 to 0.200 | 3 | 0.150 | reached |" in text
     assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | 1 |  | missed by 2.00 us |" in text
-    assert "| step of the MLP |  | 30.0 ms | 60.0 ms |  |  |  |  | 200.0 ms |" in text
+    assert "| step of the MLP |  | 30.0 ms |  | 60.0 ms |  |  |  |  | 200.0 ms |" in text
     assert text.endswith("linear layers alone, one thread: MLP 30.0 ms in NumPy.")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
