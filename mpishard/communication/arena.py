@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.communication.patience import yield_processor
 
 __all__ = [
     "PRIVATE",
     "Place",
     "Regions",
     "anonymous_memory",
+    "at_once",
     "number_nodes",
     "share_memory",
     "synchronize_windows",
@@ -46,6 +49,9 @@ _FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary
 _PREFIX = "mpishard-arena-"
 _NONCE_BYTES = 16
 _STALE_SECONDS = 60
+_PATH_BYTES = 112
+
+_log = logging.getLogger("mpishard")
 
 
 class Regions:
@@ -109,9 +115,13 @@ def anonymous_memory(nbytes: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
+Requests = Generator[Any, None, Any]
+"""Steps that yield the MPI requests to be waited for."""
+
+
 def share_memory(
     mpi: Any, node: Any, world: Any, nbytes: int, sources: tuple[str, ...]
-) -> Array | None:
+) -> Requests:
     """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
     Collective over ``world``, of which ``node`` holds this rank's node. Its pages belong to the
@@ -128,23 +138,59 @@ def share_memory(
     sources : tuple of str
         What to try, in order.
 
+    Yields
+    ------
+    mpi4py.MPI.Request
+        To be complete before the next step; see `at_once`.
+
     Returns
     -------
     Array or None
-        None, on every rank, where no source serves all nodes.
+        None, on every rank, where no source serves all nodes, or a rank has no file descriptors or
+        no memory left: then the next source would not do either.
     """
     for source in sources:
-        memory = _SOURCES[source](mpi, node, nbytes)
-        if world.allreduce(memory is not None, op=mpi.MIN):
-            assert memory is not None
+        memory, error = yield from _SOURCES[source](mpi, node, nbytes)
+        verdict = np.array([_verdict(memory, error)], np.int32)
+        worst = np.empty_like(verdict)
+        yield world.Iallreduce(verdict, worst, op=mpi.MAX)
+        if worst[0] == _GOOD:
             if source != "window" and node.Get_rank() == 0:
                 memory[:_NONCE_BYTES] = 0
-            node.Barrier()
+            yield node.Ibarrier()
             return memory
+        if worst[0] == _EXHAUSTED:
+            if verdict[0] == _EXHAUSTED:
+                _log.warning(
+                    "ranks share no more memory here and send messages instead: %s (each model "
+                    "takes two file descriptors: see ulimit -n)", error,
+                )  # fmt: skip
+            return None
     return None
 
 
-def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Array | None:
+def at_once(steps: Requests) -> Any:
+    """Take all steps, one request after the other, without holding the processor."""
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        while not request.Test():
+            yield_processor()
+
+
+_GOOD, _FAILED, _EXHAUSTED = 0, 1, 2
+
+
+def _verdict(memory: Array | None, error: OSError | None) -> int:
+    if memory is not None:
+        return _GOOD
+    exhausted = error is not None and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return _EXHAUSTED if exhausted else _FAILED
+
+
+def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         if not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "this system has no memfd")
@@ -155,10 +201,12 @@ def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Array | None:
     return _map(node, nbytes, create)
 
 
-def _from_file(_mpi: Any, node: Any, nbytes: int) -> Array | None:
+def _from_file(_mpi: Any, node: Any, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         import fcntl
 
+        if not _folder_has(nbytes):
+            raise OSError(errno.ENOSPC, f"{_FOLDER} is too small")
         _remove_stale_files()
         handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=_FOLDER)
         try:
@@ -171,68 +219,83 @@ def _from_file(_mpi: Any, node: Any, nbytes: int) -> Array | None:
             raise
         return handle, path
 
-    if not _folder_has(nbytes):
-        create = _no_room
     return _map(node, nbytes, create)
 
 
-def _from_window(mpi: Any, node: Any, nbytes: int) -> Array | None:
+def _from_window(mpi: Any, node: Any, nbytes: int) -> Requests:
     # MPICH's windows lie in /dev/shm, and die of SIGBUS where it is too small.
-    if not node.bcast(_folder_has(nbytes)):
-        return None
-    window = mpi.Win.Allocate_shared(nbytes if node.Get_rank() == 0 else 0, 1, comm=node)
-    window.Lock_all()
+    wanted = np.array([_folder_has(nbytes) and len(_windows) < _MOST_WINDOWS])
+    yield node.Ibcast(wanted.view(np.uint8), 0)
+    if not wanted[0]:
+        return None, None
+    # A communicator of its own, as long as the window: MPICH hangs in a later one otherwise.
+    own = node.Dup()
+    window = mpi.Win.Allocate_shared(nbytes if node.Get_rank() == 0 else 0, 1, comm=own)
+    window.Lock_all(mpi.MODE_NOCHECK)  # nobody locks for himself alone
     buffer, _ = window.Shared_query(0)
     memory: Array = np.frombuffer(buffer, np.uint8)
     # To free it is collective, and when an array is garbage differs from rank to rank.
-    _windows.append(window)
+    _windows.append((window, own))
     if node.Get_rank() == 0:
         memory[:] = 0
-    return memory
+    return memory, None
 
 
-_windows: list[Any] = []
+_windows: list[tuple[Any, Any]] = []
+_MOST_WINDOWS = 64
 
 
 def synchronize_windows() -> None:
     """What MPI asks for around a fence, of memory that comes from its windows."""
-    for window in _windows:
+    for window, _ in _windows:
         window.Sync()
 
 
-_SOURCES: dict[str, Callable[[Any, Any, int], Array | None]] = {
+_SOURCES: dict[str, Callable[[Any, Any, int], Requests]] = {
     "memfd": _from_memfd,
     "file": _from_file,
     "window": _from_window,
 }
 
 
-def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Array | None:
+def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Requests:
     """Map on all ranks of ``node`` the file that ``create`` makes on its first.
 
     The file's first bytes say which it is: a path means another file in another container.
+    Returns the memory, or None and why.
     """
-    handle, path, nonce, memory = -1, "", b"", None
+    handle, memory, error = -1, None, None
     is_first = node.Get_rank() == 0
+    letter = np.zeros(_NONCE_BYTES + _PATH_BYTES, np.uint8)
     if is_first:
-        with contextlib.suppress(OSError):
+        try:
             handle, path = create()
             nonce = secrets.token_bytes(_NONCE_BYTES)
             os.pwrite(handle, nonce[:nbytes], 0)
-    path, nonce = node.bcast((path, nonce))
+            text = nonce + path.encode()
+            letter[: len(text)] = np.frombuffer(text, np.uint8)
+        except OSError as reason:
+            error = reason
+    yield node.Ibcast(letter, 0)
+    nonce, text = letter[:_NONCE_BYTES].tobytes(), letter[_NONCE_BYTES:].tobytes()
+    path = text.rstrip(b"\0").decode()
     if path:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             if not is_first:
                 handle = os.open(path, os.O_RDWR)
             mapped = mmap.mmap(handle, nbytes)
-            if mapped[: len(nonce)] == nonce[:nbytes]:
+            if mapped[:_NONCE_BYTES] == nonce[:nbytes]:
                 memory = np.frombuffer(mapped, np.uint8)
-    node.Barrier()
+        except OSError as reason:
+            error = reason
+        except ValueError:
+            pass  # another file, and shorter
+    yield node.Ibarrier()
     if handle >= 0:
         os.close(handle)
     if is_first and path.startswith(str(_FOLDER)):
         Path(path).unlink()
-    return memory
+    return memory, error
 
 
 def _folder_has(nbytes: int) -> bool:
@@ -241,10 +304,6 @@ def _folder_has(nbytes: int) -> bool:
     except OSError:
         return False
     return status.f_bavail * status.f_frsize > nbytes
-
-
-def _no_room() -> tuple[int, str]:
-    raise OSError(errno.ENOSPC, f"{_FOLDER} is too small")
 
 
 def _remove_stale_files() -> None:

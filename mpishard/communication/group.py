@@ -47,6 +47,8 @@ class Group:
         self.comm = comm
         self.name = name
         self.mailbox = mailbox
+        self.node: Any = None
+        """The ranks of this one's node, once memory was shared among them."""
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))
@@ -154,16 +156,23 @@ class Group:
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
 
-    def free(self) -> None:
-        """Give the communicators back to MPI, where `all_left` and nothing is under way."""
+    def free(self) -> bool:
+        """Give the communicators back to MPI; False where something is still under way.
+
+        Those of a group that not `all_left` in good order are nobody's any more, and stay.
+        """
         if not self.all_left:
-            return
+            return True
         if self.mailbox is not None:
             self.mailbox.close()
+        for request in tuple(self.in_flight):
+            request.test()
         if self.in_flight:
-            return
-        for comm in (*(lane.comm for lane in self.lanes), self.comm):
-            comm.Free()
+            return False
+        for comm in (*(lane.comm for lane in self.lanes), self.node, self.comm):
+            if comm is not None:
+                comm.Free()
+        return True
 
 
 def _duplicates(comm: Any, count: int) -> list[Any]:

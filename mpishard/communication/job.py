@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mpishard import settings
-from mpishard.communication.arena import number_nodes, share_memory
+from mpishard.communication.arena import at_once, number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.group import Group
@@ -62,19 +62,31 @@ class Job:
         self.board = CallBoard(node, ranks) if self.world_size > 1 else None
         node.Free()
         self._post_office = self._open_post_office(comm)
-        self.progress_thread = self._start_progress(comm)
+        self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
+        self._progress_comm: Any = None
 
-    def _start_progress(self, comm: Any) -> ProgressThread | None:
+    def start_progress(self, comm: Any) -> None:
+        """Start the progress thread, where it is wanted, until `leave`. Collective."""
         wanted = settings.progress_thread()
         if wanted is None:
             sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
             wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
         wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
-        if not comm.allreduce(wanted, op=self.mpi.MAX):
-            return None
-        own = comm.Dup()
-        return ProgressThread(self.mpi, own, self._is_anything_in_flight) if wanted else None
+        if comm.allreduce(wanted, op=self.mpi.MAX):
+            self._progress_comm = comm.Dup()
+            if wanted:
+                self.progress_thread = ProgressThread(
+                    self.mpi, self._progress_comm, self._is_anything_in_flight
+                )
+
+    def _stop_progress(self) -> None:
+        if self.progress_thread is not None:
+            self.progress_thread.stop()
+            self.progress_thread = None
+        if self._progress_comm is not None:
+            self._progress_comm.Free()
+            self._progress_comm = None
 
     def _is_anything_in_flight(self) -> bool:
         # A rank that waits calls MPI itself, and two threads would stand in each other's way.
@@ -87,7 +99,7 @@ class Job:
             return None
         node = comm.Split(self.nodes[self.rank], self.rank)
         nbytes = PostOffice.nbytes(node.Get_size())
-        memory = share_memory(self.mpi, node, comm, nbytes, settings.arena_sources())
+        memory = at_once(share_memory(self.mpi, node, comm, nbytes, settings.arena_sources()))
         local_rank = node.Get_rank()
         node.Free()
         return None if memory is None else PostOffice(memory, local_rank)
@@ -124,9 +136,8 @@ class Job:
         for group, reference in list(self._groups.items()):
             if reference() is None:
                 group.leave()
-            if group.has_left():
+            if group.has_left() and group.free():
                 del self._groups[group]
-                group.free()
 
     def count_pending(self) -> int:
         """Number of collectives under way, in all worlds."""
@@ -170,8 +181,7 @@ class Job:
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
+        self._stop_progress()
         for group in groups:
             group.free()
         self._groups.clear()

@@ -122,6 +122,7 @@ class MPICommunicationBackend(SmallCollectives):
             rings = self._comm.allgather(self._job.take_ring())
             mailbox = self._job.make_mailbox(rings, self._nodes, self._rank)
             self._group = Group(self._mpi, self._comm.Dup(), "", mailbox)
+            self._job.start_progress(self._comm)
             self._sequence = 0
             self._pending.clear()
         self._messages = Messages(self._group)
@@ -300,12 +301,18 @@ class MPICommunicationBackend(SmallCollectives):
             yield from self._open(call, turn)
             # What follows blocks: what was issued before must not need this rank any more.
             yield Condition(lambda: self._pending[0].call is call)
-            comm = self._talk.comm
-            node = comm.Split(self._nodes[self._rank], self._rank)
-            try:
-                return share_memory(self._mpi, node, comm, nbytes, settings.arena_sources())
-            finally:
-                node.Free()
+            group = self._talk
+            if group.node is None:
+                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
+            steps = share_memory(
+                self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
+            )
+            while True:
+                try:
+                    request = next(steps)
+                except StopIteration as stop:
+                    return stop.value
+                yield self._keep(request)
 
     # ---------------------------------------------------------------------------- point to point
 

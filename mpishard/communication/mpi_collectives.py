@@ -173,6 +173,7 @@ class MPICollectives(SharedCollectives):
                     return out
                 places = self._all_places(headers)
                 if places is not None and self._arrays_are_shared(places):
+                    self._refuse_overlaps(places, array, out, [0] * self.world_size)
                     out_is_shared = self._out_is_shared(places)
                     if out_is_shared or all(own == into for own, into in places):
                         second.release()
@@ -218,6 +219,8 @@ class MPICollectives(SharedCollectives):
                 inline = headers.all_inline
                 places = self._all_places(headers)
             if places is not None and self._arrays_are_shared(places):
+                offsets = [start * array.itemsize for start in starts_of(sizes)]
+                self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, array)
                 yield from self._shared_reduce_scatter(turn, arrays, sizes, call.operation, piece)
                 if piece is not result:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.arena import synchronize_windows
+from mpishard.communication.arena import PRIVATE, synchronize_windows
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Kind
 from mpishard.communication.header import Headers
@@ -66,6 +66,40 @@ class SharedCollectives(CommunicationBackend):
         if not self._regions.ever or self.world_size == 1 or headers.any_inline:
             return None
         return [headers.places(rank) for rank in range(self.world_size)]
+
+    def _refuse_overlaps(
+        self, places: Sequence[Places], array: Array, out: Array, offsets: Sequence[int]
+    ) -> None:
+        """Refuse, on all ranks alike, results on top of what others still read.
+
+        Where the result of a rank may lie in an array is the range that the rank alone reads:
+        ``offsets`` bytes behind the array's start.
+
+        Raises
+        ------
+        ValueError
+            Naming the two ranks.
+        """
+        if all(into == PRIVATE for _, into in places):
+            return
+        if all(
+            (own[0], own[1] + at) == into for (own, into), at in zip(places, offsets, strict=True)
+        ):
+            return
+        nodes = self.nodes
+        for rank, (_, into) in enumerate(places):
+            for other, (own, _) in enumerate(places):
+                distance = into[1] - own[1]
+                if (
+                    nodes[rank] == nodes[other]
+                    and into[0] == own[0] != PRIVATE[0]
+                    and -out.nbytes < distance < array.nbytes
+                    and distance != offsets[rank]
+                ):
+                    raise ValueError(
+                        f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
+                        "of the node read: give it memory of its own"
+                    )
 
     def _peer_arrays(self, places: Sequence[Places], array: Array) -> dict[int, Array]:
         """The flat arrays of this node's ranks, where they lie."""
@@ -224,20 +258,26 @@ class SharedCollectives(CommunicationBackend):
         """Send this rank's part of flat ``out`` to its agents; receive for whom this is agent."""
         nodes = Nodes(self.nodes, self.rank)
         starts = starts_of(sizes)
-        outgoing, incoming = [0] * self.world_size, [0] * self.world_size
-        for node in range(nodes.count):
-            if node != nodes.own:
-                outgoing[nodes.agent(self.rank, node)] = sizes[self.rank]
-        for rank in nodes.clients():
-            incoming[rank] = sizes[rank]
-        yield turn
-        request = turn.comm.Ialltoallv(
-            self._parts(
-                out, outgoing, [starts[self.rank]] * self.world_size, itemsize=out.itemsize
-            ),
-            self._parts(out, incoming, starts, itemsize=out.itemsize),
-        )
-        yield self._keep(request, out)
+        agents = [nodes.agent(self.rank, n) for n in range(nodes.count) if n != nodes.own]
+        clients = nodes.clients()
+        step = max(1, SCRATCH_BYTES // out.itemsize)  # libraries fail above 2^31 bytes
+        for low in range(0, max(*sizes, 1), step):
+            outgoing, incoming = [0] * self.world_size, [0] * self.world_size
+            for rank in agents:
+                outgoing[rank] = max(0, min(step, sizes[self.rank] - low))
+            for rank in clients:
+                incoming[rank] = max(0, min(step, sizes[rank] - low))
+            yield turn
+            request = turn.comm.Ialltoallv(
+                self._parts(
+                    out,
+                    outgoing,
+                    [starts[self.rank] + low] * self.world_size,
+                    itemsize=out.itemsize,
+                ),
+                self._parts(out, incoming, [s + low for s in starts], itemsize=out.itemsize),
+            )
+            yield self._keep(request, out)
 
     def _take(self, length: int, dtype: np.dtype[Any]) -> Scratch:
         return Scratch(self._pool.take(length * dtype.itemsize), length, dtype)

@@ -37,6 +37,9 @@ def test_data_arrive_while_a_rank_computes(backend, threaded, monkeypatch):
         assert work.wait() is everyone
         assert (everyone == np.repeat(np.arange(own.world_size), LENGTH)).all()
     assert not threads()
+    with own:  # entered again
+        assert len(threads()) == threaded
+    assert not threads()
 
 
 @pytest.mark.mpi
