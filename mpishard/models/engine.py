@@ -169,8 +169,10 @@ class Engine:
                 strict=True,
             )
         ]
-        rule(updates, report)
-        self.gradients.finish()
+        try:
+            rule(updates, report)
+        finally:  # a rule that failed here may still read gradients elsewhere
+            self.gradients.finish()
         if self.policy.shards_state:
             self.parameters.publish(self.owned_pieces)
         self.program.changed(self.parameters)

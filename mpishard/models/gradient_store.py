@@ -171,12 +171,8 @@ class NodeGradients(ReplicatedGradients):
         self._vectors = vectors
         self._pieces = holdings.pieces()
         self._reading: Work | None = None
-        self._was_abandoned = False
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        if self._was_abandoned:
-            self._was_abandoned = False
-            self.finish()
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
@@ -189,11 +185,6 @@ class NodeGradients(ReplicatedGradients):
 
     def finish(self) -> None:
         self._reading = self.backend.barrier_async()
-
-    def abandon(self) -> None:
-        # Other ranks may be reading this gradient still, in an update that failed here.
-        self._was_abandoned = True
-        super().abandon()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """Of each piece, which must be one rank's, what its owner holds. Read-only."""

@@ -178,6 +178,29 @@ def test_a_step_makes_no_buffer(backend: Any, problems: Any, strategy: str) -> N
     assert peak - held < unit  # 131 kB, of 8 units
 
 
+@in_worlds(2, 3)
+def test_after_a_rule_that_failed_nobody_writes_what_others_read(
+    backend: Any, problems: Any
+) -> None:
+    model, optimizer = problems.build(backend, "mlp", "ddp")
+    x, y = problems.batch("mlp", 0)
+    seen = []
+
+    def failing(updates: Any, report: Any) -> None:
+        if backend.rank == 1:
+            time.sleep(0.1)
+        seen.append(np.concatenate([update.gradients for update in updates]))
+        raise ArithmeticError("here")
+
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="here"):
+            model.engine.step(x, y, failing)
+    assert seen[0].tobytes() == seen[1].tobytes()
+    gathered = backend.all_gather(seen[0][None])
+    assert (gathered == gathered[0]).all()
+    optimizer.step(model, x, y)
+
+
 # ------------------------------------------------------------------- the equality check bites here
 
 
