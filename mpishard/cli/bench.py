@@ -20,7 +20,7 @@ from mpishard.cli.bench_collectives import (
     collective_table,
 )
 from mpishard.cli.bench_report import parse_bytes, show, write_json
-from mpishard.cli.bench_step import ALONE, StepBenchmark, step_table
+from mpishard.cli.bench_step import ALONE, StepBenchmark, step_panel, step_table
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import DistributedStrategy, launch
 from mpishard.errors import MPIUnavailableError
@@ -99,8 +99,7 @@ def collectives(
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     except ValueError as error:
         _refuse(f"--sizes: {error}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        _refuse("--plot needs matplotlib: pip install 'mpishard[plot]'")
+    _check_plot(plot)
     benchmark = CollectiveBenchmark(chosen, lengths, str(dtype), repeats)
 
     def measure(backend: CommunicationBackend) -> None:
@@ -151,6 +150,7 @@ def step(
     ] = _Checks.ON,
     memory: Annotated[bool, typer.Option(help="Take resident memory too.")] = False,
     json: JSONOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the time of each step as a PNG.")] = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
@@ -159,6 +159,7 @@ def step(
     for name in chosen:
         if name not in _STRATEGIES:
             _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}")
+    _check_plot(plot)
     usual = _SIZES[model]
     benchmark = StepBenchmark(
         str(model),
@@ -183,8 +184,15 @@ def step(
             if json is not None:
                 rows = [result.as_dict() for result in results]
                 write_json(json, {"world_size": backend.world_size, "steps": rows})
+            if plot is not None:
+                plot_panels(plot, [step_panel(benchmark, results, backend.world_size)])
 
     _on_ranks(context, measure, ranks, world_size)
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        _refuse("--plot needs matplotlib: pip install 'mpishard[plot]'")
 
 
 def _on_ranks(

@@ -13,12 +13,12 @@ from mpishard import nn
 from mpishard.cli.bench_report import bytes_text, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
-from mpishard.observe import Timing, memory_while, time_chain
+from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
 from mpishard.optimizers import AdamW
 from mpishard.optimizers.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["ALONE", "StepBenchmark", "StepResult", "step_table"]
+__all__ = ["ALONE", "StepBenchmark", "StepResult", "step_panel", "step_table"]
 
 ALONE = "alone"
 """The step that communicates with nobody: what bounds the others from below."""
@@ -190,10 +190,9 @@ def _in_turn(
 
 def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:
     """The results as a table; ratios are to the step alone, where it was measured."""
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     title = (
         f"{benchmark.model}, {benchmark.layers} layers of width {benchmark.width}, "
-        f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, {ranks}, "
+        f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, {_ranks(world_size)}, "
         f"{benchmark.steps} steps, updates in {'numba' if uses_numba() else 'NumPy'}"
     )
     table = Table(title=title, title_justify="left", min_width=len(title) + 2)
@@ -212,3 +211,21 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
             bytes_text(result.peak_bytes),
         )
     return table
+
+
+def step_panel(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Panel:
+    """The time of each step, one curve for each strategy."""
+    curves = [
+        Curve(
+            f"{result.strategy}, median {milliseconds(Timing(result.seconds).median)}",
+            range(1, len(result.seconds) + 1),
+            [seconds * 1e3 for seconds in result.seconds],
+        )
+        for result in results
+    ]
+    title = f"{benchmark.model}, {results[0].parameters / 1e6:.1f}M, {_ranks(world_size)}"
+    return Panel(title, "step", "milliseconds", curves, logarithmic="")
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"

@@ -49,10 +49,12 @@ def test_step(monkeypatch, tmp_path, model, parameters):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_memory_and_checks_in_turn(tmp_path):
-    path = tmp_path / "step.json"
+    pytest.importorskip("matplotlib")
+    path, plot = tmp_path / "step.json", tmp_path / "step.png"
     options = ["--strategy", "fsdp", "--checks", "both", "--memory", "--world-size", 2]
-    ended = bench("step", *SMALL, *options, "--json", path)
+    ended = bench("step", *SMALL, *options, "--json", path, "--plot", plot)
     assert ended.exit_code == 0, ended.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(path.read_text())["steps"]
     assert [row["strategy"] for row in rows] == ["fsdp", "fsdp without checks"]
     for row in rows:
