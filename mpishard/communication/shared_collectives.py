@@ -267,17 +267,22 @@ class SharedCollectives(CommunicationBackend):
                 outgoing[rank] = max(0, min(step, sizes[self.rank] - low))
             for rank in clients:
                 incoming[rank] = max(0, min(step, sizes[rank] - low))
+            # What is sent and what is received never begin at one address: Open MPI takes that for
+            # MPI_IN_PLACE. The first rank receives behind its own part, where all of it goes.
+            size = sizes[self.rank]
+            base = size if starts[self.rank] == 0 else 0
+            source = out[starts[self.rank] :][:size] if size else np.empty(1, out.dtype)
+            target = out[base:] if out.size > base else np.empty(1, out.dtype)
+            places = [
+                start + low - base if count else 0
+                for start, count in zip(starts, incoming, strict=True)
+            ]
             yield turn
             request = turn.comm.Ialltoallv(
-                self._parts(
-                    out,
-                    outgoing,
-                    [starts[self.rank] + low] * self.world_size,
-                    itemsize=out.itemsize,
-                ),
-                self._parts(out, incoming, [s + low for s in starts], itemsize=out.itemsize),
+                self._parts(source, outgoing, [low] * self.world_size, itemsize=out.itemsize),
+                self._parts(target, incoming, places, itemsize=out.itemsize),
             )
-            yield self._keep(request, out)
+            yield self._keep(request, source, target)
 
     def _take(self, length: int, dtype: np.dtype[Any]) -> Scratch:
         return Scratch(self._pool.take(length * dtype.itemsize), length, dtype)

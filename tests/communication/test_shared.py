@@ -84,6 +84,21 @@ def test_many_at_once(backend, path):
         assert (work.wait() == total).all()
 
 
+@pytest.mark.parametrize("path", ["two nodes"], indirect=True)
+@in_worlds(2, 3, 4)
+def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
+    monkeypatch.setattr("mpishard.communication.shared_collectives.SCRATCH_BYTES", 400)
+    length = 1003
+    mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
+    part = ShardLayout(length, backend.world_size).slice(backend.rank)
+    mine[...] = np.arange(length) * (backend.rank + 1)
+    wanted = np.arange(length) * backend.world_size * (backend.world_size + 1) / 2
+    assert (backend.reduce_scatter(mine) == wanted[part]).all()
+    assert (backend.all_reduce(mine, out=result) == wanted).all()
+    assert (backend.all_gather(wanted[part].copy(), out=result) == wanted).all()
+    assert (backend.all_reduce(mine) == wanted).all()
+
+
 @by_path
 @in_worlds(2, 3, 5)
 def test_an_array_of_one_node_stands_once(backend, path):
