@@ -48,6 +48,8 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
 
     Raises
     ------
+    ImportError
+        Where PyTorch is not installed.
     TypeError
         For other arguments, or a parameter that is no plain strided tensor.
     ValueError
@@ -57,8 +59,10 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
     """
 
     def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
-        import torch
-
+        try:
+            import torch
+        except ImportError as error:
+            raise ImportError("TorchModel needs PyTorch: pip install 'mpishard[torch]'") from error
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not isinstance(loss, ILossFunction) and not callable(loss):
