@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 
+import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
-import mpishard
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES
