@@ -20,13 +20,23 @@ from mpishard.communication import (
 )
 from mpishard.distributed import DistributedStrategy, as_distributed, launch
 from mpishard.layout import ShardLayout
-from mpishard.models import DDPModel, FSDPModel, ShardedModelBase
+from mpishard.models import (
+    DDPModel,
+    FSDPModel,
+    ShardedModelBase,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
 from mpishard.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
     OptimizationInputData,
     OptimizationResult,
     ShardedOptimizerBase,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
 )
 from mpishard.sharding import ShardingConfiguration
 
@@ -49,6 +59,12 @@ __all__ = [
     "ShardedModelBase",
     "ShardedOptimizerBase",
     "ShardingConfiguration",
+    "ZeRO1Model",
+    "ZeRO1Optimizer",
+    "ZeRO2Model",
+    "ZeRO2Optimizer",
+    "ZeRO3Model",
+    "ZeRO3Optimizer",
     "as_distributed",
     "checkpoint",
     "data",

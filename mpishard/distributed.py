@@ -8,8 +8,23 @@ from typing import Any, TypeVar, overload
 
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
-from mpishard.models import DDPModel, FSDPModel, ShardedModelBase
-from mpishard.optimizers import DDPOptimizer, FSDPOptimizer, Optimizer, ShardedOptimizerBase
+from mpishard.models import (
+    DDPModel,
+    FSDPModel,
+    ShardedModelBase,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
+from mpishard.optimizers import (
+    DDPOptimizer,
+    FSDPOptimizer,
+    Optimizer,
+    ShardedOptimizerBase,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+)
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["DistributedStrategy", "as_distributed", "launch"]
@@ -21,11 +36,21 @@ class DistributedStrategy(StrEnum):
     """How a model and its training are spread over ranks."""
 
     DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
     FSDP = "fsdp"
+    # As the mirrored hierarchy spells them.
+    ZeRO1 = "zero1"
+    ZeRO2 = "zero2"
+    ZeRO3 = "zero3"
 
 
 _CLASSES: dict[DistributedStrategy, tuple[type[ShardedModelBase], type[ShardedOptimizerBase]]] = {
     DistributedStrategy.DDP: (DDPModel, DDPOptimizer),
+    DistributedStrategy.ZERO1: (ZeRO1Model, ZeRO1Optimizer),
+    DistributedStrategy.ZERO2: (ZeRO2Model, ZeRO2Optimizer),
+    DistributedStrategy.ZERO3: (ZeRO3Model, ZeRO3Optimizer),
     DistributedStrategy.FSDP: (FSDPModel, FSDPOptimizer),
 }
 
@@ -60,7 +85,7 @@ def as_distributed(
         model is collective: rank 0's first parameters are dealt to all.
     backend_or_config : CommunicationBackend or ShardingConfiguration
         How the ranks talk, with default choices or with yours.
-    strategy : {"fsdp", "ddp"} or DistributedStrategy
+    strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3"} or DistributedStrategy
         How to spread it.
 
     Returns

@@ -17,6 +17,7 @@ __all__ = [
     "GradientStore",
     "NodeGradients",
     "ReplicatedGradients",
+    "ScatteredGradients",
     "ShardedGradients",
     "squared_norm",
 ]
@@ -151,7 +152,24 @@ class ReplicatedGradients(GradientStore):
         return [self.vector[p.start : p.stop] for p in pieces]
 
 
-class NodeGradients(ReplicatedGradients):
+class ScatteredGradients(ReplicatedGradients):
+    """Every rank holds a full gradient; reduced, only the pieces that it owns are the sum's.
+
+    They are reduce-scattered in the round's last pass, each into its place in the full vector, so
+    that what ZeRO-1 sends is half of an all-reduce and it needs no other memory.
+    """
+
+    def __init__(self, holdings: Holdings, vector: Array | None = None) -> None:
+        super().__init__(holdings, vector)
+        self._pieces = holdings.pieces()
+
+    def _reduce(self, unit: Unit, full: Array) -> Work:
+        piece = self._pieces[unit.index]
+        mine = full[piece.start - unit.start : piece.stop - unit.start]
+        return self.backend.reduce_scatter_async(full, out=mine)
+
+
+class NodeGradients(ScatteredGradients):
     """Replicated gradients of ranks that are all on one node: each reads the others' in place.
 
     Reduced, each piece stands once, in the vector of the rank that owns it, and every rank updates
@@ -169,7 +187,6 @@ class NodeGradients(ReplicatedGradients):
     def __init__(self, holdings: Holdings, vectors: Sequence[Array]) -> None:
         super().__init__(holdings, vectors[holdings.backend.rank])
         self._vectors = vectors
-        self._pieces = holdings.pieces()
         self._reading: Work | None = None
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
@@ -177,11 +194,6 @@ class NodeGradients(ReplicatedGradients):
             self._reading.wait()
             self._reading = None
         return super().target(unit)
-
-    def _reduce(self, unit: Unit, full: Array) -> Work:
-        piece = self._pieces[unit.index]
-        mine = full[piece.start - unit.start : piece.stop - unit.start]
-        return self.backend.reduce_scatter_async(full, out=mine)
 
     def finish(self) -> None:
         self._reading = self.backend.barrier_async()

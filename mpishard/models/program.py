@@ -134,6 +134,7 @@ class LayeredProgram(Program):
         infos = model.get_all_layer_info()
         self._model = model
         self._layers: Sequence[Any] = model.layers
+        self._names = [info.name for info in infos]
         self._table: ParameterTable = model.parameter_table
         self._input_shape = infos[0].input_shape
         self.dtype = model.dtype
@@ -256,7 +257,7 @@ class LayeredProgram(Program):
         for index, layer in enumerate(self._layers):
             own = self._own_unit[index]
             views = self._views(index, parameters, following=own.index + 1)
-            x, saved = layer.forward(views, x, context)
+            x, saved = layer.forward(views, x, context.enter(self._names[index], layer))
             tape.append(saved)
             del views
             if index == own.last_layer and own.index not in self.kept:

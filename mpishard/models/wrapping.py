@@ -18,6 +18,7 @@ from mpishard.models.gradient_store import (
     GradientStore,
     NodeGradients,
     ReplicatedGradients,
+    ScatteredGradients,
     ShardedGradients,
 )
 from mpishard.models.holdings import Holdings
@@ -196,11 +197,12 @@ def _gradient_store(holdings: Holdings, policy: Policy) -> GradientStore:
         slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
         return ShardedGradients(holdings, slots[local] if slots else ())
     vectors = holdings.allocate_slots(holdings.length, 1)
-    if vectors is None:
-        return ReplicatedGradients(holdings)
-    if holdings.backend.node_count == 1 and not policy.shards_state:
+    mine = None if vectors is None else vectors[local][0]
+    if policy.shards_state:
+        return ScatteredGradients(holdings, mine)
+    if vectors is not None and holdings.backend.node_count == 1:
         return NodeGradients(holdings, [vector for (vector,) in vectors])
-    return ReplicatedGradients(holdings, vectors[local][0])
+    return ReplicatedGradients(holdings, mine)
 
 
 def deal(engine: Engine) -> None:

@@ -73,7 +73,7 @@ class Sequential(Layer):
         """Run the layers in order; saves the list of what they save."""
         saved = []
         for name, child in self._children.items():
-            x, child_saved = child.forward(p.get(name, _NONE), x, context)
+            x, child_saved = child.forward(p.get(name, _NONE), x, context.enter(name, child))
             saved.append(child_saved)
         return x, saved if context.training else None
 

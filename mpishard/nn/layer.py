@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,14 @@ class ParameterSpec:
     tied_to : str, optional
         Full name of another parameter of the model that this one *is*. It then adds nothing to
         the parameter table, and its shape must be the other's.
+    trainable : bool
+        Whether training changes it. Where not, its gradient is 0 and it has no optimizer state.
     """
 
     shape: tuple[int, ...]
     initializer: Initializer
     tied_to: str | None = None
+    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,21 @@ class Context:
         With a layer's name and the global sample index, the key of any randomness.
     sample_start : int
         Index in the global batch of this rank's first sample.
+    path : str
+        Dotted name of the layer that is running, where it or a layer inside it `is_random`.
     """
 
     training: bool = True
     seed: int = 0
     step: int = 0
     sample_start: int = 0
+    path: str = ""
+
+    def enter(self, name: str, layer: Layer) -> Context:
+        """The context for ``layer``, which is called ``name`` in the one that runs."""
+        if not layer.is_random:
+            return self
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
 
 class Layer(ABC):
@@ -94,6 +106,14 @@ class Layer(ABC):
             yield prefix + name, spec
         for name, child in self.children.items():
             yield from child.walk_parameters(f"{prefix}{name}.")
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the output in training depends on the context's seed, step and sample.
+
+        A composite is random where one of its children is.
+        """
+        return any(child.is_random for child in self.children.values())
 
     @property
     def takes_integers(self) -> bool:

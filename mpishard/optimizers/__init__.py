@@ -9,6 +9,7 @@ from mpishard.optimizers.options import Segment
 from mpishard.optimizers.schedules import Constant, Cosine, WarmUp
 from mpishard.optimizers.sgd import SGD
 from mpishard.optimizers.sharded import ShardedOptimizerBase
+from mpishard.optimizers.zero import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 
 __all__ = [
     "SGD",
@@ -24,4 +25,7 @@ __all__ = [
     "ShardedOptimizerBase",
     "UpdateContext",
     "WarmUp",
+    "ZeRO1Optimizer",
+    "ZeRO2Optimizer",
+    "ZeRO3Optimizer",
 ]

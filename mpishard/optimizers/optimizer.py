@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from mpishard.optimizers.schedules import Schedule, as_number, as_schedule
 if TYPE_CHECKING:
     from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 
-__all__ = ["Optimizer", "UpdateContext"]
+__all__ = ["Optimizer", "OwnedRange", "UpdateContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,29 @@ class UpdateContext:
     """What an update may depend on beside its own range.
 
     ``step`` counts updates from 1. ``gradient_scale`` turns the given gradient, a sum over
-    samples, into the clipped mean: ``clip / weight``.
+    samples, into the clipped mean: ``clip / weight``. ``sum_over_owners`` adds a small vector up
+    over all ranks that own a part of the parameters, which every one of them calls; where each
+    rank owns all, it gives back what it gets.
     """
 
     step: int
     learning_rate: float
     gradient_scale: float
+    sum_over_owners: Callable[[Array], Array] = lambda vector: vector
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What a rule gets of one owned piece: 1-D views of one length, and what they are part of.
+
+    ``gradients`` may be read-only. ``state`` has one view per name of `Optimizer.needed_state`;
+    ``segments`` say which parameters the range cuts through.
+    """
+
+    parameters: Array
+    gradients: Array
+    state: Mapping[str, Array]
+    segments: Sequence[Segment]
 
 
 class Optimizer(IGradientBasedOptimizer):
@@ -90,6 +107,14 @@ class Optimizer(IGradientBasedOptimizer):
     def needed_state(self) -> tuple[str, ...]:
         """Names of the state vectors that these settings need."""
         return self.state_names
+
+    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Update all that a rank owns, in place. Every rank makes the call, owning nothing too.
+
+        A rule that needs norms of whole parameters overrides this.
+        """
+        for owned in ranges:
+            self.update(owned.parameters, owned.gradients, owned.state, owned.segments, context)
 
     def update(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.loop import train
-from mpishard.optimizers.optimizer import Optimizer, UpdateContext
+from mpishard.optimizers.optimizer import Optimizer, OwnedRange, UpdateContext
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, owned_pieces
 
@@ -62,6 +62,7 @@ class ShardedOptimizerBase(IShardedOptimizer):
         self._state: dict[str, Array] = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
+        self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
     def wrapped_optimizer(self) -> Optimizer:
@@ -148,10 +149,17 @@ class ShardedOptimizerBase(IShardedOptimizer):
             step=self._steps + 1,
             learning_rate=rate,
             gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
+            **self._owners,
         )
-        for update, segments in zip(updates, self._segments, strict=True):
-            state = {name: v[update.piece.in_shard] for name, v in self._state.items()}
-            self._optimizer.update(update.parameters, update.gradients, state, segments, context)
+        ranges = [
+            OwnedRange(
+                update.parameters, update.gradients,
+                {name: vector[update.piece.in_shard] for name, vector in self._state.items()},
+                segments,
+            )
+            for update, segments in zip(updates, self._segments, strict=True)
+        ]  # fmt: skip
+        self._optimizer.update_all(ranges, context)
         self._steps += 1
 
     def bind(self, model: ShardedModelBase) -> None:
@@ -188,6 +196,8 @@ class ShardedOptimizerBase(IShardedOptimizer):
             )
         entries = model.parameter_entries
         check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        if model.engine.policy.shards_state:
+            self._owners = {"sum_over_owners": self.backend.all_reduce}
         self._segments = tuple(segments_of(entries, p) for p in model.engine.owned_pieces)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model

@@ -19,14 +19,21 @@ class _Spec(Protocol):
     @property
     def tied_to(self) -> str | None: ...
 
+    @property
+    def trainable(self) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterEntry:
-    """One parameter: its dotted name, its shape, and the index of its first element."""
+    """One parameter: its dotted name, its shape, and the index of its first element.
+
+    What is not ``trainable`` stays as it is: its gradient is 0, and it has no optimizer state.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    trainable: bool = True
 
     @property
     def size(self) -> int:
@@ -69,7 +76,7 @@ class ParameterTable:
             if name in entries or name in ties:
                 raise ValueError(f"parameter {name!r} stands twice in the model")
             if spec.tied_to is None:
-                entries[name] = ParameterEntry(name, tuple(spec.shape), start)
+                entries[name] = ParameterEntry(name, tuple(spec.shape), start, spec.trainable)
                 start = entries[name].stop
             else:
                 ties[name] = (spec.tied_to, tuple(spec.shape))

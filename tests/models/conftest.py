@@ -17,14 +17,27 @@ import pytest
 from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import CommunicationBackend
-from mpishard.models import DDPModel, FSDPModel
-from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer, Optimizer
+from mpishard.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model
+from mpishard.optimizers import (
+    SGD,
+    AdamW,
+    DDPOptimizer,
+    FSDPOptimizer,
+    Optimizer,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+)
 from mpishard.sharding import ShardingConfiguration
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 RATE = 1e-3
-STRATEGIES = {"ddp": (DDPModel, DDPOptimizer), "fsdp": (FSDPModel, FSDPOptimizer)}
+STRATEGIES = {
+    "ddp": (DDPModel, DDPOptimizer),
+    "zero1": (ZeRO1Model, ZeRO1Optimizer),
+    "zero2": (ZeRO2Model, ZeRO2Optimizer),
+    "fsdp": (FSDPModel, FSDPOptimizer),
+}
 # Small units: every layer its own, so that units outnumber buffers. Large: one or two in all.
 UNIT_SIZES = (1, 60)
 

@@ -18,7 +18,7 @@ MORE_WORLDS = (6, 7, 9, 16) if os.environ.get("MPISHARD_TEST_FULL") else ()
 
 # Where memory is shared, where nothing is, and where only some ranks share theirs.
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
 
 
@@ -107,7 +107,7 @@ def test_same_bits_in_every_run_on_every_backend_path_and_strategy(
 ) -> None:
     runs = [
         problems.train_sharded(backend, kind, strategy, "adamw", 60, steps=3)
-        for strategy in ("fsdp", "fsdp", "ddp")
+        for strategy in ("fsdp", "fsdp", "ddp", "zero1", "zero2")
     ]
     others = []
     for name, value in (("VIRTUAL_NODES", "2"), ("VIRTUAL_NODES", "1"), ("ARENA", "off")):
