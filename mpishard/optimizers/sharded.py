@@ -13,7 +13,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine import StepReport, Update
+from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.loop import train
 from mpishard.optimizers.optimizer import Optimizer, OwnedRange, UpdateContext
