@@ -13,7 +13,7 @@ import pytest
 import mpishard as ms
 from mpishard import nn
 from mpishard.communication import run_in_threads
-from mpishard.errors import MissingMemberError, ShardingError, StructureOnlyError
+from mpishard.errors import MissingInterfaceError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -284,7 +284,7 @@ def test_metadata_says_what_is_sharded(
     }
     assert model.parameter_count == first_values(problems, kind).size
     assert (model.rank, model.world_size) == (backend.rank, 3)
-    with pytest.raises(MissingMemberError, match="IFeatureImportance"):
+    with pytest.raises(MissingInterfaceError, match="IFeatureImportance"):
         model.get_feature_importance()
 
 
