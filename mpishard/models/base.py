@@ -327,20 +327,21 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         """
         vector = self._agreed(gradients, "apply_gradients")
         engine = self._engine
-        for piece, owned in zip(
-            engine.owned_pieces, engine.parameters.owned(engine.owned_pieces), strict=True
-        ):
+        pieces = engine.updated_pieces
+        for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
             target -= learning_rate * vector[piece.start : piece.stop]
         if engine.policy.shards_state:
-            engine.parameters.publish(engine.owned_pieces)
+            engine.parameters.publish(engine.published_pieces)
         engine.program.changed(engine.parameters)
 
     def synchronize_gradients(self) -> None:
-        """Wait until every rank has finished its step. Collective.
+        """Make all ranks agree after steps that were each rank's own. Collective.
 
-        Every step reduces its gradients, so there is nothing left to average; inside a round of
-        `accumulate` the step that ends it reduces them.
+        With ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
+        weighted by the samples that each has used since they were equal. After one step of
+        `train` that is what the averaged gradient would have given. Otherwise every step has
+        reduced its gradients already, and this is a barrier.
 
         Raises
         ------
@@ -349,7 +350,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         """
         if self._engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
-        self.backend.barrier()
+        self._engine.synchronize_replicas()
 
     def _agreed(self, vector: Array, name: str) -> Array:
         array_namespace(vector)
@@ -406,8 +407,8 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         return model
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
-        """Zeros for an optimizer's state, one vector per name, as long as what is owned."""
-        length = sum(piece.length for piece in self._engine.owned_pieces)
+        """Zeros for an optimizer's state, one vector per name, as long as what is updated."""
+        length = sum(piece.length for piece in self._engine.updated_pieces)
         state = {}
         for name in names:
             vector = self._engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)

@@ -132,6 +132,7 @@ class PlacedProgram(Program):
             [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
         )
         self.kept = frozenset()
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> None:
         self._model.check_input(x)
@@ -192,7 +193,7 @@ class PlacedProgram(Program):
         return self._model.forward_pass(x, y, loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
-        arrivals = _Arrivals(self.units, self.entries, gradients)
+        arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if tape is not None:
             self._model.backward_pass(tape, arrivals.receive)
         arrivals.finish()
@@ -210,7 +211,9 @@ class _Arrivals:
         units: tuple[Unit, ...],
         entries: tuple[ParameterEntry, ...],
         gradients: GradientStore,
+        without_gradient: frozenset[int],
     ) -> None:
+        self._without_gradient = without_gradient
         self._units = units
         self._entries = entries
         self._gradients = gradients
@@ -245,6 +248,9 @@ class _Arrivals:
         """Reduce what is left; a parameter without a gradient adds nothing."""
         while self._turn >= 0:
             self._write()
+            if self._turn in self._without_gradient:
+                self._turn -= 1
+                continue
             target, is_new = self._opened()
             if is_new:
                 for index in self._missing[self._turn]:
@@ -257,6 +263,8 @@ class _Arrivals:
         return self._open
 
     def _write(self) -> None:
+        if self._turn in self._without_gradient:
+            self._waiting[self._turn].clear()
         for index, gradient in self._waiting[self._turn]:
             target, is_new = self._opened()
             if is_new:
@@ -266,7 +274,8 @@ class _Arrivals:
         self._waiting[self._turn].clear()
 
     def _reduce(self) -> None:
-        self._gradients.reduce(self._units[self._turn])
+        if self._turn not in self._without_gradient:
+            self._gradients.reduce(self._units[self._turn])
         self._open = None
         self._turn -= 1
 
