@@ -3,7 +3,7 @@
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
-from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces
+from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
 
 __all__ = [
     "ParameterAnalyzer",
@@ -16,4 +16,5 @@ __all__ = [
     "build_units",
     "nested_views",
     "owned_pieces",
+    "pieces_within",
 ]
