@@ -199,15 +199,26 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return y
 
     def compute_loss_and_gradients(
-        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+        self,
+        x: Array,
+        y: Array,
+        loss_function: ILossFunction | None = None,
+        *,
+        step: int = 0,
+        sample_start: int = 0,
     ) -> tuple[float, Array]:
-        """Mean loss, and its gradient of shape (parameter_count,)."""
+        """Mean loss, and its gradient of shape (parameter_count,).
+
+        ``step`` and ``sample_start``, the index in the global batch of the first sample, are what
+        random layers go by beside the model's seed: a plain model does not count its steps.
+        """
         loss = loss_function or self._loss
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
         vector = self._parameters()
         views = self._table.nested_views(vector)
-        prediction, saved = self.chain.forward(views, x, Context())
+        context = Context(seed=self.seed, step=step, sample_start=sample_start)
+        prediction, saved = self.chain.forward(views, x, context)
         total, weight, loss_saved = loss.forward(prediction, y)
         if weight == 0:
             return 0.0, array_namespace(vector).zeros_like(vector)
