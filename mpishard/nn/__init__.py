@@ -12,15 +12,21 @@ from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.feature_linear import FeatureLinear
 from mpishard.nn.flatten import Flatten
 from mpishard.nn.gpt import GPT
+from mpishard.nn.graph import ComputationNode
 from mpishard.nn.layer import Context, Layer, ParameterSpec
 from mpishard.nn.linear import Linear
 from mpishard.nn.linear_models import LinearModel, LinearRegression, LogisticRegression
 from mpishard.nn.losses import MAE, MSE, Huber, Loss
 from mpishard.nn.mlp import MLP
 from mpishard.nn.model import Model
+<<<<<<< HEAD
 from mpishard.nn.normalization import LayerNorm, RMSNorm
 from mpishard.nn.pooling import MaxPool2D
 from mpishard.nn.softmax import Softmax
+=======
+from mpishard.nn.normalization import LayerNorm
+from mpishard.nn.sub_model import SubModel
+>>>>>>> main
 from mpishard.nn.targets import GradientTargets
 
 __all__ = [
@@ -31,6 +37,7 @@ __all__ = [
     "MSE",
     "BinaryCrossEntropy",
     "CausalAttention",
+    "ComputationNode",
     "Context",
     "Conv2D",
     "CrossEntropy",
@@ -55,8 +62,12 @@ __all__ = [
     "ReLU",
     "Residual",
     "Sequential",
+<<<<<<< HEAD
     "SiLU",
     "Sigmoid",
     "Softmax",
+=======
+    "SubModel",
+>>>>>>> main
     "Tanh",
 ]
