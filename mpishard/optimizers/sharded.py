@@ -192,6 +192,11 @@ class ShardedOptimizerBase(IShardedOptimizer):
             )
         entries = model.parameter_entries
         check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        frozen = self._optimizer.frozen_names(trainable)
+        frozen |= {e.name for e in entries if not e.trainable}
+        if frozen != model.engine.program.frozen:
+            model.engine.freeze(frozen)
         if model.engine.policy.shards_state:
             self._owners = {"sum_over_owners": self.backend.all_reduce}
         self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
@@ -213,6 +218,8 @@ class ShardedOptimizerBase(IShardedOptimizer):
             raise TypeError(
                 f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
             )
+        if self._optimizer.algorithm_options is not None:
+            input_data = self._optimizer.algorithm_options.applied(input_data)
         input_data.check()
         model = input_data.model
         if not isinstance(model, ShardedModelBase):
