@@ -195,10 +195,10 @@ class ShardedOptimizerBase(IShardedOptimizer):
                 "reset() to forget the state"
             )
         entries = model.parameter_entries
-        names = [entry.name for entry in entries]
-        check_patterns(self._optimizer.parameter_options, names)
-        self._frozen = self._optimizer.frozen_names(names) | {
-            entry.name for entry in entries if not entry.trainable
+        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        self._frozen = self._optimizer.frozen_names(trainable) | {
+            e.name for e in entries if not e.trainable
         }
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
@@ -223,6 +223,8 @@ class ShardedOptimizerBase(IShardedOptimizer):
             raise TypeError(
                 f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
             )
+        if self._optimizer.algorithm_options is not None:
+            input_data = self._optimizer.algorithm_options.applied(input_data)
         input_data.check()
         model = input_data.model
         if not isinstance(model, ShardedModelBase):
