@@ -21,7 +21,8 @@ from mpishard.optimizers.options import (
 from mpishard.optimizers.schedules import Schedule, as_number, as_schedule
 
 if TYPE_CHECKING:
-    from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+    from mpishard.optimizers.data import OptimizationInputData
+    from mpishard.optimizers.result import OptimizationResult
 
 __all__ = ["Optimizer", "OwnedRange", "UpdateContext"]
 

@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine import StepReport, Update
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.loop import train
 from mpishard.optimizers.optimizer import Optimizer, OwnedRange, UpdateContext
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
+from mpishard.optimizers.result import OptimizationResult
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, owned_pieces
 
 __all__ = ["ShardedOptimizerBase"]
@@ -201,6 +204,15 @@ class ShardedOptimizerBase(IShardedOptimizer):
         self._segments = tuple(segments_of(entries, p) for p in model.engine.owned_pieces)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
+
+    def should_early_stop(self) -> bool:
+        """Whether any rank wants training to end now. Collective.
+
+        Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
+        may override; where one says yes, all stop. `optimize` asks at every evaluation.
+        """
+        mine = np.array([int(bool(self._optimizer.should_early_stop()))])
+        return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train: epochs of shuffled global batches dealt over the ranks. Collective.
