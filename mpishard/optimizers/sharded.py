@@ -65,6 +65,7 @@ class ShardedOptimizerBase(IShardedOptimizer):
         self._state: dict[str, Array] = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
+        self._frozen: frozenset[str] = frozenset()
         self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
@@ -131,13 +132,16 @@ class ShardedOptimizerBase(IShardedOptimizer):
         return self.step_report(model, x, y).loss
 
     def step_report(
-        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int = 0
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
         """As `step`, with the loss's weight and the gradient's norm. Collective.
 
-        ``sample_start`` is the index in the global batch of this rank's first sample.
+        ``sample_start`` is the index in the global batch of this rank's first sample; where it is
+        not given, models with dropout ask the ranks for it.
         """
         self.bind(model)
+        if model.engine.program.frozen != self._frozen:  # another optimizer has trained it since
+            model.engine.freeze(self._frozen)
         return model.engine.step(x, y, self._apply, sample_start=sample_start)
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
@@ -194,7 +198,13 @@ class ShardedOptimizerBase(IShardedOptimizer):
                 "reset() to forget the state"
             )
         entries = model.parameter_entries
-        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        names = [entry.name for entry in entries]
+        check_patterns(self._optimizer.parameter_options, names)
+        self._frozen = self._optimizer.frozen_names(names) | {
+            entry.name for entry in entries if not entry.trainable
+        }
+        if model.engine.program.frozen != self._frozen:
+            model.engine.freeze(self._frozen)
         if model.engine.policy.shards_state:
             self._owners = {"sum_over_owners": self.backend.all_reduce}
         self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
