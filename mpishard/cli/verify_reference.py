@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.verify_job import VerifyJob, checksum
-from mpishard.cli.verify_rules import RULES
+from mpishard.cli.verify_rules import RULES, TextbookStep
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
 from mpishard.data import take
 
@@ -70,9 +70,9 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     model = problem.model
     theta = model.get_parameters().copy()
     rule = RULES[job.optimizer]
-    trained = np.concatenate(
-        [np.full(e.size, e.trainable) for e in problem.entries(theta.size)]
-    )  # fmt: skip
+    entries = problem.entries(theta.size)
+    parts = [slice(entry.start, entry.stop) for entry in entries]
+    trained = np.concatenate([np.full(entry.size, entry.trainable) for entry in entries])
     state: dict[str, Array] = {}
     parameters, losses, gradients, inputs = [theta], [], [], []
     for step in range(job.steps):
@@ -87,7 +87,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
                 "lower --learning-rate, or look at the data"
             )
-        direction = rule.direction(theta, g, state, step + 1)
+        direction = rule.direction(TextbookStep(theta, g, state, step + 1, parts))
         theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
         model.set_parameters(theta.copy())
         parameters.append(theta)
