@@ -13,7 +13,11 @@ from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
-from mpishard.communication.reduction import ReductionOperation, check_reducible
+from mpishard.communication.reduction import (
+    ReductionOperation,
+    accumulation_dtype,
+    check_reducible,
+)
 from mpishard.communication.transport import Transport
 from mpishard.communication.work import Work
 
@@ -114,7 +118,8 @@ class CommunicationBackend(Transport):
         strict : bool
             Refuse an n that the world size does not divide.
         out : Array, optional
-            Takes the piece: shape (counts[rank], ...).
+            Takes the piece: shape (counts[rank], ...), of the array's dtype; of 16-bit floats it
+            may be float32, in which they are summed, and then nothing is rounded.
 
         Returns
         -------
@@ -155,7 +160,8 @@ class CommunicationBackend(Transport):
         shape = (pieces[self.rank], *array.shape[1:])
         if out is None:
             out = array_namespace(array).empty(shape, array.dtype)
-        self._check_out(out, shape, array.dtype, "reduce_scatter")
+        wide = accumulation_dtype(array.dtype)
+        self._check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
         call = self._call(Kind.REDUCE_SCATTER, array, operation=operation, counts=pieces)
         return self._issue(call, self._steps_reduce_scatter(call, array, pieces, out))
 

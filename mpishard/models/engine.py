@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NonFiniteLossError, ShardingError
@@ -19,39 +20,14 @@ from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
+from mpishard.models.replicas import Replicas
+from mpishard.models.step import StepReport, Update
 from mpishard.nn.layer import Context
-from mpishard.sharding import Piece
+from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
-__all__ = ["Engine", "StepReport", "Update"]
+__all__ = ["Engine"]
 
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step found, the same on every rank.
-
-    ``loss`` is the mean over all samples of the round, NaN where a black box does not tell it,
-    ``weight`` their total weight,
-    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
-    that only accumulated.
-    """
-
-    loss: float
-    weight: float
-    gradient_norm: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update rule gets for one owned piece.
-
-    ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
-    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
-    the same memory.
-    """
-
-    piece: Piece
-    parameters: Array
-    gradients: Array
+Rule = Callable[[list[Update], StepReport], None]
 
 
 class Engine:
@@ -61,39 +37,86 @@ class Engine:
     ----------
     program : Program
         What is computed.
-    parameters, gradients : ParameterStore, GradientStore
-        Who holds what.
+    parameters : ParameterStore
+        Who holds parameters.
+    make_gradients : callable
+        ``make_gradients(holdings)`` makes the store of gradients, anew where units are frozen.
     policy : Policy
         What the strategy shards.
     loss : ILossFunction or None
         What is minimised; None where a black box knows.
+    config : ShardingConfiguration
+        Choices that may change between steps.
     """
 
     def __init__(
         self,
         program: Program,
         parameters: ParameterStore,
-        gradients: GradientStore,
+        make_gradients: Callable[[Holdings], GradientStore],
         policy: Policy,
         loss: ILossFunction | None,
-        *,
-        allow_nonfinite: Callable[[], bool],
+        config: ShardingConfiguration,
     ) -> None:
         self.program = program
         self.parameters = parameters
-        self.gradients = gradients
         self.policy = policy
         self.loss = loss
         self.step_number = 0
-        self._allow_nonfinite = allow_nonfinite
+        self.version = 0
+        self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
+        self._config = config
+        self._make_gradients = make_gradients
+        self.replicas = Replicas(parameters, policy)
+        self._samples = 0  # of all ranks, in the round so far; counted where the program is random
         self._accumulates: bool = False
         self._defers: bool = False
         self._local = np.zeros(3)  # of the round so far: loss sum, weight, passes
         self._round_is_open = False
-        self.owned_pieces: tuple[Piece, ...] = (
-            self.holdings.pieces() if policy.shards_state else self.holdings.pieces_of_all()
+        self.freeze(program.frozen)
+
+    def freeze(self, names: frozenset[str]) -> None:
+        """Train what is not among ``names``, which are names of parameters. Collective.
+
+        What is frozen has no optimizer state, counts for no norm, and where a whole unit is, it
+        has no gradient and nothing of it is sent but what must be gathered.
+
+        Raises
+        ------
+        ShardingError
+            In the middle of a round of accumulation.
+        ValueError
+            Where nothing would be left to train.
+        """
+        if self._round_is_open:
+            raise ShardingError("what is trained cannot change between accumulate() and its step")
+        if all(entry.name in names for entry in self.program.entries):
+            raise ValueError(
+                f"all {len(self.program.entries)} parameters are frozen; leave one to train"
+            )
+        self.program.freeze(names)
+        without_gradient = self.program.frozen_units
+        holdings = replace(self.holdings, frozen=without_gradient)
+        self.gradients = self._make_gradients(holdings)
+        entries = self.program.entries
+        own = tuple(p for p in holdings.pieces() if p.unit.index not in without_gradient)
+        all_of_all = tuple(
+            p for p in holdings.pieces_of_all() if p.unit.index not in without_gradient
         )
-        self._norm_pieces = self.holdings.pieces()
+        updated = own if self.policy.shards_state else all_of_all
+        trained = [(e.start, e.stop) for e in entries if e.name not in names]
+        self.published_pieces = own
+        self.updated_pieces = pieces_within(updated, trained) if names else updated
+        self._own_pieces = pieces_within(own, trained) if names else own
+
+    @property
+    def state_pieces_to_write(self) -> tuple[Piece, ...]:
+        """The `updated_pieces` whose state this rank writes to a checkpoint: of replicas, a part.
+
+        Together the ranks write each element once.
+        """
+        own = {(piece.start, piece.stop) for piece in self._own_pieces}
+        return tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
 
     @property
     def holdings(self) -> Holdings:
@@ -109,11 +132,18 @@ class Engine:
         self,
         x: Array,
         y: Array,
-        rule: Callable[[list[Update], StepReport], None],
+        rule: Rule,
         *,
-        sample_start: int = 0,
+        sample_start: int | None = None,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
+
+        ``sample_start`` is the index of this rank's first sample among those of all ranks and of
+        the round; where it is not given and the program is random, the ranks tell each other how
+        many samples they have.
+
+        Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
+        communicated, and the report tells of its batch.
 
         Nothing has changed where it raises; only an exception of ``rule`` itself may come late.
 
@@ -123,13 +153,20 @@ class Engine:
             For a batch that does not fit the model, before anything is communicated; on every
             rank where no rank has a sample that counts.
         ShardingError
-            On every rank, where the ranks accumulated different numbers of batches.
+            On every rank, where the ranks accumulated different numbers of batches; where
+            replicas have drifted apart and the step is to be synchronised.
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
         self.program.check_pair(x, y, self.loss)
+        is_local = not self._config.auto_sync_gradients
+        if is_local:
+            self.replicas.require_drifting()
+        else:
+            self.replicas.require_equal("a synchronised step")
         try:
-            return self._step(x, y, rule, sample_start)
+            start = self._sample_start(len(x), is_local) if sample_start is None else sample_start
+            return self._step(x, y, rule, start, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -138,46 +175,89 @@ class Engine:
         self,
         x: Array,
         y: Array,
-        rule: Callable[[list[Update], StepReport], None],
+        rule: Rule,
         sample_start: int,
+        *,
+        is_local: bool,
     ) -> StepReport:
         if not self._round_is_open:
             self._local[:] = 0
         loss, weight = self._pass(
             x, y, self.gradients, is_first=not self._round_is_open,
-            is_last=not self._accumulates, sample_start=sample_start,
+            is_last=not (self._accumulates or is_local), sample_start=sample_start,
         )  # fmt: skip
         self._round_is_open = True
         self._local += np.array([loss, weight, 1.0])
+        if is_local:
+            return self._local_update(loss, weight, rule)
         if self._accumulates:
             total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self._norm_pieces))
+        norm_part = squared_norm(self.gradients.owned(self._own_pieces))
         message = np.array([*self._local[:2], norm_part])
         total, total_weight, squared = self._totals(message, loss)
         if total_weight == 0:
             raise ValueError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
-        updates = [
-            Update(*given)
-            for given in zip(
-                self.owned_pieces,
-                self.parameters.owned(self.owned_pieces),
-                self.gradients.owned(self.owned_pieces),
-                strict=True,
-            )
-        ]
         try:
-            rule(updates, report)
+            self._change(rule, self._updates(self.gradients.owned(self.updated_pieces)), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         if self.policy.shards_state:
-            self.parameters.publish(self.owned_pieces)
-        self.program.changed(self.parameters)
+            self.parameters.publish(self.published_pieces)
+        self._end_round()
+        return report
+
+    def _change(self, rule: Rule, updates: list[Update], report: StepReport) -> None:
+        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
+        with contextlib.nullcontext() if self.observer is None else self.observer(updates):
+            rule(updates, report)
+
+    def _updates(self, gradients: list[Array]) -> list[Update]:
+        pieces = self.updated_pieces
+        return [
+            Update(*given)
+            for given in zip(pieces, self.parameters.owned(pieces), gradients, strict=True)
+        ]
+
+    def _end_round(self) -> None:
+        self.changed()
         self._round_is_open = False
+        self._samples = 0
         self.step_number += 1
+
+    def _sample_start(self, samples: int, is_local: bool) -> int:
+        """The index of this rank's first sample in the round. Collective where it matters."""
+        if not self.program.is_random:
+            return 0
+        before = self._samples if self._round_is_open else 0
+        if is_local or self.backend.world_size == 1:
+            self._samples = before + samples
+            return before
+        counts = self.backend.all_gather(np.array([samples]))
+        self._samples = before + int(counts.sum())
+        return before + int(counts[: self.backend.rank].sum())
+
+    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
+        """Update this replica with its own gradient; the others are not asked."""
+        assert isinstance(self.gradients, ReplicatedGradients)
+        if self._accumulates:
+            return StepReport(self._mean(loss, weight), weight, None)
+        total, total_weight = float(self._local[0]), float(self._local[1])
+        if total_weight == 0:
+            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
+        gradients = self.gradients.local(self.updated_pieces)
+        squared = squared_norm(gradients)
+        if not (math.isfinite(total) and math.isfinite(squared)):
+            self._refuse_nonfinite(f"the loss or the gradient of rank {self.backend.rank}")
+        report = StepReport(
+            self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
+        )
+        self._change(rule, self._updates(gradients), report)
+        self.replicas.drift(total_weight)
+        self._end_round()
         return report
 
     def _pass(
@@ -193,7 +273,7 @@ class Engine:
     ) -> tuple[float, float]:
         """One forward and backward pass; this rank's loss sum and weight."""
         gradients.begin(is_first=is_first, is_last=is_last, defer=self._defers)
-        context = Context(step=self.step_number, sample_start=sample_start)
+        context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         total, weight, tape = self.program.forward(
             self.parameters, x, y, loss or self.loss, context
         )
@@ -217,16 +297,22 @@ class Engine:
                 f"{int(all_passes)}. One has left accumulate() by an exception that its script "
                 "caught, or did not enter it. Nothing was updated, and every rank drops its round"
             )
-        if all(math.isfinite(v) for v in (total, weight, squared)) or self._allow_nonfinite():
-            return total, weight, squared
-        losses = self.backend.all_gather(np.array([own_loss]))
-        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-        what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
+        if not all(math.isfinite(v) for v in (total, weight, squared)):
+            losses = []
+            if not self._config.allow_nonfinite:
+                losses = self.backend.all_gather(np.array([own_loss])).tolist()
+            ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+            what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
+            self._refuse_nonfinite(what, f" (loss sums by rank: {losses})")
+        return total, weight, squared
+
+    def _refuse_nonfinite(self, what: str, details: str = "") -> None:
+        if self._config.allow_nonfinite:
+            return
         raise NonFiniteLossError(
-            f"step {self.step_number + 1}: {what} is not finite (loss sums by rank: "
-            f"{losses.tolist()}). The parameters are those of before the step. Lower the learning "
-            "rate, clip_global_norm=1.0, or look at the data; "
-            "ShardingConfiguration(allow_nonfinite=True) goes on regardless"
+            f"step {self.step_number + 1}: {what} is not finite{details}. The parameters are those "
+            "of before the step. Lower the learning rate, clip_global_norm=1.0, or look at the "
+            "data; ShardingConfiguration(allow_nonfinite=True) goes on regardless"
         )
 
     def _mean(self, total: float, weight: float) -> float:
@@ -251,19 +337,31 @@ class Engine:
     def abandon(self) -> None:
         """Drop an unfinished round."""
         self._round_is_open = False
+        self._samples = 0
         self.gradients.abandon()
         self.parameters.abandon()
 
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
         self.program.check_pair(x, y, loss or self.loss)
-        sink = ReplicatedGradients(self.holdings)
+        holdings = self.gradients.holdings
+        sink = ReplicatedGradients(holdings)
         with self._leaving_no_unit():
             total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+        full = sink.vector
+        if self.program.frozen:
+            ranges = [
+                (e.start, e.stop) for e in self.program.entries
+                if e.name not in self.program.frozen
+            ]  # fmt: skip
+            pieces = pieces_within(holdings.pieces(sharded=False), ranges)
+            full = array_namespace(full).zeros(self.program.length, full.dtype)
+            for piece, values in zip(pieces, sink.local(pieces), strict=True):
+                full[piece.start : piece.stop] = values
         if weight:
-            sink.vector[...] /= weight
+            full /= weight
             total /= weight
-        return total, sink.vector
+        return total, full
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
@@ -287,10 +385,20 @@ class Engine:
         total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
         return total, weight
 
+    def synchronize_replicas(self) -> None:
+        """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
+        if self.replicas.synchronize():
+            self.changed()
+
+    def changed(self) -> None:
+        """Hear that parameters have changed."""
+        self.version += 1
+        self.program.changed(self.parameters)
+
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
         self.parameters.take(full)
-        self.program.changed(self.parameters)
+        self.changed()
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.communication import Work
 from mpishard.layout import ShardLayout
+from mpishard.models.gradient_wires import ACCUMULATION, GradientWires, encode
 from mpishard.models.holdings import Holdings
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
@@ -18,7 +21,6 @@ __all__ = [
     "NodeGradients",
     "ReplicatedGradients",
     "ScatteredGradients",
-    "ShardedGradients",
     "squared_norm",
 ]
 
@@ -32,12 +34,17 @@ class GradientStore(ABC):
     Parameters
     ----------
     holdings : Holdings
-        Units, ranks, and where memory is booked.
+        Units, ranks, and where memory is booked. Units that are frozen there have no gradient,
+        and no method may be called with them.
+    compresses : callable
+        Whether gradients travel as bfloat16, asked at the beginning of each backward pass.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, compresses: Callable[[], bool] = lambda: False) -> None:
         self.holdings = holdings
         self.backend = holdings.backend
+        self._compresses = compresses
+        self._wires: GradientWires | None = None
         self._is_first = True
         self._is_last = True
 
@@ -47,6 +54,14 @@ class GradientStore(ABC):
         ``defer`` keeps a pass's gradients local until the round's last.
         """
         self._is_first, self._is_last = is_first, is_last
+        if not self._compresses():
+            self._wires = None
+        elif self._wires is None:
+            self._wires = self._make_wires()
+
+    @abstractmethod
+    def _make_wires(self) -> GradientWires:
+        """Buffers for what travels. Collective."""
 
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
@@ -91,65 +106,106 @@ class GradientStore(ABC):
 class ReplicatedGradients(GradientStore):
     """Every rank holds the full gradient; it is all-reduced in the round's last pass.
 
-    Earlier passes only add locally, so that accumulation sends nothing.
+    Earlier passes only add locally, so that accumulation sends nothing. As bfloat16 the sum, too,
+    is rounded, for it travels as well.
 
     Parameters
     ----------
-    holdings : Holdings
-        Units, ranks, and where memory is booked.
+    holdings, compresses
+        See `GradientStore`.
     vector : Array, optional
         Where the gradient lies; by default in memory of this rank alone, made when first needed.
     """
 
-    def __init__(self, holdings: Holdings, vector: Array | None = None) -> None:
-        super().__init__(holdings)
+    def __init__(
+        self,
+        holdings: Holdings,
+        compresses: Callable[[], bool] = lambda: False,
+        vector: Array | None = None,
+    ) -> None:
+        super().__init__(holdings, compresses)
         self._vector = vector
         self._is_booked = vector is None
         self._touched: set[int] = set()
-        self._works: list[Work] = []
+        self._reductions: list[_Reduction] = []
         self._stale: list[Work] = []
+        self._wire: Array | None = None
+        self._shifts: dict[int, int] = {}
+        position = 0
+        for unit in holdings.trained_units:
+            self._shifts[unit.index] = position - unit.start
+            position += unit.length
+
+    @staticmethod
+    def length_for(holdings: Holdings) -> int:
+        """Elements that the vector needs: those of all units that are trained, end to end."""
+        return sum(unit.length for unit in holdings.trained_units)
 
     @property
     def vector(self) -> Array:
-        """The full gradient, shape (length of the flat vector,)."""
+        """The full gradient, shape (`length_for`,)."""
         if self._vector is None:
-            self._vector = self.holdings.allocate(MemoryCategory.GRADIENTS, self.holdings.length)
+            self._vector = self.holdings.allocate(
+                MemoryCategory.GRADIENTS, self.length_for(self.holdings)
+            )
         return self._vector
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         super().begin(is_first=is_first, is_last=is_last, defer=defer)
         if not self._is_booked:
             self._is_booked = True
-            self.holdings.book(MemoryCategory.GRADIENTS, self.vector, self.holdings.length)
+            self.holdings.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
         if is_first:
             self._touched.clear()
 
+    def _make_wires(self) -> GradientWires:
+        wires = GradientWires(self.holdings, self.length_for(self.holdings), 1)
+        self._wire = wires.take()
+        return wires
+
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._touched
         self._touched.add(unit.index)
-        return self.vector[unit.start : unit.stop], is_empty
+        return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
 
     def reduce(self, unit: Unit) -> None:
-        if self._is_last:
-            self._works.append(self._reduce(unit, self.gradient(unit)))
+        if not self._is_last:
+            return
+        full = self.gradient(unit)
+        wire = None
+        if self._wires is not None:
+            assert self._wire is not None
+            wire = self._wire[self._place(unit, unit.start, unit.stop)]
+            encode(full, wire)
+        self._reductions.append(self._reduce(unit, full, wire))
 
-    def _reduce(self, unit: Unit, full: Array) -> Work:
-        return self.backend.all_reduce_async(full)
+    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
+        travels = full if wire is None else wire
+        return _Reduction(self.backend.all_reduce_async(travels), full, travels)
 
     def settle(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
 
     def abandon(self) -> None:
-        self._stale += self._works
-        self._works.clear()
+        self._stale += [reduction.work for reduction in self._reductions]
+        self._reductions.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return [self.vector[p.start : p.stop] for p in pieces]
+        return self.local(pieces)
+
+    def local(self, pieces: Sequence[Piece]) -> list[Array]:
+        """What this rank's own memory holds of ``pieces``, reduced or not."""
+        return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
+
+    def _place(self, unit: Unit, start: int, stop: int) -> slice:
+        """Where the flat range ``[start, stop)`` of ``unit`` lies in the vector."""
+        shift = self._shifts[unit.index]
+        return slice(start + shift, stop + shift)
 
 
 class ScatteredGradients(ReplicatedGradients):
@@ -159,14 +215,26 @@ class ScatteredGradients(ReplicatedGradients):
     that what ZeRO-1 sends is half of an all-reduce and it needs no other memory.
     """
 
-    def __init__(self, holdings: Holdings, vector: Array | None = None) -> None:
-        super().__init__(holdings, vector)
+    def __init__(
+        self,
+        holdings: Holdings,
+        compresses: Callable[[], bool] = lambda: False,
+        vector: Array | None = None,
+    ) -> None:
+        super().__init__(holdings, compresses, vector)
         self._pieces = holdings.pieces()
 
-    def _reduce(self, unit: Unit, full: Array) -> Work:
+    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
         piece = self._pieces[unit.index]
         mine = full[piece.start - unit.start : piece.stop - unit.start]
-        return self.backend.reduce_scatter_async(full, out=mine)
+        if wire is None:
+            return _Reduction(self.backend.reduce_scatter_async(full, out=mine), mine, mine)
+        is_direct = isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
+        result = mine if is_direct else self._wide(piece.length)
+        return _Reduction(self.backend.reduce_scatter_async(wire, out=result), mine, result)
+
+    def _wide(self, length: int) -> Array:
+        return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
 
 
 class NodeGradients(ScatteredGradients):
@@ -178,14 +246,16 @@ class NodeGradients(ScatteredGradients):
 
     Parameters
     ----------
-    holdings : Holdings
-        Units, ranks, and where memory is booked.
+    holdings, compresses
+        See `GradientStore`.
     vectors : sequence of Array
         The full gradient of each rank, which all of them can read.
     """
 
-    def __init__(self, holdings: Holdings, vectors: Sequence[Array]) -> None:
-        super().__init__(holdings, vectors[holdings.backend.rank])
+    def __init__(
+        self, holdings: Holdings, compresses: Callable[[], bool], vectors: Sequence[Array]
+    ) -> None:
+        super().__init__(holdings, compresses, vectors[holdings.backend.rank])
         self._vectors = vectors
         self._reading: Work | None = None
 
@@ -194,6 +264,15 @@ class NodeGradients(ScatteredGradients):
             self._reading.wait()
             self._reading = None
         return super().target(unit)
+
+    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
+        if wire is None:
+            return super()._reduce(unit, full, wire)
+        # Rounded once more, as the sum that travels to replicas elsewhere is.
+        piece = self._pieces[unit.index]
+        mine = slice(piece.start - unit.start, piece.stop - unit.start)
+        work = self.backend.reduce_scatter_async(wire, out=wire[mine])
+        return _Reduction(work, full[mine], wire[mine])
 
     def finish(self) -> None:
         self._reading = self.backend.barrier_async()
@@ -204,146 +283,24 @@ class NodeGradients(ScatteredGradients):
         for piece in pieces:
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
-            view = self._vectors[owner][piece.start : piece.stop]
+            view = self._vectors[owner][self._place(piece.unit, piece.start, piece.stop)]
             view.flags.writeable = False
             views.append(view)
         return views
 
 
-class ShardedGradients(GradientStore):
-    """Every rank holds the reduced gradient of its pieces.
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduction under way, and where its result goes from where it comes to lie."""
 
-    A unit's full gradient lives in one of a few pooled buffers from the first layer of backward
-    that touches it until its reduce-scatter is through; the full gradient of the model never
-    exists. With ``defer`` a round's passes add into full local gradients instead, which trades
-    memory for messages.
+    work: Work
+    target: Array
+    result: Array
 
-    Parameters
-    ----------
-    holdings : Holdings
-        Units, ranks, and where memory is booked.
-    slots : sequence of Array, optional
-        `SLOTS` buffers of `slot_length`, in memory that other ranks can read; by default they are
-        this rank's alone, made when first needed.
-    """
-
-    SLOTS = 2
-
-    def __init__(self, holdings: Holdings, slots: Sequence[Array] = ()) -> None:
-        super().__init__(holdings)
-        self.pieces = holdings.pieces()
-        self._shard: Array | None = None
-        self._slot_length = self.slot_length(holdings)
-        self._free: list[Array] = list(slots)
-        self._slot_count = len(slots)
-        self._unbooked = list(slots)
-        self._open: dict[int, Array] = {}
-        self._deferred: dict[int, Array] = {}
-        self._is_deferring = False
-        self._in_flight: deque[tuple[Unit, Work, Array | None, Array | None]] = deque()
-        self._stale: list[tuple[Work, Array | None]] = []
-        self._scratch: list[Array] = []
-        self._reduced: set[int] = set()
-
-    @staticmethod
-    def slot_length(holdings: Holdings) -> int:
-        """Elements of the longest unit."""
-        return max(unit.length for unit in holdings.units)
-
-    @property
-    def shard(self) -> Array:
-        """Reduced gradients of all owned pieces, end to end."""
-        if self._shard is None:
-            length = sum(p.length for p in self.pieces)
-            self._shard = self.holdings.allocate(MemoryCategory.GRADIENTS, length)
-        return self._shard
-
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer)
-        while self._unbooked:
-            slot = self._unbooked.pop()
-            self.holdings.book(MemoryCategory.FULL_GRADIENTS, slot, self._slot_length)
-        while self._stale:
-            work, slot = self._stale[0]
-            work.wait()
-            del self._stale[0]
-            if slot is not None:
-                self._free.append(slot)
-        self._is_deferring = defer and not is_last
-        if is_first:
-            self._reduced.clear()
-
-    def target(self, unit: Unit) -> tuple[Array, bool]:
-        buffer = self._deferred.get(unit.index)
-        if buffer is None:
-            buffer = self._open.get(unit.index)
-        if buffer is not None:
-            return buffer[: unit.length], False
-        if self._is_deferring:
-            buffer = self._deferred[unit.index] = self.holdings.allocate(
-                MemoryCategory.FULL_GRADIENTS, unit.length
-            )
-        else:
-            buffer = self._open[unit.index] = self._take_slot()
-        return buffer[: unit.length], True
-
-    def reduce(self, unit: Unit) -> None:
-        full = self.gradient(unit)
-        if self._is_deferring:
-            return
-        slot = self._open.pop(unit.index, None)
-        self._deferred.pop(unit.index, None)
-        target = self.shard[self.pieces[unit.index].in_shard]
-        extra = self._take_scratch() if unit.index in self._reduced else None
-        self._reduced.add(unit.index)
-        out = target if extra is None else extra[: target.size]
-        work = self.backend.reduce_scatter_async(full, out=out)
-        self._in_flight.append((unit, work, slot, extra))
-
-    def settle(self) -> None:
-        while self._in_flight:
-            self._finish_oldest()
-
-    def abandon(self) -> None:
-        self._free += self._open.values()
-        self._open.clear()
-        self._deferred.clear()
-        self._scratch.clear()
-        if self._in_flight:
-            # They go on writing to what is no longer looked at.
-            self._shard = None
-        self._stale += [(work, slot) for _, work, slot, _ in self._in_flight]
-        self._in_flight.clear()
-
-    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return [self.shard[p.in_shard] for p in pieces]
-
-    def _finish_oldest(self) -> None:
-        unit, work, slot, extra = self._in_flight[0]
-        work.wait()
-        self._in_flight.popleft()
-        if extra is not None:
-            target = self.shard[self.pieces[unit.index].in_shard]
-            target += extra[: target.size]
-            self._scratch.append(extra)
-        if slot is not None:
-            self._free.append(slot)
-
-    def _take_slot(self) -> Array:
-        # Two buffers suffice unless tied weights hold one open: then wait for the reduction
-        # that is under way before taking a third.
-        if not self._free and self._slot_count >= self.SLOTS and self._in_flight:
-            self._finish_oldest()
-        if self._free:
-            return self._free.pop()
-        self._slot_count += 1
-        return self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
-
-    def _take_scratch(self) -> Array:
-        if self._scratch:
-            return self._scratch.pop()
-        length = max(p.length for p in self.pieces)
-        return self.holdings.allocate(MemoryCategory.SCRATCH, length)
+    def finish(self) -> None:
+        self.work.wait()
+        if self.result is not self.target:
+            self.target[...] = array_namespace(self.target).asarray(self.result)
 
 
 def squared_norm(arrays: Sequence[Array]) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
@@ -43,6 +44,8 @@ class Holdings:
         Counts what is held.
     arena : bool
         Whether memory that a node's ranks share may be used. To allocate it is collective.
+    frozen : frozenset of int
+        Indices of the units of which nothing is trained: they have no gradient.
     """
 
     units: tuple[Unit, ...]
@@ -51,6 +54,12 @@ class Holdings:
     backend: CommunicationBackend
     ledger: MemoryLedger
     arena: bool = True
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def trained_units(self) -> tuple[Unit, ...]:
+        """The units that have a gradient, in order."""
+        return tuple(unit for unit in self.units if unit.index not in self.frozen)
 
     @property
     def length(self) -> int:
@@ -79,14 +88,17 @@ class Holdings:
         """An uninitialised vector, booked under ``category``."""
         return self.ledger.allocate(category, length, self.dtype)
 
-    def allocate_arena(self, length: int) -> Array | None:
+    def allocate_arena(self, length: int, dtype: DTypeLike | None = None) -> Array | None:
         """Zeros that the ranks of this node share, shape (length,); None where they cannot.
 
         Collective. They take no memory until they are first written, and nothing is booked.
         """
-        return self.backend.allocate_shared(length, self.dtype) if self.arena else None
+        dtype = self.dtype if dtype is None else dtype
+        return self.backend.allocate_shared(length, dtype) if self.arena else None
 
-    def allocate_slots(self, length: int, count: int) -> list[list[Array]] | None:
+    def allocate_slots(
+        self, length: int, count: int, dtype: DTypeLike | None = None
+    ) -> list[list[Array]] | None:
         """``count`` vectors of ``length`` for each rank of this node, which all can read.
 
         Collective, and nothing is booked, as `allocate_arena`.
@@ -96,12 +108,13 @@ class Holdings:
         list of list of Array, or None
             By local rank, then by slot; None where the ranks share no memory.
         """
-        stride = aligned(length, self.dtype)
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        stride = aligned(length, dtype)
         # As long on every node as the largest needs, because lengths must agree; what no rank
         # writes takes no memory.
         most = max(self.backend.nodes.count(node) for node in self.backend.nodes)
         peers = len(self.backend.peers)
-        shared = self.allocate_arena(stride * count * most)
+        shared = self.allocate_arena(stride * count * most, dtype)
         if shared is None:
             return None
         starts = range(0, stride * count * peers, stride)
@@ -110,7 +123,7 @@ class Holdings:
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""
-        self.ledger.book(category, _owner(array), length * self.dtype.itemsize)
+        self.ledger.book(category, _owner(array), length * array.dtype.itemsize)
 
 
 def _owner(array: Array) -> Array:

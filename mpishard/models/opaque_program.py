@@ -27,7 +27,8 @@ class OpaqueProgram(Program):
     ----------
     model : object
         Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
-        ``compute_loss_and_gradients``.
+        ``compute_loss_and_gradients``; may have a ``parameter_table``, which names parts of the
+        vector.
     """
 
     needs_whole_parameters = True
@@ -48,7 +49,16 @@ class OpaqueProgram(Program):
         self.dtype = vector.dtype
         self.units = build_units([int(vector.size)], 1)
         self.kept = frozenset({0})
-        self.entries = (ParameterEntry("parameters", (int(vector.size),), 0),)
+        table = getattr(model, "parameter_table", None)
+        whole = (ParameterEntry("parameters", (int(vector.size),), 0),)
+        self.entries = whole if table is None else tuple(table.entries)
+        if sum(entry.size for entry in self.entries) != vector.size:
+            raise ValueError(
+                f"the parameter_table of {type(model).__name__} has "
+                f"{sum(entry.size for entry in self.entries)} elements and get_parameters() "
+                f"{vector.size}"
+            )
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> None:
         if not hasattr(x, "__len__"):

@@ -271,7 +271,12 @@ class ShardedParameters(ParameterStore):
         self._buffers.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return [self._shard[p.in_shard] for p in pieces]
+        views = []
+        for piece in pieces:
+            held = self.held[piece.unit.index]
+            start = held.offset + piece.start - held.start
+            views.append(self._shard[start : start + piece.length])
+        return views
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         """Nothing to tell: the next `unshard` gathers what the owners hold."""

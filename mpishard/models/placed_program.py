@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import ShardingError
+from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
@@ -78,9 +78,23 @@ class IPlaceableModel(ABC):
     def predict(self, x: Array) -> Array:
         """Outputs for inputs."""
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model tells a loss where none is given, as `own_loss`."""
+        return False
+
+    def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of the model's own loss, without a tape."""
+        raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
+
     @abstractmethod
-    def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the tape that `backward_pass` needs."""
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
+        """Sum and weight of the loss, and the tape that `backward_pass` needs.
+
+        ``loss`` is None where the model's own is meant.
+        """
 
     @abstractmethod
     def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
@@ -118,18 +132,22 @@ class PlacedProgram(Program):
             [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
         )
         self.kept = frozenset()
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> None:
         self._model.check_input(x)
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         self.check(x)
-        if loss is None:
+        if not self.knows_loss(loss):
             raise ShardingError("the model has no default loss; pass loss_function")
         if not hasattr(y, "__len__"):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or self._model.has_own_loss
 
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
@@ -168,11 +186,14 @@ class PlacedProgram(Program):
         loss: ILossFunction | None,
         context: Context,
     ) -> tuple[float, float, Any]:
-        assert loss is not None
-        return self._model.forward_pass(x, y, loss) if len(x) else (0.0, 0.0, None)
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if loss is None and not context.training:
+            return *self._model.own_loss(x, y), None
+        return self._model.forward_pass(x, y, loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
-        arrivals = _Arrivals(self.units, self.entries, gradients)
+        arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if tape is not None:
             self._model.backward_pass(tape, arrivals.receive)
         arrivals.finish()
@@ -190,7 +211,9 @@ class _Arrivals:
         units: tuple[Unit, ...],
         entries: tuple[ParameterEntry, ...],
         gradients: GradientStore,
+        without_gradient: frozenset[int],
     ) -> None:
+        self._without_gradient = without_gradient
         self._units = units
         self._entries = entries
         self._gradients = gradients
@@ -225,6 +248,9 @@ class _Arrivals:
         """Reduce what is left; a parameter without a gradient adds nothing."""
         while self._turn >= 0:
             self._write()
+            if self._turn in self._without_gradient:
+                self._turn -= 1
+                continue
             target, is_new = self._opened()
             if is_new:
                 for index in self._missing[self._turn]:
@@ -237,6 +263,8 @@ class _Arrivals:
         return self._open
 
     def _write(self) -> None:
+        if self._turn in self._without_gradient:
+            self._waiting[self._turn].clear()
         for index, gradient in self._waiting[self._turn]:
             target, is_new = self._opened()
             if is_new:
@@ -246,7 +274,8 @@ class _Arrivals:
         self._waiting[self._turn].clear()
 
     def _reduce(self) -> None:
-        self._gradients.reduce(self._units[self._turn])
+        if self._turn not in self._without_gradient:
+            self._gradients.reduce(self._units[self._turn])
         self._open = None
         self._turn -= 1
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.errors import ShardingError
@@ -42,6 +43,12 @@ class Program(ABC):
         Name, shape and start of each parameter.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
+    is_random : bool
+        Whether what is computed in training depends on seed, step and sample.
+    seed : int
+        Of that randomness; rank 0's on every rank.
+    frozen : frozenset of str
+        Names of the parameters that training leaves as they are.
     """
 
     units: tuple[Unit, ...]
@@ -49,6 +56,26 @@ class Program(ABC):
     dtype: np.dtype[Any]
     entries: tuple[ParameterEntry, ...]
     needs_whole_parameters: ClassVar[bool] = False
+    is_random: bool = False
+    seed: int = 0
+    frozen: frozenset[str] = frozenset()
+
+    def freeze(self, names: frozenset[str]) -> None:
+        """Leave the parameters of these names as they are from now on."""
+        self.frozen = names
+
+    @property
+    def frozen_units(self) -> frozenset[int]:
+        """Indices of the units of which nothing is trained."""
+        if not self.frozen:
+            return frozenset()
+        trained = {
+            unit.index
+            for unit in self.units
+            for entry in self.entries
+            if unit.start <= entry.start < unit.stop and entry.name not in self.frozen
+        }
+        return frozenset(unit.index for unit in self.units) - trained
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         """Whether `forward` can tell the loss; a black box need only know its gradient."""
@@ -168,6 +195,27 @@ class LayeredProgram(Program):
         for unit in self.units:
             first_use = next(i for i, uses in enumerate(self._uses) if unit in uses)
             self._ending[first_use].append(unit)
+        self.is_random = any(layer.is_random for layer in self._layers)
+        self.seed = int(getattr(model, "seed", 0))
+        self._first_trained = 0
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
+
+    def freeze(self, names: frozenset[str]) -> None:
+        super().freeze(names)
+        self._without_gradient = self.frozen_units
+        # Of a layer: whether it has parameters and training changes none of them.
+        self._is_frozen = [
+            bool(entries) and all(entry.name in names for entry in entries.values())
+            for entries in self._entries
+        ]
+        self._first_trained = next(
+            i for i, entries in enumerate(self._entries)
+            if any(entry.name not in names for entry in entries.values())
+        )  # fmt: skip
+
+    def deal_constants(self, backend: CommunicationBackend) -> None:
+        if self.is_random:
+            self.seed = int(backend.broadcast(np.array([self.seed]))[0])
 
     def _units_of(self, entries: dict[str, ParameterEntry]) -> tuple[Unit, ...]:
         indices = {self._places[entry.name][0] for entry in entries.values()}
@@ -240,17 +288,29 @@ class LayeredProgram(Program):
         loss, saved = tape.pop()
         dy = loss.backward(saved)
         unwritten: set[str] = set()
+        xp = array_namespace(dy)
+        first = self._first_trained
         for index in reversed(range(len(self._layers))):
-            views = self._views(index, parameters, following=self._own_unit[index].index - 1)
-            targets = self._targets(index, gradients, unwritten)
-            dy = self._layers[index].backward(
-                views, tape.pop(), dy, targets, needs_input_gradient=index > 0
-            )
-            targets.clear_unwritten()
-            del views, targets
+            layer_saved = tape.pop()
+            if index >= first:
+                following = self._own_unit[index].index - 1
+                if following < self._own_unit[first].index:
+                    following = -1  # backward ends before
+                views = self._views(index, parameters, following)
+                targets = self._targets(index, gradients, unwritten, xp)
+                if self._is_frozen[index]:
+                    dy, _ = self._layers[index].backward_input(views, layer_saved, dy)
+                else:
+                    dy = self._layers[index].backward(
+                        views, layer_saved, dy, targets, needs_input_gradient=index > first
+                    )
+                targets.clear_unwritten()
+                del views, targets
+            del layer_saved
             for unit in self._ending[index]:
                 parameters.reshard(unit)
-                gradients.reduce(unit)
+                if unit.index not in self._without_gradient:
+                    gradients.reduce(unit)
 
     def _run(self, parameters: ParameterStore, x: Array, context: Context) -> tuple[Array, Any]:
         tape: list[Any] = []
@@ -270,20 +330,27 @@ class LayeredProgram(Program):
         buffers = {unit.index: parameters.unshard(unit) for unit in self._uses[index]}
         if self._own_unit[index].index in buffers and 0 <= following < len(self.units):
             parameters.prefetch(self.units[following])
-        return self._nested(index, buffers)
+        return nested_views(self._entries[index], self._finder(buffers))
 
     def _targets(
-        self, index: int, gradients: GradientStore, unwritten: set[str]
+        self, index: int, gradients: GradientStore, unwritten: set[str], xp: ModuleType
     ) -> GradientTargets:
         buffers: dict[int, Array] = {}
         for unit in self._uses[index]:
+            if unit.index in self._without_gradient:
+                continue
             buffers[unit.index], is_empty = gradients.target(unit)
             if is_empty:
                 unwritten.update(entry.name for entry in self._of_unit[unit.index])
-        return GradientTargets(self._entries[index], self._finder(buffers), unwritten)
 
-    def _nested(self, index: int, buffers: dict[int, Array]) -> dict[str, Any]:
-        return nested_views(self._entries[index], self._finder(buffers))
+        def find(entry: ParameterEntry) -> Array:
+            unit, place = self._places[entry.name]
+            if unit in buffers:
+                return buffers[unit][place]
+            # Frozen, and another layer's beside: what is added here nobody reads.
+            return xp.zeros(entry.size, self.dtype)
+
+        return GradientTargets(self._entries[index], find, unwritten)
 
     def _finder(self, buffers: dict[int, Array]) -> Callable[[ParameterEntry], Array]:
         def find(entry: ParameterEntry) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from mpishard.models.gradient_store import (
     NodeGradients,
     ReplicatedGradients,
     ScatteredGradients,
-    ShardedGradients,
 )
 from mpishard.models.holdings import Holdings
 from mpishard.models.opaque_program import OpaqueProgram
@@ -32,6 +32,7 @@ from mpishard.models.parameter_store import (
 from mpishard.models.placed_program import IPlaceableModel, PlacedProgram
 from mpishard.models.policy import Policy
 from mpishard.models.program import LayeredProgram, Program
+from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 
@@ -169,11 +170,11 @@ def build_engine(
         program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger(),
         arena,
     )  # fmt: skip
-    parameters, gradients = _parameter_store(holdings, policy), _gradient_store(holdings, policy)
-    return Engine(
-        program, parameters, gradients, policy, loss,
-        allow_nonfinite=lambda: config.allow_nonfinite,
-    )  # fmt: skip
+
+    def make_gradients(holdings: Holdings) -> GradientStore:
+        return _gradient_store(holdings, policy, lambda: config.enable_gradient_compression)
+
+    return Engine(program, _parameter_store(holdings, policy), make_gradients, policy, loss, config)
 
 
 def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
@@ -190,19 +191,21 @@ def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
     )
 
 
-def _gradient_store(holdings: Holdings, policy: Policy) -> GradientStore:
+def _gradient_store(
+    holdings: Holdings, policy: Policy, compresses: Callable[[], bool]
+) -> GradientStore:
     local = holdings.backend.local_rank
     if policy.shards_gradients:
         length = ShardedGradients.slot_length(holdings)
         slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
-        return ShardedGradients(holdings, slots[local] if slots else ())
-    vectors = holdings.allocate_slots(holdings.length, 1)
+        return ShardedGradients(holdings, compresses, slots[local] if slots else ())
+    vectors = holdings.allocate_slots(ReplicatedGradients.length_for(holdings), 1)
     mine = None if vectors is None else vectors[local][0]
     if policy.shards_state:
-        return ScatteredGradients(holdings, mine)
+        return ScatteredGradients(holdings, compresses, mine)
     if vectors is not None and holdings.backend.node_count == 1:
-        return NodeGradients(holdings, [vector for (vector,) in vectors])
-    return ReplicatedGradients(holdings, mine)
+        return NodeGradients(holdings, compresses, [vector for (vector,) in vectors])
+    return ReplicatedGradients(holdings, compresses, mine)
 
 
 def deal(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,12 +12,13 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine import StepReport, Update
+from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.loop import train
-from mpishard.optimizers.optimizer import Optimizer, OwnedRange, UpdateContext
+from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
-from mpishard.sharding import ParameterEntry, ShardingConfiguration, owned_pieces
+from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
 
@@ -62,6 +62,7 @@ class ShardedOptimizerBase(IShardedOptimizer):
         self._state: dict[str, Array] = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
+        self._frozen: frozenset[str] = frozenset()
         self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
@@ -128,27 +129,26 @@ class ShardedOptimizerBase(IShardedOptimizer):
         return self.step_report(model, x, y).loss
 
     def step_report(
-        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int = 0
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
         """As `step`, with the loss's weight and the gradient's norm. Collective.
 
-        ``sample_start`` is the index in the global batch of this rank's first sample.
+        ``sample_start`` is the index in the global batch of this rank's first sample; where it is
+        not given, models with dropout ask the ranks for it.
         """
         self.bind(model)
+        if model.engine.program.frozen != self._frozen:  # another optimizer has trained it since
+            model.engine.freeze(self._frozen)
         return model.engine.step(x, y, self._apply, sample_start=sample_start)
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
-        rate = self._optimizer.learning_rate(self._steps)
-        if not 0 <= rate < math.inf:
-            raise ValueError(
-                f"the schedule gave a learning rate of {rate} for step {self._steps}; nothing was "
-                "updated"
-            )
+        assert self._model is not None
         context = UpdateContext(
             step=self._steps + 1,
-            learning_rate=rate,
+            learning_rate=self._optimizer.checked_rate(self._steps),
             gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
+            parameter_names=[entry.name for entry in self._model.parameter_entries],
             **self._owners,
         )
         ranges = [
@@ -195,10 +195,16 @@ class ShardedOptimizerBase(IShardedOptimizer):
                 "reset() to forget the state"
             )
         entries = model.parameter_entries
-        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        names = [entry.name for entry in entries]
+        check_patterns(self._optimizer.parameter_options, names)
+        self._frozen = self._optimizer.frozen_names(names) | {
+            entry.name for entry in entries if not entry.trainable
+        }
+        if model.engine.program.frozen != self._frozen:
+            model.engine.freeze(self._frozen)
         if model.engine.policy.shards_state:
             self._owners = {"sum_over_owners": self.backend.all_reduce}
-        self._segments = tuple(segments_of(entries, p) for p in model.engine.owned_pieces)
+        self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
 
@@ -261,17 +267,12 @@ class _StateView:
         return f"{_PREFIX}{type(self.optimizer.wrapped_optimizer).__name__}/"
 
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        model = self.model
-        mine = owned_pieces(model.units, model.world_size, model.rank)
-        if model.engine.policy.shards_state:
-            return self.arrays_to_read()
-        return {
-            self._prefix + name: [(p.start, vector[p.start : p.stop]) for p in mine]
-            for name, vector in self.optimizer.state.items()
-        }
+        return self._ranges(self.model.engine.state_pieces_to_write)
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        pieces = self.model.engine.owned_pieces
+        return self._ranges(self.model.engine.updated_pieces)
+
+    def _ranges(self, pieces: Sequence[Piece]) -> Mapping[str, Sequence[tuple[int, Array]]]:
         return {
             self._prefix + name: [(p.start, vector[p.in_shard]) for p in pieces]
             for name, vector in self.optimizer.state.items()

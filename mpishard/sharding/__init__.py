@@ -2,7 +2,7 @@
 
 from mpishard.sharding.configuration import ShardingConfiguration
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
-from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces
+from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
 
 __all__ = [
     "ParameterEntry",
@@ -13,4 +13,5 @@ __all__ = [
     "build_units",
     "nested_views",
     "owned_pieces",
+    "pieces_within",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+import numpy as np
+
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["ShardingConfiguration"]
@@ -10,15 +14,36 @@ __all__ = ["ShardingConfiguration"]
 class ShardingConfiguration:
     """Choices that a sharded model and its sharded optimizer share.
 
+    All but the backend can be set afterwards too. Where memory lies and how units are cut is
+    decided when a model is wrapped: ``minimum_parameter_group_size`` and the three flags of CPU
+    offload are read then, and a later change holds for the next model.
+
     Parameters
     ----------
     communication_backend : CommunicationBackend
         How the ranks talk. Read-only afterwards.
     learning_rate : float
         Step size of ``model.train``, plain gradient descent. Optimizers have their own.
+    auto_sync_gradients : bool
+        Whether every update uses the gradient of all ranks. Where not, each rank updates with
+        its own and replicas drift apart until they are synchronised, which only a strategy that
+        shards neither gradients nor state can do.
     minimum_parameter_group_size : int
         Consecutive layers are merged into one unit until it has this many elements. Larger units
         mean fewer, longer messages, and more memory for the units in use.
+    enable_gradient_compression : bool
+        Send gradients as bfloat16, half or a quarter of the bytes; sums are made in float32.
+    cpu_offload_optimizer : bool
+        For a model on a GPU: keep the optimizer's state in host memory, and update the owned
+        pieces there. Saves the state's bytes of GPU memory (twice the owned parameters for Adam),
+        and costs two copies of the owned pieces over the bus in each step. Ren et al.,
+        "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021.
+    cpu_offload_gradients : bool
+        For a model on a GPU: keep reduced gradients in host memory.
+    cpu_offload_parameters : bool
+        For a model on a GPU whose strategy shards parameters: keep the owned pieces in host
+        memory, and copy each unit to the GPU while it is used. Rajbhandari et al.,
+        "ZeRO-Infinity", SC 2021, section 5.1.
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
@@ -28,7 +53,7 @@ class ShardingConfiguration:
     Raises
     ------
     TypeError
-        Where the backend is None or no `CommunicationBackend`.
+        Where the backend is None or no `CommunicationBackend`, or a flag is no bool.
     ValueError
         Where ``learning_rate`` is not above 0, or the group size is below 1.
     """
@@ -38,7 +63,12 @@ class ShardingConfiguration:
         communication_backend: CommunicationBackend,
         learning_rate: float = 0.01,
         *,
+        auto_sync_gradients: bool = True,
         minimum_parameter_group_size: int = 1024,
+        enable_gradient_compression: bool = False,
+        cpu_offload_optimizer: bool = False,
+        cpu_offload_gradients: bool = False,
+        cpu_offload_parameters: bool = False,
         check_collectives: bool = True,
         allow_nonfinite: bool = False,
     ) -> None:
@@ -49,9 +79,64 @@ class ShardingConfiguration:
             )
         self._backend = communication_backend
         self.learning_rate = learning_rate
+        self.auto_sync_gradients = auto_sync_gradients
         self.minimum_parameter_group_size = minimum_parameter_group_size
+        self.enable_gradient_compression = enable_gradient_compression
+        self.cpu_offload_optimizer = cpu_offload_optimizer
+        self.cpu_offload_gradients = cpu_offload_gradients
+        self.cpu_offload_parameters = cpu_offload_parameters
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
+
+    # ------------------------------------------------------------------------------------ presets
+
+    @classmethod
+    def create_default(
+        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
+    ) -> Self:
+        """The defaults. Arguments and errors are those of the class, as for every preset."""
+        return cls(communication_backend, learning_rate)
+
+    @classmethod
+    def create_for_high_bandwidth(
+        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
+    ) -> Self:
+        """For fast links: units from 512 elements, gradients as they are."""
+        return cls(communication_backend, learning_rate, minimum_parameter_group_size=512)
+
+    @classmethod
+    def create_for_low_bandwidth(
+        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
+    ) -> Self:
+        """For slow links: units from 4096 elements, gradients as bfloat16."""
+        return cls(
+            communication_backend,
+            learning_rate,
+            minimum_parameter_group_size=4096,
+            enable_gradient_compression=True,
+        )
+
+    @classmethod
+    def create_for_zero_offload(
+        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
+    ) -> Self:
+        """For little GPU memory: optimizer state and update on the host."""
+        return cls(communication_backend, learning_rate, cpu_offload_optimizer=True)
+
+    @classmethod
+    def create_for_zero_offload_full(
+        cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
+    ) -> Self:
+        """For the least GPU memory: state, reduced gradients and owned parameters on the host."""
+        return cls(
+            communication_backend,
+            learning_rate,
+            cpu_offload_optimizer=True,
+            cpu_offload_gradients=True,
+            cpu_offload_parameters=True,
+        )
+
+    # ----------------------------------------------------------------------------------- choices
 
     @property
     def communication_backend(self) -> CommunicationBackend:
@@ -81,6 +166,60 @@ class ShardingConfiguration:
         self._minimum_parameter_group_size = int(value)
 
     @property
+    def auto_sync_gradients(self) -> bool:
+        """Whether every update uses the gradient of all ranks."""
+        return self._auto_sync_gradients
+
+    @auto_sync_gradients.setter
+    def auto_sync_gradients(self, value: bool) -> None:
+        self._auto_sync_gradients = _flag("auto_sync_gradients", value)
+
+    @property
+    def enable_gradient_compression(self) -> bool:
+        """Whether gradients travel as bfloat16."""
+        return self._enable_gradient_compression
+
+    @enable_gradient_compression.setter
+    def enable_gradient_compression(self, value: bool) -> None:
+        self._enable_gradient_compression = _flag("enable_gradient_compression", value)
+
+    @property
+    def cpu_offload_optimizer(self) -> bool:
+        """Whether a GPU model's optimizer state lies in host memory, and is updated there."""
+        return self._cpu_offload_optimizer
+
+    @cpu_offload_optimizer.setter
+    def cpu_offload_optimizer(self, value: bool) -> None:
+        self._cpu_offload_optimizer = _flag("cpu_offload_optimizer", value)
+
+    @property
+    def cpu_offload_gradients(self) -> bool:
+        """Whether a GPU model's reduced gradients lie in host memory."""
+        return self._cpu_offload_gradients
+
+    @cpu_offload_gradients.setter
+    def cpu_offload_gradients(self, value: bool) -> None:
+        self._cpu_offload_gradients = _flag("cpu_offload_gradients", value)
+
+    @property
+    def cpu_offload_parameters(self) -> bool:
+        """Whether a GPU model's owned pieces lie in host memory, where they are sharded."""
+        return self._cpu_offload_parameters
+
+    @cpu_offload_parameters.setter
+    def cpu_offload_parameters(self, value: bool) -> None:
+        self._cpu_offload_parameters = _flag("cpu_offload_parameters", value)
+
+    @property
+    def allow_nonfinite(self) -> bool:
+        """Whether to go on where a loss or gradient is infinite or NaN."""
+        return self._allow_nonfinite
+
+    @allow_nonfinite.setter
+    def allow_nonfinite(self, value: bool) -> None:
+        self._allow_nonfinite = _flag("allow_nonfinite", value)
+
+    @property
     def check_collectives(self) -> bool:
         """Whether every rank's call is compared before data is mixed."""
         return self._backend.check_collectives
@@ -88,3 +227,10 @@ class ShardingConfiguration:
     @check_collectives.setter
     def check_collectives(self, value: bool) -> None:
         self._backend.check_collectives = bool(value)
+
+
+def _flag(name: str, value: object) -> bool:
+    """``value``, which a string or number meant as one would silently not be."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)

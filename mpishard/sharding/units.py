@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpishard.layout import ShardLayout
 
-__all__ = ["Piece", "Unit", "build_units", "owned_pieces"]
+__all__ = ["Piece", "Unit", "build_units", "owned_pieces", "pieces_within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +100,26 @@ def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Pie
         pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
         offset += mine.stop - mine.start
     return tuple(pieces)
+
+
+def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
+    """The parts of ``pieces`` that lie in flat ``ranges`` ``(start, stop)``, in order.
+
+    Both are in flat order. The parts stand end to end: their ``offset`` is where they begin then.
+
+    Examples
+    --------
+    >>> unit = Unit(0, 0, 10, 0, 0)
+    >>> parts = pieces_within([Piece(unit, 0, 5, 0), Piece(unit, 5, 10, 5)], [(2, 7), (9, 10)])
+    >>> [(p.start, p.stop, p.offset) for p in parts]
+    [(2, 5, 0), (5, 7, 3), (9, 10, 5)]
+    """
+    found = []
+    offset = 0
+    for piece in pieces:
+        for start, stop in ranges:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                found.append(Piece(piece.unit, first, last, offset))
+                offset += last - first
+    return tuple(found)

@@ -13,8 +13,9 @@ from mpishard import nn
 from mpishard.communication import InMemoryCommunicationBackend, run_in_threads
 from mpishard.communication.reduction import complete_subtrees
 from mpishard.models.engine import Engine
-from mpishard.models.gradient_store import NodeGradients, ShardedGradients
+from mpishard.models.gradient_store import NodeGradients
 from mpishard.models.parameter_store import NodeParameters, ShardedParameters
+from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.sharding import ShardingConfiguration
@@ -328,11 +329,11 @@ def test_the_equality_check_kills(
 def test_updates_cannot_write_to_what_others_read(problems: Any, monkeypatch: Any) -> None:
     original = Engine._step
 
-    def spoil(self: Any, x: Any, y: Any, rule: Any, start: int) -> Any:
+    def spoil(self: Any, x: Any, y: Any, rule: Any, start: int, **options: Any) -> Any:
         def writing(updates: Any, report: Any) -> None:
             updates[0].gradients[...] = 0
 
-        return original(self, x, y, writing, start)
+        return original(self, x, y, writing, start, **options)
 
     monkeypatch.setattr(Engine, "_step", spoil)
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what els
 TOTALS = np.zeros(5)  # the one small all-reduce of a step, see Engine._totals
 
 by_kind = pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 by_unit_size = pytest.mark.parametrize("unit_size", [1, 60, 10**6])
 
 
@@ -74,9 +74,12 @@ def test_full_sharding_gathers_twice_and_scatters_once(
 
 
 @by_kind
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @in_worlds(1, 2, 3, 4, 5, 8)
-def test_data_parallelism_reduces_everything(backend: Any, problems: Any, kind: str) -> None:
-    model, optimizer = problems.build(backend, kind, "ddp", "adamw", 60)
+def test_whole_parameters_take_an_all_reduce_or_its_two_halves(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy, "adamw", 60)
     sent = total(backend, bytes_of_step(backend, problems, model, optimizer, kind))
     assert sent == 2 * (backend.world_size - 1) * sizes(model, kind)[0]
 
@@ -103,7 +106,12 @@ def test_one_collective_for_each_thing_that_must_travel(
     optimizer.step(model, *problems.local_batch(backend, kind, 0))
     units = len(model.units)
     kept = min(units, 2 if kind == "tied" else 1)
-    expected = {"ddp": units, "fsdp": units + (units - kept) + units}[strategy]
+    expected = {
+        "ddp": units,  # all-reduces
+        "zero1": 2 * units,  # reduce-scatters, and what publishes each unit
+        "zero2": 2 * units,
+        "fsdp": units + (units - kept) + units,
+    }[strategy]
     assert backend._sequence - before == expected + 1
 
 
@@ -124,7 +132,14 @@ def test_where_sizes_divide_every_rank_sends_as_much(
 
 @pytest.mark.parametrize(
     ("strategy", "defer", "gathers", "scatters"),
-    [("ddp", False, 0, 0), ("fsdp", True, 1, 0), ("fsdp", False, 1, 1)],
+    [
+        ("ddp", False, 0, 0),
+        ("zero1", False, 0, 0),
+        ("zero2", False, 0, 1),
+        ("zero2", True, 0, 0),
+        ("fsdp", True, 1, 0),
+        ("fsdp", False, 1, 1),
+    ],
 )
 @in_worlds(3)
 def test_accumulation_reduces_at_once_only_what_is_sharded(

@@ -19,8 +19,8 @@ from mpishard.communication import (
 )
 from mpishard.layout import ShardLayout
 from mpishard.models.engine import Engine
-from mpishard.models.gradient_store import ShardedGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.optimizers.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done

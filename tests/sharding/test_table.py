@@ -12,6 +12,7 @@ from mpishard.sharding import ParameterTable
 class Spec:
     shape: tuple[int, ...]
     tied_to: str | None = None
+    trainable: bool = True
 
 
 def table() -> ParameterTable:
