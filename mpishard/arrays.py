@@ -68,7 +68,11 @@ def beside(array: Array, other: Array) -> Array:
     """``array`` where ``other`` lies, on the host or the current GPU: itself, or a copy."""
     if isinstance(other, np.ndarray):
         return to_host(array)
-    return array if is_device_array(array) else array_namespace(other).asarray(array)
+    xp = array_namespace(other)
+    if not is_device_array(array):
+        return xp.asarray(array)
+    # To copy is what CuPy does across devices; to compute across them it only does with a warning.
+    return array if array.data.device_id == xp.cuda.runtime.getDevice() else array.copy()
 
 
 def copy_into(target: Array, source: Array) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, is_device_array, to_host
+from mpishard.arrays import Array, beside, is_device_array, to_host
 from mpishard.errors import DeviceUnavailableError
 
 __all__ = ["HOST", "Device", "load_cupy"]
@@ -112,7 +112,7 @@ class Device:
             return to_host(array)
         self.use()
         if is_device_array(array):
-            return _on_current_device(array)
+            return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
         copy.set(np.ascontiguousarray(array))
         return copy
@@ -130,12 +130,6 @@ class Device:
 
 
 HOST = Device()
-
-
-def _on_current_device(array: Array) -> Array:
-    cupy = load_cupy()
-    # To copy is what CuPy does across devices; to compute across them it only does with a warning.
-    return array if array.data.device_id == cupy.cuda.runtime.getDevice() else array.copy()
 
 
 @functools.cache

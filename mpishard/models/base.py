@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.arrays import Array, array_namespace, beside, chunk_length, copy_into, to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     ILayeredModel,
@@ -22,6 +22,7 @@ from mpishard.contracts import (
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine, StepReport, Update
 from mpishard.models.files import ShardedModelFiles
+from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
 from mpishard.models.wrapping import (
     build_engine,
@@ -84,6 +85,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         claim(wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
         self._engine = build_engine(program, self.policy, config, self.default_loss_function)
+        say_what_is_ignored(config, program.device)
         deal(self._engine)
         self._take_over()
         self._said_train = False
@@ -154,7 +156,8 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     @property
     def local_parameter_shard(self) -> Array:
         """A copy of what this rank holds, its pieces end to end; all where replicated."""
-        return np.concatenate(self._engine.parameters.owned(self._held_pieces))
+        owned = self._engine.parameters.owned(self._held_pieces)
+        return array_namespace(owned[0]).concatenate(owned)
 
     @property
     def _held_pieces(self) -> tuple[Piece, ...]:
@@ -272,17 +275,23 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     def _gather_on(self, root: int) -> Array | None:
         """All parameters on one rank: each unit's pieces travel to it alone."""
         store = self._engine.parameters
-        full = np.empty(self.parameter_count, self.dtype) if self.rank == root else None
+        device = self._engine.holdings.device
+        device.use()
+        is_root = self.rank == root
+        full = device.namespace.empty(self.parameter_count, self.dtype) if is_root else None
         if not self._engine.policy.shards_parameters:
             if full is not None:
-                np.concatenate(store.owned(self._held_pieces), out=full)
+                for piece, values in zip(
+                    self._held_pieces, store.owned(self._held_pieces), strict=True
+                ):
+                    copy_into(full[piece.start : piece.stop], values)
             return full
         for piece, owned in zip(
             self._engine.holdings.pieces(), store.owned(self._engine.holdings.pieces()), strict=True
         ):
             unit = self.backend.gather(owned, root=root)
             if full is not None:
-                full[piece.unit.start : piece.unit.stop] = unit
+                copy_into(full[piece.unit.start : piece.unit.stop], unit)
         return full
 
     def gather_full_parameters(self) -> Array:
@@ -330,7 +339,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
-            target -= learning_rate * vector[piece.start : piece.stop]
+            target -= learning_rate * beside(vector[piece.start : piece.stop], target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.published_pieces)
         engine.program.changed(engine.parameters)
@@ -355,7 +364,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     def _agreed(self, vector: Array, name: str) -> Array:
         array_namespace(vector)
         shape = vector.shape
-        vector = np.ascontiguousarray(vector, dtype=self.dtype)
+        vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
         # A rank with a wrong length joins with a mark of its own, so that all refuse together.
         mark = zlib.crc32(vector) if shape == (self.parameter_count,) else -1
         marks = self.backend.all_gather(np.array([mark]))
@@ -411,7 +420,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         length = sum(piece.length for piece in self._engine.updated_pieces)
         state = {}
         for name in names:
-            vector = self._engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+            vector = self._engine.stage.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
             vector.fill(0)
             state[name] = vector
         return state

@@ -16,6 +16,7 @@ from mpishard.contracts import ILossFunction
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
+from mpishard.models.offload import OffloadedGradients, UpdateStage
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
@@ -78,6 +79,7 @@ class Engine:
         program: Program,
         parameters: ParameterStore,
         make_gradients: Callable[[Holdings], GradientStore],
+        stage: UpdateStage,
         policy: Policy,
         loss: ILossFunction | None,
         config: ShardingConfiguration,
@@ -89,6 +91,7 @@ class Engine:
         self.step_number = 0
         self._config = config
         self._make_gradients = make_gradients
+        self.stage = stage
         self._drifted = 0.0
         self._samples = 0  # of all ranks, in the round so far; counted where the program is random
         self._accumulates: bool = False
@@ -174,6 +177,7 @@ class Engine:
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
+        self.holdings.device.use()  # of the thread that calls
         self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
@@ -218,7 +222,7 @@ class Engine:
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
         try:
-            rule(self._updates(self.gradients.owned(self.updated_pieces)), report)
+            self._update(self.gradients.owned(self.updated_pieces), rule, report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         if self.policy.shards_state:
@@ -226,12 +230,16 @@ class Engine:
         self._end_round()
         return report
 
-    def _updates(self, gradients: list[Array]) -> list[Update]:
+    def _update(
+        self,
+        gradients: list[Array],
+        rule: Callable[[list[Update], StepReport], None],
+        report: StepReport,
+    ) -> None:
         pieces = self.updated_pieces
-        return [
-            Update(*given)
-            for given in zip(pieces, self.parameters.owned(pieces), gradients, strict=True)
-        ]
+        parameters = self.parameters.owned(pieces)
+        with self.stage.staged(parameters, gradients) as (own, reduced):
+            rule([Update(*given) for given in zip(pieces, own, reduced, strict=True)], report)
 
     def _end_round(self) -> None:
         self.program.changed(self.parameters)
@@ -257,7 +265,7 @@ class Engine:
         self, loss: float, weight: float, rule: Callable[[list[Update], StepReport], None]
     ) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
-        assert isinstance(self.gradients, ReplicatedGradients)
+        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self._accumulates:
             return StepReport(self._mean(loss, weight), weight, None)
         total, total_weight = float(self._local[0]), float(self._local[1])
@@ -270,7 +278,7 @@ class Engine:
         report = StepReport(
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
-        rule(self._updates(gradients), report)
+        self._update(gradients, rule, report)
         self._drifted += total_weight
         self._end_round()
         return report
@@ -400,6 +408,7 @@ class Engine:
 
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
+        self.holdings.device.use()
         self.program.check_pair(x, y, loss or self.loss)
         holdings = self.gradients.holdings
         sink = ReplicatedGradients(holdings)
@@ -422,6 +431,7 @@ class Engine:
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        self.holdings.device.use()
         self.program.check(x)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, x)
@@ -431,6 +441,7 @@ class Engine:
 
         Without a gradient, but where a black box tells its loss only together with one.
         """
+        self.holdings.device.use()
         self.program.check_pair(x, y, self.loss)
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
@@ -439,17 +450,20 @@ class Engine:
                 self.parameters, x, y, None, Context(training=False)
             )
             return total, weight
+        y = self.program.device.put(y)
         total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
         return total, weight
 
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
+        self.holdings.device.use()
         self.parameters.take(full)
         self.program.changed(self.parameters)
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
-        full = np.empty(self.program.length, self.program.dtype)
+        self.holdings.device.use()
+        full = self.holdings.device.namespace.empty(self.program.length, self.program.dtype)
         with self._leaving_no_unit():
             for unit in self.program.units:
                 full[unit.start : unit.stop] = self.parameters.unshard(unit)

@@ -8,40 +8,54 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
-from mpishard.models.gradient_store import GradientStore
+from mpishard.devices import Device
+from mpishard.models.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.gradient_wires import GradientWires
 from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
 
 __all__ = [
+    "Offload",
     "OffloadedGradients",
     "OffloadedParameters",
     "UpdateStage",
-    "offloads",
+    "say_what_is_ignored",
 ]
 
 _log = logging.getLogger("mpishard")
-_FLAGS = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
 
 
-def offloads(config: ShardingConfiguration, holdings: Holdings) -> tuple[bool, bool, bool]:
-    """Whether optimizer state, gradients and parameters go to host memory.
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What goes to host memory."""
 
-    On a model that lies there anyway the flags change nothing, which rank 0 says.
-    """
-    wanted = [name for name in _FLAGS if getattr(config, name)]
-    if wanted and not holdings.device.is_gpu and holdings.backend.rank == 0:
-        _log.info(
-            "%s: nothing to offload, for the model is not on a GPU and all it has is in host "
-            "memory already", ", ".join(wanted),
-        )  # fmt: skip
-    optimizer, gradients, parameters = (
-        holdings.device.is_gpu and name in wanted for name in _FLAGS
-    )
-    return optimizer, gradients, parameters
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+
+    @classmethod
+    def of(cls, config: ShardingConfiguration, device: Device) -> Offload:
+        """As the configuration says, for a model on a GPU; nothing for one on the host."""
+        if not device.is_gpu:
+            return cls(optimizer=False, gradients=False, parameters=False)
+        return cls(
+            config.cpu_offload_optimizer,
+            config.cpu_offload_gradients,
+            config.cpu_offload_parameters,
+        )
+
+
+def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
+    """On rank 0, for a model that lies in host memory anyway: the flags change nothing."""
+    flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
+    ignored = ", ".join(flag for flag in flags if getattr(config, flag))
+    if ignored and not device.is_gpu and config.communication_backend.rank == 0:
+        _log.info("%s: nothing to offload, for the model is in host memory already", ignored)
 
 
 class OffloadedParameters(ParameterStore):
@@ -132,12 +146,15 @@ class OffloadedGradients(GradientStore):
     def __init__(self, inner: GradientStore, holdings: Holdings) -> None:
         super().__init__(holdings)
         self._inner = inner
-        self._slot_length = max(unit.length for unit in holdings.units)
+        self._slot_length = max(unit.length for unit in holdings.trained_units)
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         self._inner.begin(is_first=is_first, is_last=is_last, defer=defer)
+
+    def _make_wires(self) -> GradientWires:
+        return self._inner._make_wires()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._open
@@ -168,6 +185,11 @@ class OffloadedGradients(GradientStore):
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self._inner.owned(pieces)
+
+    def local(self, pieces: Sequence[Piece]) -> list[Array]:
+        """What this rank's own memory holds of ``pieces`` of a replicated gradient."""
+        assert isinstance(self._inner, ReplicatedGradients)
+        return self._inner.local(pieces)
 
     def _take_slot(self) -> Array:
         if self._free:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import to_host
+from mpishard.devices import Device
 from mpishard.nn.activations import GELU
 from mpishard.nn.attention import CausalAttention
 from mpishard.nn.composites import Residual, Sequential
@@ -54,6 +55,8 @@ class GPT(Model):
         Of the first parameters.
     dtype : str or numpy.dtype
         Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
     tied_embeddings : bool
         Whether the head's weight is the embedding's.
 
@@ -75,13 +78,15 @@ class GPT(Model):
         seed: int = 0,
         dtype: Any = "float32",
         tied_embeddings: bool = False,
+        device: str | Device = "cpu",
     ) -> None:
         chain = gpt_chain(vocabulary_size, context_length, width, heads, layers, tied_embeddings)
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
-            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype
-        )
+            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
 
     def generate(
         self,

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, copy_into
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import (
     IFullModel,
@@ -16,6 +16,7 @@ from mpishard.contracts import (
     LayerInfo,
     ModelMetadata,
 )
+from mpishard.devices import Device
 from mpishard.errors import StructureOnlyError
 from mpishard.nn.composites import Sequential
 from mpishard.nn.initializers import parameter_generator
@@ -46,6 +47,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         Of the first parameters.
     dtype : str or numpy.dtype
         float32 or float64: parameters, activations, gradients.
+    device : str or Device
+        Where they lie: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``, with CuPy arrays. Plain
+        ``"cuda"`` is the thread's current GPU, and under a sharded wrapper GPU number
+        ``local_rank % device_count``. Inputs and targets may lie on either; parameters, gradients
+        and predictions that the model gives lie on its device.
 
     Raises
     ------
@@ -61,10 +67,12 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         input_shape: tuple[int, ...],
         seed: int = 0,
         dtype: Any = "float64",
+        device: str | Device = "cpu",
     ) -> None:
         self._dtype = np.dtype(dtype)
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
+        self._device = Device.parse(device)
         self.chain = chain
         self.seed = seed
         self._loss = loss
@@ -97,6 +105,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return dtype
 
     @property
+    def device(self) -> Device:
+        """Where parameters, activations and gradients lie."""
+        return self._device
+
+    @property
     def default_loss_function(self) -> ILossFunction:
         return self._loss
 
@@ -119,7 +132,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         if self._vector is None:
             vector = np.empty(self._table.length, self._dtype)
             self._initialize_range(0, vector)
-            self._vector = vector
+            self._vector = self._device.put(vector)
         return self._vector
 
     def _initialize_range(self, start: int, out: Array) -> None:
@@ -129,11 +142,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
             value = spec.initializer(parameter_generator(self.seed, entry.name), entry.shape)
             first, last = max(start, entry.start), min(stop, entry.stop)
             part = value.reshape(-1)[first - entry.start : last - entry.start]
-            out[first - start : last - start] = array_namespace(out).asarray(part)
+            out[first - start : last - start] = part
 
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is None and self._vector is not None:
-            out[...] = self._vector[start : start + int(out.size)]
+            copy_into(out, self._vector[start : start + int(out.size)])
         elif self._holder is None:
             self._initialize_range(start, out)
         else:
@@ -173,7 +186,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
                 f"{type(self).__name__} has {self._table.length} parameters; got a vector of "
                 f"shape {parameters.shape}"
             )
-        return parameters.astype(self._dtype, copy=False)
+        return self._device.put(parameters).astype(self._dtype, copy=False)
 
     def deep_copy(self) -> Self:
         model = self.clone()
@@ -185,6 +198,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
 
     def as_input(self, x: Array) -> Array:
         self.chain.check_input(x)
+        x = self._device.put(x)
         return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
 
     def _prediction_shape(self, x: Array) -> tuple[int, ...]:
@@ -208,7 +222,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         vector = self._parameters()
         views = self._table.nested_views(vector)
         prediction, saved = self.chain.forward(views, x, Context())
-        total, weight, loss_saved = loss.forward(prediction, y)
+        total, weight, loss_saved = loss.forward(prediction, self._device.put(y))
         if weight == 0:
             return 0.0, array_namespace(vector).zeros_like(vector)
         gradients = array_namespace(vector).empty_like(vector)

@@ -115,7 +115,7 @@ class ndarray:  # noqa: N801 - CuPy's name
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
         if not (self._host.flags.c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
-        self._memory.write()
+        self._memory.write(self._host)
         self._host[...] = arr
 
     def item(self) -> Any:
@@ -174,9 +174,9 @@ class ndarray:  # noqa: N801 - CuPy's name
     def _view(self, host: np.ndarray[Any, Any]) -> ndarray:
         """A view of this array's memory; a new array where NumPy had to copy."""
         if host.size and not np.may_share_memory(host, self._host):
-            self._memory.read()
+            self._memory.read(self._host)
             return give(host)
-        return ndarray(_PRIVATE, host, self._memory, self.base or self)
+        return ndarray(_PRIVATE, host, self._memory, self if self.base is None else self.base)
 
     def __len__(self) -> int:
         return len(self._host)
@@ -195,11 +195,11 @@ class ndarray:  # noqa: N801 - CuPy's name
         index, is_basic = _index(key)
         if isinstance(value, np.ndarray):
             raise _NO_FILL
+        target = np.asarray(self._host[index])
         if not isinstance(value, ndarray):
-            self._memory.write()
+            self._memory.write(target if is_basic else self._host)
             self._host[index] = checked_scalar(value, self.dtype)
             return
-        target = np.asarray(self._host[index])
         is_copy = (
             is_basic
             and target.shape == value.shape
@@ -209,9 +209,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         )
         if not is_copy:  # a kernel, for which all must lie on the device
             _use(self, value)
-        value._memory.read()
+        value._memory.read(value._host)
         if not (is_copy and target.ctypes.data == value._host.ctypes.data):
-            self._memory.write()
+            self._memory.write(target if is_basic else self._host)
         self._host[index] = value._host
 
     def reshape(self, *shape: Any) -> ndarray:
@@ -241,7 +241,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def copy(self, order: str = "C") -> ndarray:
         """On the current device, from whichever it lies on."""
-        self._memory.read()
+        self._memory.read(self._host)
         return give(self._host.copy(order="C"))
 
     def __copy__(self) -> ndarray:
@@ -347,7 +347,7 @@ def give(host: Any) -> ndarray:
     array = np.array(host, order="C", ndmin=0)
     _known(array.dtype)
     made = ndarray(_PRIVATE, array, Memory(), None)
-    made._memory.write()
+    made._memory.write(made._host)
     return made
 
 
@@ -391,7 +391,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not isinstance(out, ndarray):
             raise TypeError(f"out must be a cupy.ndarray, got {type(out)}")
         _use(out)
-        out._memory.write()
+        out._memory.write(out._host)
         function(*hosts, out=out._host, **kwargs)
     return out
 
@@ -404,7 +404,7 @@ def _use(*arrays: ndarray) -> None:
                 f"The device where the array resides ({array._memory.device}) is different from "
                 f"the current device ({current.device})."
             )
-        array._memory.read()
+        array._memory.read(array._host)
 
 
 def _known(dtype: Any) -> np.dtype[Any]:

@@ -6,6 +6,9 @@ import mmap
 import threading
 from typing import Any, Self
 
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
 __all__ = ["Cuda", "Memory", "current"]
 
 
@@ -32,39 +35,36 @@ current = _Thread()
 
 
 class Memory:
-    """One allocation: the device it lies on, and who is at work on it.
+    """One allocation: the device it lies on, and who is at work on which bytes of it.
 
     A reader or writer is known by its stream and by how often that had been waited for.
     """
 
     def __init__(self) -> None:
         self.device = current.device
-        self._writer: tuple[Stream, int] | None = None
-        self._readers: dict[Stream, int] = {}
+        self._work: set[tuple[Stream, int, int, int, bool]] = set()
 
-    def read(self) -> None:
-        """Begin to read on this thread's stream, or refuse."""
-        self._refuse_while(self._writer, "written")
-        self._readers[current.stream] = current.stream.syncs
+    def read(self, host: np.ndarray[Any, Any]) -> None:
+        """Begin to read ``host`` on this thread's stream, or refuse."""
+        self._begin(host, writes=False)
 
-    def write(self) -> None:
-        """Begin to write on this thread's stream, or refuse."""
-        self._refuse_while(self._writer, "written")
-        for reader in tuple(self._readers.items()):
-            self._refuse_while(reader, "read")
-        self._readers.clear()
-        self._writer = current.stream, current.stream.syncs
+    def write(self, host: np.ndarray[Any, Any]) -> None:
+        """Begin to write ``host`` on this thread's stream, or refuse."""
+        self._begin(host, writes=True)
 
-    @staticmethod
-    def _refuse_while(worker: tuple[Stream, int] | None, what: str) -> None:
-        if worker is None:
-            return
-        stream, syncs = worker
-        if stream is not current.stream and stream.syncs == syncs:
-            raise AssertionError(
-                f"a race: this array may still be {what} by another thread's stream, which that "
-                "thread has not synchronized since"
-            )
+    def _begin(self, host: np.ndarray[Any, Any], *, writes: bool) -> None:
+        low, high = byte_bounds(host)
+        # Other threads add while this one looks; what is done need not be looked at.
+        work = {entry for entry in tuple(self._work) if entry[0].syncs == entry[1]}
+        for stream, _, start, stop, other_writes in work:
+            overlaps = host.size and start < high and low < stop
+            if stream is not current.stream and overlaps and (writes or other_writes):
+                raise AssertionError(
+                    f"a race: this array may still be {'written' if other_writes else 'read'} by "
+                    "another thread's stream, which that thread has not synchronized since"
+                )
+        work.add((current.stream, current.stream.syncs, low, high, writes))
+        self._work = work
 
 
 class CUDARuntimeError(RuntimeError):
