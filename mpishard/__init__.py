@@ -18,7 +18,13 @@ from mpishard.communication import (
     init,
     run_in_threads,
 )
-from mpishard.distributed import DistributedStrategy, as_distributed, launch
+from mpishard.distributed import (
+    DistributedStrategy,
+    as_distributed,
+    as_distributed_for_high_bandwidth,
+    as_distributed_for_low_bandwidth,
+    launch,
+)
 from mpishard.layout import ShardLayout
 from mpishard.models import (
     DDPModel,
@@ -66,6 +72,8 @@ __all__ = [
     "ZeRO3Model",
     "ZeRO3Optimizer",
     "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
     "checkpoint",
     "data",
     "init",

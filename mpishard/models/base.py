@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
@@ -20,10 +21,11 @@ from mpishard.contracts import (
     ModelMetadata,
 )
 from mpishard.errors import ShardingError
-from mpishard.models.engine import Engine, StepReport, Update
+from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
+from mpishard.models.step import StepReport, Update
 from mpishard.models.wrapping import (
     build_engine,
     claim,
@@ -80,15 +82,24 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
             raise TypeError(f"the model is sharded already, as {type(wrapped_model).__name__}")
         self._wrapped_model = wrapped_model
         self._config = config
+        self._said_train = False
+        self._remembered: tuple[weakref.ref[Any], int] | None = None
         self.backend.initialize()
-        program = program_of(wrapped_model, config)
-        claim(wrapped_model, self)
+        self._on_before_initialize_sharding()
+        self._initialize_sharding()
+
+    def _on_before_initialize_sharding(self) -> None:
+        """Hook of subclasses: the backend is ready, and nothing is dealt yet."""
+
+    def _initialize_sharding(self) -> None:
+        """Deal rank 0's values to the ranks. Collective."""
+        program = program_of(self._wrapped_model, self._config)
+        claim(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
-        self._engine = build_engine(program, self.policy, config, self.default_loss_function)
-        say_what_is_ignored(config, program.device)
+        self._engine = build_engine(program, self.policy, self._config, self.default_loss_function)
+        say_what_is_ignored(self._config, program.device)
         deal(self._engine)
         self._take_over()
-        self._said_train = False
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
@@ -163,6 +174,44 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     def _held_pieces(self) -> tuple[Piece, ...]:
         return self._engine.holdings.pieces(sharded=self._engine.policy.shards_parameters)
 
+    # What subclasses know of a rank's shard.
+
+    @property
+    def _local_shard(self) -> Array:
+        return self.local_parameter_shard
+
+    @property
+    def _shard_start_index(self) -> int:
+        return self._only_range[0]
+
+    @property
+    def _shard_size(self) -> int:
+        start, stop = self._only_range
+        return stop - start
+
+    @property
+    def _only_range(self) -> tuple[int, int]:
+        ranges = self.owned_ranges
+        if len(ranges) > 1:
+            raise ShardingError(
+                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
+                "and size: owned_ranges lists them"
+            )
+        return ranges[0]
+
+    @property
+    def _cached_full_parameters(self) -> Array | None:
+        """What was gathered last, while somebody holds it and parameters have not changed."""
+        full, version = self._remembered or (None, -1)
+        return full() if full is not None and version == self._engine.version else None
+
+    def _invalidate_cache(self) -> None:
+        self._remembered = None
+
+    def _update_local_shard_from_full(self, full: Array) -> None:
+        """Take this rank's part of ``full``, which is the same on every rank. Collective."""
+        self._engine.take(full)
+
     @property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
@@ -182,8 +231,10 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
                 "Rank": self.rank,
                 "ShardSize": sum(piece.length for piece in self._held_pieces),
                 "ParametersSharded": policy.shards_parameters,
+                "ParametersReplicated": not policy.shards_parameters,
                 "ParametersOncePerNode": self._is_once_per_node,
                 "GradientsSharded": policy.shards_gradients,
+                "GradientsReplicated": not policy.shards_gradients,
                 "OptimizerStateSharded": policy.shards_state,
             },
         )
@@ -296,11 +347,13 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
 
     def gather_full_parameters(self) -> Array:
         """All parameters in layer order, a new vector on every rank. Collective."""
-        return self._engine.gather()
+        full = self._engine.gather()
+        self._remembered = (weakref.ref(full), self._engine.version)
+        return full
 
     def get_parameters(self) -> Array:
         """As `gather_full_parameters`. Collective."""
-        return self._engine.gather()
+        return self.gather_full_parameters()
 
     def set_parameters(self, parameters: Array) -> None:
         """Take parameters from a full vector, the same on every rank. Collective.
@@ -342,7 +395,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
             target -= learning_rate * beside(vector[piece.start : piece.stop], target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.published_pieces)
-        engine.program.changed(engine.parameters)
+        engine.changed()
 
     def synchronize_gradients(self) -> None:
         """Make all ranks agree after steps that were each rank's own. Collective.

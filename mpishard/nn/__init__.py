@@ -7,12 +7,14 @@ from mpishard.nn.attention import CausalAttention
 from mpishard.nn.composites import Residual, Sequential
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.gpt import GPT
+from mpishard.nn.graph import ComputationNode
 from mpishard.nn.layer import Context, Layer, ParameterSpec
 from mpishard.nn.linear import Linear
 from mpishard.nn.losses import MSE, CrossEntropy, Loss
 from mpishard.nn.mlp import MLP
 from mpishard.nn.model import Model
 from mpishard.nn.normalization import LayerNorm
+from mpishard.nn.sub_model import SubModel
 from mpishard.nn.targets import GradientTargets
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "MLP",
     "MSE",
     "CausalAttention",
+    "ComputationNode",
     "Context",
     "CrossEntropy",
     "Embedding",
@@ -35,5 +38,6 @@ __all__ = [
     "ReLU",
     "Residual",
     "Sequential",
+    "SubModel",
     "Tanh",
 ]

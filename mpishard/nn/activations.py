@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 
@@ -17,6 +18,8 @@ _GELU_CUBIC = 0.044715
 
 class _Activation(Layer):
     """What the activations share: the shape stays."""
+
+    category = LayerCategory.ACTIVATION
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The input's shape."""

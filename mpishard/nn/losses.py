@@ -27,14 +27,6 @@ class Loss(ILossFunction):
     it; ``backward`` uses up ``saved``, so that it can be called once.
     """
 
-    def derivative(self, prediction: Array, target: Array) -> Array:
-        """Gradient of the mean loss with respect to the prediction, in its shape."""
-        _, weight, saved = self.forward(prediction, target)
-        gradient = self.backward(saved)
-        if weight:
-            gradient /= weight
-        return gradient
-
 
 class CrossEntropy(Loss):
     """Negative log-likelihood of the target class under softmax of the logits.

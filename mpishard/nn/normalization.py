@@ -5,10 +5,12 @@ Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.initializers import ones, zeros
 from mpishard.nn.layer import Context, Gradients, Layer, Parameters, ParameterSpec
@@ -36,6 +38,8 @@ class LayerNorm(Layer):
         For a width that is no integer >= 1 or an epsilon that is not positive.
     """
 
+    category = LayerCategory.NORMALIZATION
+
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
         check_sizes("LayerNorm", width=width)
         if not epsilon > 0:
@@ -59,6 +63,10 @@ class LayerNorm(Layer):
                 f"got sample shape {input_shape}"
             )
         return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """7 for each element: two for either moment, one to normalise, to scale and to shift."""
+        return 7 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D); saves the normalised input and the inverse deviations."""

@@ -1,31 +1,54 @@
 """Update rules, schedules, and the sharded optimizer wrappers."""
 
+from mpishard.optimizers.adagrad import Adagrad
+from mpishard.optimizers.adam import Adam
 from mpishard.optimizers.adamw import AdamW
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.ddp import DDPOptimizer
 from mpishard.optimizers.fsdp import FSDPOptimizer
-from mpishard.optimizers.optimizer import Optimizer, UpdateContext
-from mpishard.optimizers.options import Segment
-from mpishard.optimizers.schedules import Constant, Cosine, WarmUp
+from mpishard.optimizers.lamb import LAMB
+from mpishard.optimizers.lion import Lion
+from mpishard.optimizers.optimizer import Optimizer
+from mpishard.optimizers.options import Segment, no_decay_on_biases_and_norms
+from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rmsprop import RMSprop
+from mpishard.optimizers.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    OneCycle,
+    StepDecay,
+    WarmUp,
+)
 from mpishard.optimizers.sgd import SGD
 from mpishard.optimizers.sharded import ShardedOptimizerBase
 from mpishard.optimizers.zero import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 
 __all__ = [
+    "LAMB",
     "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "Constant",
     "Cosine",
     "DDPOptimizer",
+    "Exponential",
     "FSDPOptimizer",
+    "Lion",
+    "OneCycle",
     "OptimizationInputData",
     "OptimizationResult",
     "Optimizer",
+    "OwnedRange",
+    "RMSprop",
     "Segment",
     "ShardedOptimizerBase",
+    "StepDecay",
     "UpdateContext",
     "WarmUp",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
+    "no_decay_on_biases_and_norms",
 ]

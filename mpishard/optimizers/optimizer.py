@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from mpishard.arrays import Array, array_namespace, chunk_length
-from mpishard.contracts import IGradientBasedOptimizer
 from mpishard.optimizers.compiled import ElementLoop, run_compiled
 from mpishard.optimizers.options import (
     OptionRange,
     ParameterOptions,
     Segment,
-    check_options,
+    checked_options,
+    described,
+    frozen_names,
     option_ranges,
 )
-from mpishard.optimizers.schedules import Schedule, as_number, as_schedule
+from mpishard.optimizers.plain import PlainOptimizer
+from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
 
 if TYPE_CHECKING:
     from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 
-__all__ = ["Optimizer", "OwnedRange", "UpdateContext"]
+__all__ = ["Optimizer"]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateContext:
-    """What an update may depend on beside its own range.
-
-    ``step`` counts updates from 1. ``gradient_scale`` turns the given gradient, a sum over
-    samples, into the clipped mean: ``clip / weight``. ``sum_over_owners`` adds a small vector up
-    over all ranks that own a part of the parameters, which every one of them calls; where each
-    rank owns all, it gives back what it gets.
-    """
-
-    step: int
-    learning_rate: float
-    gradient_scale: float
-    sum_over_owners: Callable[[Array], Array] = lambda vector: vector
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedRange:
-    """What a rule gets of one owned piece: 1-D views of one length, and what they are part of.
-
-    ``gradients`` may be read-only. ``state`` has one view per name of `Optimizer.needed_state`;
-    ``segments`` say which parameters the range cuts through.
-    """
-
-    parameters: Array
-    gradients: Array
-    state: Mapping[str, Array]
-    segments: Sequence[Segment]
-
-
-class Optimizer(IGradientBasedOptimizer):
+class Optimizer(PlainOptimizer):
     """An update rule with its settings. State belongs to whoever runs it.
 
     A rule sees one owned range at a time: 1-D views of parameters, gradients and state, of any
@@ -74,14 +50,20 @@ class Optimizer(IGradientBasedOptimizer):
         Scale the gradient down where its Euclidean norm over all parameters and ranks is
         larger (Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
         2013, algorithm 1).
+    clip_value : float, optional
+        Cut each element of the mean gradient off at ``-clip_value`` and ``clip_value`` (Mikolov,
+        "Statistical Language Models Based on Neural Networks", 2012, section 3.2.2); instead of
+        ``clip_global_norm``, not beside it.
     parameter_options : mapping, optional
-        Glob pattern of parameter names -> options that differ there, ``weight_decay`` and
-        ``learning_rate_scale``: ``{"*.bias": {"weight_decay": 0}}``. Later patterns win.
+        Glob pattern of parameter names -> options that differ there; later patterns win.
+        ``weight_decay``; ``learning_rate``, a number or schedule; ``learning_rate_scale``, which
+        multiplies the rate; ``frozen``, alone: ``{"*.bias": {"weight_decay": 0}, "embedding.*":
+        {"frozen": True}}``. See also `no_decay_on_biases_and_norms`.
 
     Raises
     ------
     ValueError
-        For a number outside its range, or an unknown option.
+        For a number outside its range, an unknown option, or both ways of clipping.
     """
 
     state_names: ClassVar[tuple[str, ...]]
@@ -92,15 +74,23 @@ class Optimizer(IGradientBasedOptimizer):
         *,
         weight_decay: float = 0.0,
         clip_global_norm: float | None = None,
+        clip_value: float | None = None,
         parameter_options: ParameterOptions | None = None,
     ) -> None:
+        super().__init__()
         self.learning_rate = as_schedule(learning_rate)
         self.weight_decay = _at_least_zero("weight_decay", weight_decay)
-        if clip_global_norm is not None and not clip_global_norm > 0:
-            raise ValueError(f"clip_global_norm must be above 0 or None, got {clip_global_norm}")
+        for name, limit in {"clip_global_norm": clip_global_norm, "clip_value": clip_value}.items():
+            if limit is not None and not as_number(name, limit) > 0:
+                raise ValueError(f"{name} must be above 0 or None, got {limit}")
+        if clip_global_norm is not None and clip_value is not None:
+            raise ValueError(
+                f"clip_global_norm={clip_global_norm} and clip_value={clip_value} are two ways to "
+                "clip; choose one"
+            )
         self.clip_global_norm = clip_global_norm
-        self.parameter_options = dict(parameter_options or {})
-        check_options(self.parameter_options)
+        self.clip_value = clip_value
+        self.parameter_options = checked_options(parameter_options or {})
         self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
         self._scratch: dict[Any, list[Array]] = {}
 
@@ -137,26 +127,25 @@ class Optimizer(IGradientBasedOptimizer):
         context : UpdateContext
             Step, rate and scale.
         """
-        key = tuple(segments)
-        spans = self._spans.get(key)
-        if spans is None:
-            spans = option_ranges(segments, self.weight_decay, self.parameter_options)
-            self._spans[key] = spans
-        vectors = (parameters, gradients, *(state[name] for name in self.needed_state()))
-        for span in spans:
-            rate = float(context.learning_rate * span.learning_rate_scale)
+        views = (parameters, gradients, *(state[name] for name in self.needed_state()))
+        scale = context.gradient_scale
+        if self.clip_value is not None:
+            context = replace(context, gradient_scale=1.0)
+        for span in self._option_ranges(segments):
+            rate = span.rate(context.step - 1, context.learning_rate)
             loop = self._element_loop(rate, span.weight_decay, context)
-            if run_compiled(loop, [vector[span.start : span.stop] for vector in vectors]):
+            if self.clip_value is None and run_compiled(
+                loop, [view[span.start : span.stop] for view in views]
+            ):
                 continue
             for start, stop in self._chunks(parameters, span):
-                self._update_chunk(
-                    parameters[start:stop],
-                    gradients[start:stop],
-                    {name: vector[start:stop] for name, vector in state.items()},
-                    rate,
-                    span.weight_decay,
-                    context,
-                )
+                p, g, *own_state = (view[start:stop] for view in views)
+                if self.clip_value is not None:
+                    g = self._clipped(g, scale)
+                    if run_compiled(loop, [p, g, *own_state]):
+                        continue
+                named = dict(zip(self.needed_state(), own_state, strict=True))
+                self._update_chunk(p, g, named, rate, span.weight_decay, context)
 
     @abstractmethod
     def _update_chunk(
@@ -167,7 +156,8 @@ class Optimizer(IGradientBasedOptimizer):
         learning_rate: float,
         weight_decay: float,
         context: UpdateContext,
-    ) -> None: ...
+    ) -> None:
+        """Update one chunk, by operations on whole arrays. ``g`` is not to be written."""
 
     def _element_loop(
         self, learning_rate: float, weight_decay: float, context: UpdateContext
@@ -183,6 +173,37 @@ class Optimizer(IGradientBasedOptimizer):
         if "_update_chunk" in vars(cls) and "_element_loop" not in vars(cls):
             # An inherited loop would do what the passes no longer do.
             cls._element_loop = Optimizer._element_loop  # type: ignore[method-assign]
+
+    def frozen_names(self, names: Sequence[str]) -> frozenset[str]:
+        """Those of a model's parameters ``names`` that ``parameter_options`` freeze.
+
+        Raises
+        ------
+        ValueError
+            Where nothing would be left to train.
+        """
+        return frozen_names(self.parameter_options, names)
+
+    def checked_rate(self, step: int) -> float:
+        """The rate of update ``step``, from 0, after a look at those of ``parameter_options``.
+
+        Raises
+        ------
+        ValueError
+            Where a schedule gives what is no rate.
+        """
+        schedules = {"the schedule": self.learning_rate} | {
+            f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
+            for pattern, values in self.parameter_options.items()
+            if "learning_rate" in values
+        }
+        for name, schedule in schedules.items():
+            rate = schedule(step)
+            if not 0 <= rate < math.inf:
+                raise ValueError(
+                    f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
+                )
+        return self.learning_rate(step)
 
     def clip_factor(self, gradient_norm: float) -> float:
         """What the gradient is multiplied with to satisfy ``clip_global_norm``."""
@@ -210,15 +231,27 @@ class Optimizer(IGradientBasedOptimizer):
         found: dict[str, Any] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
             found[name] = value if isinstance(value, int | float | str | None) else repr(value)
-        found["learning_rate"] = [self.learning_rate(step) for step in (0, 1, 10, 100, 1000, 10000)]
+        found["learning_rate"] = rates(self.learning_rate)
+        found["parameter_options"] = described(self.parameter_options)
         return found
 
-    def get_current_learning_rate(self) -> float:
-        """The rate of the first update; a rule has no step of its own."""
-        return self.learning_rate(0)
+    def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
+        key = tuple(segments)
+        if key not in self._spans:
+            self._spans[key] = self._find_ranges(segments)
+        return self._spans[key]
 
-    def reset(self) -> None:
-        """Nothing to forget: state belongs to whoever runs the rule."""
+    def _find_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
+        """What is updated as one; a rule that looks at whole parameters overrides this."""
+        return option_ranges(segments, self.weight_decay, self.parameter_options)
+
+    def _clipped(self, g: Array, scale: float) -> Array:
+        """The mean gradient ``g * scale``, cut off at ``clip_value``, in scratch memory."""
+        assert self.clip_value is not None
+        (clipped,) = self._temporary(g, 1, "clipped")
+        xp = array_namespace(g)
+        xp.multiply(g, scale, out=clipped)
+        return xp.clip(clipped, -self.clip_value, self.clip_value, out=clipped)
 
     def _chunks(self, array: Array, span: OptionRange) -> Iterable[tuple[int, int]]:
         # Half a chunk: an update has more operands than most chains of operations.
@@ -227,22 +260,32 @@ class Optimizer(IGradientBasedOptimizer):
             (start, min(start + step, span.stop)) for start in range(span.start, span.stop, step)
         )
 
-    def _temporary(self, like: Array, count: int) -> list[Array]:
-        """``count`` scratch arrays shaped as ``like``, reused between calls."""
+    def _temporary(
+        self, like: Array, count: int, purpose: str = "passes", dtype: Any = None
+    ) -> list[Array]:
+        """``count`` scratch arrays shaped as ``like``, reused between calls of one purpose."""
         xp = array_namespace(like)
+        dtype = np.dtype(dtype or like.dtype)
         # Thread-ranks may share a rule, for it holds nothing else that changes.
-        key = (threading.get_ident(), xp.__name__, like.dtype.str)
+        key = (threading.get_ident(), xp.__name__, dtype.str, purpose)
         buffers = self._scratch.setdefault(key, [])
         if buffers and buffers[0].size < like.size:
             buffers.clear()
         while len(buffers) < count:
-            buffers.append(xp.empty(buffers[0].size if buffers else like.size, like.dtype))
+            buffers.append(xp.empty(buffers[0].size if buffers else like.size, dtype))
         return [buffer[: like.size] for buffer in buffers[:count]]
 
 
 def _at_least_zero(name: str, value: float) -> float:
     if not 0 <= as_number(name, value) < float("inf"):
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+    return float(value)
+
+
+def check_epsilon(value: float) -> float:
+    """``value`` where it is above 0; ValueError elsewhere."""
+    if not as_number("epsilon", value) > 0:
+        raise ValueError(f"epsilon must be above 0, got {value}")
     return float(value)
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
+from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
 from mpishard.sharding import ParameterEntry, Piece
 
-__all__ = ["OptionRange", "ParameterOptions", "Segment", "option_ranges", "segments_of"]
+__all__ = [
+    "OptionRange",
+    "ParameterOptions",
+    "Segment",
+    "named_parameters",
+    "no_decay_on_biases_and_norms",
+    "option_ranges",
+    "segment_options",
+    "segments_of",
+]
 
-ParameterOptions = Mapping[str, Mapping[str, float]]
-"""Glob pattern of parameter names -> ``{"weight_decay": ..., "learning_rate_scale": ...}``."""
+ParameterOptions = Mapping[str, Mapping[str, Any]]
+"""Glob pattern of parameter names -> what differs there, by the names of `KNOWN`."""
+
+KNOWN = ("weight_decay", "learning_rate_scale", "learning_rate", "frozen")
+"""The options: two numbers, a number or schedule, and True or False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +46,12 @@ class OptionRange:
     stop: int
     weight_decay: float
     learning_rate_scale: float = 1.0
+    learning_rate: Schedule | None = None
 
-
-_FIELDS = ("weight_decay", "learning_rate_scale")
-
-
-def _fields(span: OptionRange) -> dict[str, float]:
-    return {name: getattr(span, name) for name in _FIELDS}
+    def rate(self, step: int, common_rate: float) -> float:
+        """The rate of update ``step``, from 0, where ``common_rate`` is that of the others."""
+        own = common_rate if self.learning_rate is None else self.learning_rate(step)
+        return float(own * self.learning_rate_scale)
 
 
 def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:
@@ -50,29 +64,43 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
     )  # fmt: skip
 
 
-def check_options(options: ParameterOptions) -> None:
-    """Refuse options that no rule knows.
+def checked_options(options: ParameterOptions) -> dict[str, dict[str, Any]]:
+    """A copy of the options, the rates in it as schedules, or an error for what no rule knows.
 
     Raises
     ------
+    TypeError
+        For options that are no mapping, or a value of another type.
     ValueError
-        For an unknown option, or a negative value.
+        For an unknown option, a value outside its range, or options beside ``frozen``.
     """
+    checked = {}
     for pattern, values in options.items():
+        place = f"parameter_options[{pattern!r}]"
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"parameter_options[{pattern!r}] must be a mapping such as "
-                f'{{"weight_decay": 0}}, got {values!r}'
+                f'{place} must be a mapping such as {{"weight_decay": 0}}, got {values!r}'
             )
-        for name, value in values.items():
-            if name not in _FIELDS:
-                raise ValueError(
-                    f"parameter_options[{pattern!r}] has {name!r}; known are {', '.join(_FIELDS)}"
-                )
-            if not 0 <= value < float("inf"):
-                raise ValueError(
-                    f"parameter_options[{pattern!r}][{name!r}] must be 0 or more, got {value}"
-                )
+        checked[pattern] = {name: _checked(place, name, value) for name, value in values.items()}
+        if values.get("frozen") and len(values) > 1:
+            others = ", ".join(name for name in values if name != "frozen")
+            raise ValueError(f"{place} is frozen, and so has no use for {others}; drop one of both")
+    return checked
+
+
+def _checked(place: str, name: str, value: Any) -> Any:
+    if name not in KNOWN:
+        raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
+    place = f"{place}[{name!r}]"
+    if name == "frozen":
+        if not isinstance(value, bool):
+            raise TypeError(f"{place} must be True or False, got {value!r}")
+        return value
+    if name == "learning_rate":
+        return as_schedule(value, place)
+    if not 0 <= as_number(place, value) < float("inf"):
+        raise ValueError(f"{place} must be 0 or more, got {value}")
+    return float(value)
 
 
 def check_patterns(options: ParameterOptions, names: Sequence[str]) -> None:
@@ -92,22 +120,119 @@ def check_patterns(options: ParameterOptions, names: Sequence[str]) -> None:
             )
 
 
+def frozen_names(options: ParameterOptions, names: Sequence[str]) -> frozenset[str]:
+    """Those of ``names`` that the options freeze; later patterns win over earlier ones.
+
+    Raises
+    ------
+    ValueError
+        Where nothing would be left to train.
+    """
+    frozen = frozenset(name for name in names if _options_of(name, options).get("frozen"))
+    if names and len(frozen) == len(set(names)):
+        raise ValueError(
+            f"parameter_options freeze all {len(frozen)} parameters, and nothing is left to train; "
+            'a later pattern with {"frozen": False} lets some be trained'
+        )
+    return frozen
+
+
 def option_ranges(
     segments: Sequence[Segment], weight_decay: float, options: ParameterOptions
 ) -> list[OptionRange]:
-    """What holds where in a piece; neighbours with equal options are one range.
-
-    Later patterns win over earlier ones.
-    """
+    """What holds where in a piece; neighbours with equal options are one range."""
     ranges: list[OptionRange] = []
-    for segment in segments:
-        found = OptionRange(segment.start, segment.stop, weight_decay)
-        for pattern, values in options.items():
-            if fnmatchcase(segment.name, pattern):
-                found = OptionRange(found.start, found.stop, **(_fields(found) | dict(values)))
+    for found in segment_options(segments, weight_decay, options):
         last = ranges[-1] if ranges else None
         if last is not None and replace(last, stop=found.stop) == replace(found, start=last.start):
             ranges[-1] = replace(last, stop=found.stop)
         else:
             ranges.append(found)
     return ranges
+
+
+def segment_options(
+    segments: Sequence[Segment], weight_decay: float, options: ParameterOptions
+) -> list[OptionRange]:
+    """What holds in each segment. Later patterns win over earlier ones."""
+    common = {"weight_decay": weight_decay}
+    return [
+        OptionRange(
+            segment.start,
+            segment.stop,
+            **(common | {k: v for k, v in _options_of(segment.name, options).items()
+                         if k != "frozen"}),
+        )
+        for segment in segments
+    ]  # fmt: skip
+
+
+def _options_of(name: str, options: ParameterOptions) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern, values in options.items():
+        if fnmatchcase(name, pattern):
+            found.update(values)
+    return found
+
+
+def described(options: ParameterOptions) -> str:
+    """The options as text that is the same in every process: schedules as ``rates`` says."""
+    return repr(
+        {
+            pattern: {name: rates(v) if callable(v) else v for name, v in values.items()}
+            for pattern, values in options.items()
+        }
+    )
+
+
+def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
+    """Name, shape and place of each parameter of a model; None for one that does not tell."""
+    if hasattr(model, "parameter_entries"):
+        return tuple(model.parameter_entries)
+    if hasattr(model, "checkpoint_parameters"):
+        return tuple(model.checkpoint_parameters())
+    return None
+
+
+def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
+    """Options that spare a model's biases, and scales and shifts of norms, the weight decay.
+
+    They are the parameters of fewer than two dims, of which decay makes nothing simpler. Join the
+    result with other options: ``{**no_decay_on_biases_and_norms(model), "head.*": {...}}``.
+
+    Parameters
+    ----------
+    model : object
+        A model that names its parameters, plain or sharded.
+
+    Returns
+    -------
+    dict
+        Parameter name -> ``{"weight_decay": 0.0}``; empty where all have two dims or more.
+
+    Raises
+    ------
+    TypeError
+        For a model that does not name its parameters.
+    ValueError
+        Where no parameter would decay, as with a model that is one vector.
+
+    Examples
+    --------
+    >>> from mpishard import nn, optimizers
+    >>> model = nn.MLP([3, 8, 1])
+    >>> optimizers.no_decay_on_biases_and_norms(model)
+    {'linear0.bias': {'weight_decay': 0.0}, 'linear1.bias': {'weight_decay': 0.0}}
+    """
+    entries = named_parameters(model)
+    if entries is None:
+        raise TypeError(
+            f"{type(model).__name__} does not name its parameters; write parameter_options by hand"
+        )
+    flat = [entry.name for entry in entries if len(entry.shape) < 2]
+    if len(flat) == len(entries):
+        raise ValueError(
+            f"all {len(entries)} parameters of {type(model).__name__} have fewer than two dims, so "
+            "that none would decay; set weight_decay=0, or write parameter_options by hand"
+        )
+    return {glob.escape(name): {"weight_decay": 0.0} for name in flat}

@@ -5,9 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from itertools import pairwise
+from numbers import Integral, Real
 
-__all__ = ["Constant", "Cosine", "Schedule", "WarmUp", "as_schedule"]
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Exponential",
+    "OneCycle",
+    "Schedule",
+    "StepDecay",
+    "WarmUp",
+    "as_number",
+    "as_schedule",
+    "rates",
+]
 
 Schedule = Callable[[int], float]
 """``schedule(step) -> learning rate``; the first update is step 0."""
@@ -28,6 +40,48 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class StepDecay:
+    """``initial * factor**k``, with k the number of whole periods of ``every`` steps so far.
+
+    The schedule of He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section
+    4.2, at even distances.
+    """
+
+    initial: float
+    every: int
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_rate("initial", self.initial)
+        _check_steps("every", self.every, least=1)
+        _check_factor(self.factor)
+
+    def __call__(self, step: int) -> float:
+        """The rate at ``step``."""
+        return float(self.initial * self.factor ** (step // self.every))
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """``initial * factor**step``, and never less than ``minimum`` nor more than ``maximum``."""
+
+    initial: float
+    factor: float
+    minimum: float = 0.0
+    maximum: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_rate("initial", self.initial)
+        _check_factor(self.factor)
+        if not 0 <= as_number("minimum", self.minimum) <= as_number("maximum", self.maximum):
+            raise ValueError(f"minimum must be in [0, maximum={self.maximum}], got {self.minimum}")
+
+    def __call__(self, step: int) -> float:
+        """The rate at ``step``."""
+        return min(max(self.initial * self.factor**step, self.minimum), self.maximum)
+
+
+@dataclass(frozen=True, slots=True)
 class Cosine:
     """From ``peak`` down to ``minimum`` over ``steps`` steps, along half a cosine; then constant.
 
@@ -41,15 +95,13 @@ class Cosine:
 
     def __post_init__(self) -> None:
         _check_rate("peak", self.peak)
-        if self.steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {self.steps}")
-        if not 0 <= self.minimum <= self.peak:
+        _check_steps("steps", self.steps, least=1)
+        if not 0 <= as_number("minimum", self.minimum) <= self.peak:
             raise ValueError(f"minimum must be in [0, peak={self.peak}], got {self.minimum}")
 
     def __call__(self, step: int) -> float:
         """The rate at ``step``."""
-        done = min(step / self.steps, 1.0)
-        return self.minimum + 0.5 * (self.peak - self.minimum) * (1 + math.cos(math.pi * done))
+        return _cosine(self.peak, self.minimum, min(step / self.steps, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +116,9 @@ class WarmUp:
     then: Schedule
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"steps must be 0 or more, got {self.steps}")
+        _check_steps("steps", self.steps, least=0)
+        if not callable(self.then):
+            raise TypeError(f"then must be a schedule, such as Constant(0.1), got {self.then!r}")
 
     def __call__(self, step: int) -> float:
         """The rate at ``step``."""
@@ -74,12 +127,99 @@ class WarmUp:
         return self.then(step - self.steps)
 
 
-def as_schedule(rate: float | Schedule) -> Schedule:
-    """A schedule as it is; a number as a constant one."""
+@dataclass(frozen=True, slots=True)
+class OneCycle:
+    """Up from ``peak / start_divisor`` to ``peak``, and down far below where it began.
+
+    Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large
+    Learning Rates", 2018 (arXiv:1708.07120), section 3: the rate rises and falls back along
+    straight lines, then falls by orders of magnitude. That is ``three_phases=True`` and
+    ``shape="linear"``; the defaults are the two phases along half cosines that proved better in
+    practice, and are PyTorch's. The rates of both are those of PyTorch's ``OneCycleLR``.
+
+    Parameters
+    ----------
+    peak : float
+        Highest rate.
+    steps : int
+        Steps of the whole cycle; the rate stays where it ends.
+    rise : float
+        The part of the steps in which the rate rises, in (0, 1); at most 0.5 with three phases,
+        of which the second is as long as the first.
+    start_divisor : float
+        The first rate is ``peak / start_divisor``; 1 or more.
+    end_divisor : float
+        The last rate is the first one divided by this; 1 or more.
+    shape : {"cosine", "linear"}
+        Of each phase.
+    three_phases : bool
+        Fall back to the first rate, and from there to the last.
+
+    Raises
+    ------
+    ValueError
+        For a number outside its range, or another shape.
+    """
+
+    peak: float
+    steps: int
+    rise: float = 0.3
+    start_divisor: float = 25.0
+    end_divisor: float = 1e4
+    shape: str = "cosine"
+    three_phases: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rate("peak", self.peak)
+        _check_steps("steps", self.steps, least=1)
+        longest = 0.5 if self.three_phases else 1.0
+        if not 0 < as_number("rise", self.rise) <= longest or self.rise == 1:
+            raise ValueError(
+                f"rise must be above 0 and "
+                f"{'at most 0.5 with three phases' if self.three_phases else 'below 1'}, "
+                f"got {self.rise}"
+            )
+        for name in ("start_divisor", "end_divisor"):
+            if not 1 <= as_number(name, getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.shape not in ("cosine", "linear"):
+            raise ValueError(f'shape must be "cosine" or "linear", got {self.shape!r}')
+
+    def __call__(self, step: int) -> float:
+        """The rate at ``step``."""
+        first = self.peak / self.start_divisor
+        turn = self.rise * self.steps - 1
+        corners = [(0.0, first), (turn, self.peak)]
+        if self.three_phases:
+            corners.append((2 * turn, first))
+        corners.append((self.steps - 1, first / self.end_divisor))
+        for (start, left), (stop, right) in pairwise(corners):
+            if step <= stop:
+                # A rise of one step has no way to go: it begins at the peak.
+                done = (step - start) / (stop - start) if stop > start else 1.0
+                return (_cosine if self.shape == "cosine" else _line)(left, right, done)
+        return corners[-1][1]
+
+
+def _cosine(left: float, right: float, done: float) -> float:
+    return right + 0.5 * (left - right) * (1 + math.cos(math.pi * done))
+
+
+def _line(left: float, right: float, done: float) -> float:
+    return left + (right - left) * done
+
+
+def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule:
+    """A schedule as it is; a number as a constant one. Errors call it ``name``."""
     if callable(rate):
         return rate
-    _check_rate("learning_rate", rate)
+    _check_rate(name, rate)
     return Constant(float(rate))
+
+
+def rates(schedule: Schedule) -> list[float]:
+    """A schedule as JSON knows it: by its rates at some steps, for it may be any function."""
+    return [schedule(step) for step in (0, 1, 10, 100, 1000, 10000)]
 
 
 def as_number(name: str, value: object) -> float:
@@ -98,3 +238,15 @@ def as_number(name: str, value: object) -> float:
 def _check_rate(name: str, value: float) -> None:
     if not 0 < as_number(name, value) < float("inf"):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")
+
+
+def _check_factor(value: float) -> None:
+    if not 0 < as_number("factor", value) <= 1:
+        raise ValueError(f"factor must be in (0, 1], got {value}")
+
+
+def _check_steps(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.optimizers.compiled import ElementLoop
-from mpishard.optimizers.optimizer import Optimizer, UpdateContext, check_fraction
+from mpishard.optimizers.optimizer import Optimizer, check_fraction
 from mpishard.optimizers.options import ParameterOptions
+from mpishard.optimizers.ranges import UpdateContext
 from mpishard.optimizers.schedules import Schedule
 
 __all__ = ["SGD"]
@@ -30,7 +31,7 @@ class SGD(Optimizer):
         In [0, 1). 0 keeps no state.
     nesterov : bool
         Look ahead along the momentum.
-    weight_decay, clip_global_norm, parameter_options
+    weight_decay, clip_global_norm, clip_value, parameter_options
         See `Optimizer`.
     """
 
@@ -44,12 +45,14 @@ class SGD(Optimizer):
         *,
         weight_decay: float = 0.0,
         clip_global_norm: float | None = None,
+        clip_value: float | None = None,
         parameter_options: ParameterOptions | None = None,
     ) -> None:
         super().__init__(
             learning_rate,
             weight_decay=weight_decay,
             clip_global_norm=clip_global_norm,
+            clip_value=clip_value,
             parameter_options=parameter_options,
         )
         self.momentum = check_fraction("momentum", momentum)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,11 +12,12 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine import StepReport, Update
+from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.loop import train
-from mpishard.optimizers.optimizer import Optimizer, OwnedRange, UpdateContext
+from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
+from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
@@ -139,16 +139,12 @@ class ShardedOptimizerBase(IShardedOptimizer):
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
-        rate = self._optimizer.learning_rate(self._steps)
-        if not 0 <= rate < math.inf:
-            raise ValueError(
-                f"the schedule gave a learning rate of {rate} for step {self._steps}; nothing was "
-                "updated"
-            )
+        assert self._model is not None
         context = UpdateContext(
             step=self._steps + 1,
-            learning_rate=rate,
+            learning_rate=self._optimizer.checked_rate(self._steps),
             gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
+            parameter_names=[entry.name for entry in self._model.parameter_entries],
             **self._owners,
         )
         ranges = [
