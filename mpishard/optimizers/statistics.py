@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.losses import MSE, CrossEntropy
+from mpishard.nn import MSE, CrossEntropy
 
 __all__ = ["Statistics", "statistics_for"]
 
