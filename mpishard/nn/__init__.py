@@ -19,14 +19,10 @@ from mpishard.nn.linear_models import LinearModel, LinearRegression, LogisticReg
 from mpishard.nn.losses import MAE, MSE, Huber, Loss
 from mpishard.nn.mlp import MLP
 from mpishard.nn.model import Model
-<<<<<<< HEAD
 from mpishard.nn.normalization import LayerNorm, RMSNorm
 from mpishard.nn.pooling import MaxPool2D
 from mpishard.nn.softmax import Softmax
-=======
-from mpishard.nn.normalization import LayerNorm
 from mpishard.nn.sub_model import SubModel
->>>>>>> main
 from mpishard.nn.targets import GradientTargets
 
 __all__ = [
@@ -62,12 +58,9 @@ __all__ = [
     "ReLU",
     "Residual",
     "Sequential",
-<<<<<<< HEAD
     "SiLU",
     "Sigmoid",
     "Softmax",
-=======
     "SubModel",
->>>>>>> main
     "Tanh",
 ]
