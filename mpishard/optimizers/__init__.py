@@ -3,6 +3,10 @@
 from mpishard.optimizers.adagrad import Adagrad
 from mpishard.optimizers.adam import Adam
 from mpishard.optimizers.adamw import AdamW
+from mpishard.optimizers.algorithm_options import (
+    AdamOptimizerOptions,
+    OptimizationAlgorithmOptions,
+)
 from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
 from mpishard.optimizers.ddp import DDPOptimizer
 from mpishard.optimizers.fsdp import FSDPOptimizer
@@ -29,6 +33,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamOptimizerOptions",
     "AdamW",
     "Constant",
     "Cosine",
@@ -37,6 +42,7 @@ __all__ = [
     "FSDPOptimizer",
     "Lion",
     "OneCycle",
+    "OptimizationAlgorithmOptions",
     "OptimizationInputData",
     "OptimizationResult",
     "Optimizer",
