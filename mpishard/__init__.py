@@ -8,17 +8,24 @@
 import importlib
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
-from mpishard import checkpoint, data, nn, optimizers
+from mpishard import checkpoint, contracts, data, nn, optimizers
 from mpishard.adapters import FunctionModel
 from mpishard.communication import (
     CommunicationBackend,
+    CommunicationManager,
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
     init,
     run_in_threads,
 )
-from mpishard.distributed import DistributedStrategy, as_distributed, launch
+from mpishard.distributed import (
+    DistributedStrategy,
+    as_distributed,
+    as_distributed_for_high_bandwidth,
+    as_distributed_for_low_bandwidth,
+    launch,
+)
 from mpishard.layout import ShardLayout
 from mpishard.models import (
     DDPModel,
@@ -38,12 +45,13 @@ from mpishard.optimizers import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationBackend",
+    "CommunicationManager",
     "DDPModel",
     "DDPOptimizer",
     "DistributedStrategy",
@@ -54,6 +62,8 @@ __all__ = [
     "MPICommunicationBackend",
     "OptimizationInputData",
     "OptimizationResult",
+    "ParameterAnalyzer",
+    "ParameterGroup",
     "ReductionOperation",
     "ShardLayout",
     "ShardedModelBase",
@@ -66,7 +76,10 @@ __all__ = [
     "ZeRO3Model",
     "ZeRO3Optimizer",
     "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
     "checkpoint",
+    "contracts",
     "data",
     "init",
     "launch",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
+from mpishard.contracts import IOptimizer
 from mpishard.models import (
     DDPModel,
     FSDPModel,
@@ -27,7 +28,13 @@ from mpishard.optimizers import (
 )
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["DistributedStrategy", "as_distributed", "launch"]
+__all__ = [
+    "DistributedStrategy",
+    "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
+    "launch",
+]
 
 T = TypeVar("T")
 
@@ -106,16 +113,44 @@ def as_distributed(
         name = model_or_optimizer.__name__
         raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")
     try:
-        model_class, optimizer_class = _CLASSES[DistributedStrategy(str(strategy).lower())]
+        model_class, optimizer_class = _CLASSES[
+            DistributedStrategy(str(strategy).lower().replace("-", ""))
+        ]
     except ValueError:
         known = ", ".join(s.value for s in DistributedStrategy)
         raise ValueError(f"unknown strategy {strategy!r}; there are {known}") from None
     config = backend_or_config
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
-    if isinstance(model_or_optimizer, Optimizer):
-        return optimizer_class(model_or_optimizer, config)
+    if isinstance(model_or_optimizer, IOptimizer):
+        return optimizer_class(model_or_optimizer, config)  # which refuses what it cannot run
     return model_class(model_or_optimizer, config)
+
+
+def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
+    """Fully sharded, with the choices of `ShardingConfiguration.create_for_high_bandwidth`.
+
+    Parameters and errors are those of `as_distributed`.
+    """
+    return _with_preset(model, backend, ShardingConfiguration.create_for_high_bandwidth)
+
+
+def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
+    """Fully sharded, with the choices of `ShardingConfiguration.create_for_low_bandwidth`.
+
+    Parameters and errors are those of `as_distributed`.
+    """
+    return _with_preset(model, backend, ShardingConfiguration.create_for_low_bandwidth)
+
+
+def _with_preset(
+    model: Any,
+    backend: CommunicationBackend,
+    preset: Callable[[CommunicationBackend], ShardingConfiguration],
+) -> Any:
+    if model is None or backend is None:
+        raise TypeError("needs a model or optimizer, and a backend; got None")
+    return as_distributed(model, preset(backend))
 
 
 def launch(

@@ -12,7 +12,9 @@
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- NonFiniteLossError (ArithmeticError)
-    |-- MissingMemberError (NotImplementedError)  a user's model lacks a member
+    |-- MissingInterfaceError (RuntimeError)  a model was asked what its kind does not know
+    |   `-- MissingMemberError (NotImplementedError)  a user's model lacks a member
+    |-- MissingLossError (RuntimeError)    gradients asked of a model that has no loss
     `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
 
 What a user gets wrong in an argument is a plain ``TypeError`` or ``ValueError``, raised before
@@ -27,6 +29,8 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicationError",
     "MPIUnavailableError",
+    "MissingInterfaceError",
+    "MissingLossError",
     "MissingMemberError",
     "MpishardError",
     "NonFiniteLossError",
@@ -95,8 +99,19 @@ class NonFiniteLossError(MpishardError, ArithmeticError):
     """Raised on every rank, before the update, when the loss or its gradient is not finite."""
 
 
-class MissingMemberError(MpishardError, NotImplementedError):
+class MissingInterfaceError(MpishardError, RuntimeError):
+    """Raised when a model is asked what its kind does not know, naming the interface.
+
+    So do a model's features, which only linear models know.
+    """
+
+
+class MissingMemberError(MissingInterfaceError, NotImplementedError):
     """Raised when a user's model lacks a member at the moment it is needed."""
+
+
+class MissingLossError(MpishardError, RuntimeError):
+    """Raised when a gradient is asked of a model without a loss, and no loss is given."""
 
 
 class CheckpointError(MpishardError, OSError):

@@ -10,13 +10,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.adapters.torch_module import check_module, trainable_parameters
 from mpishard.arrays import Array
-from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.communication.start import blas_threads
-from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
-from mpishard.errors import ShardingError, StructureOnlyError
-from mpishard.models.placed_program import IPlaceableModel
+from mpishard.contracts import ILossFunction
+from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["TorchLoss", "TorchModel"]
@@ -24,7 +23,7 @@ __all__ = ["TorchLoss", "TorchModel"]
 _log = logging.getLogger("mpishard")
 
 
-class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
+class TorchModel(PlacedVectorModel):
     """A ``torch.nn.Module`` on the CPU, trained by mpishard's optimizers.
 
     The parameters that require gradients, in the order of ``module.named_parameters()``, are the
@@ -71,9 +70,8 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
         self._module = module
         self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
         self._index_parameters()
+        self._name = type(module).__name__
         self._dtype = np.dtype(str(self._parameters[0].dtype).removeprefix("torch."))
-        self._holder: str | None = None
-        self._vector: Array | None = None
         vector = np.empty(self.parameter_count, self._dtype)
         self.fill_parameters(0, vector)
         self.reclaim_parameters(vector)
@@ -101,43 +99,10 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
         return self._module
 
     @property
-    def parameter_entries(self) -> Sequence[ParameterEntry]:
-        return self._entries
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self._parameters)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._dtype
-
-    @property
     def default_loss_function(self) -> ILossFunction:
         return self._loss
 
-    def get_model_metadata(self) -> ModelMetadata:
-        return ModelMetadata(
-            type(self._module).__name__,
-            complexity=self.parameter_count,
-            properties={"ParameterCount": self.parameter_count, "DType": self._dtype.name},
-        )
-
     # --------------------------------------------------------------------------------- parameters
-
-    def _flat_vector(self) -> Array:
-        if self._vector is None:
-            raise StructureOnlyError(
-                f"the parameters of this {type(self._module).__name__} are held by {self._holder}; "
-                "ask it: gather_full_parameters() gives all of them, unsharded() the plain model"
-            )
-        return self._vector
-
-    def get_parameters(self) -> Array:
-        return self._flat_vector().copy()
-
-    def set_parameters(self, parameters: Array) -> None:
-        self._flat_vector()[...] = self._checked(parameters)
 
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
@@ -172,31 +137,14 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
     def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
-        self._place(arrays)
-        self._vector, self._holder = None, holder
+        super().place_parameters(arrays, holder)
         _limit_threads()
-
-    def reclaim_parameters(self, parameters: Array) -> None:
-        vector = np.ascontiguousarray(self._checked(parameters))
-        self._place(self._cut(vector))
-        self._vector, self._holder = vector, None
 
     def _place(self, arrays: Sequence[Array]) -> None:
         import torch
 
         for parameter, array in zip(self._parameters, arrays, strict=True):
             parameter.data = torch.from_numpy(array).view(parameter.shape)
-
-    def _cut(self, vector: Array) -> list[Array]:
-        return [vector[entry.start : entry.stop] for entry in self._entries]
-
-    def _checked(self, parameters: Array) -> Array:
-        if parameters.shape != (self.parameter_count,):
-            raise ValueError(
-                f"{type(self._module).__name__} has {self.parameter_count} parameters; got a "
-                f"vector of shape {parameters.shape}"
-            )
-        return parameters.astype(self._dtype, copy=False)
 
     def constants(self) -> Iterator[Array]:
         return map(_raw, self._constants)
@@ -239,9 +187,12 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
             )
         return output, output.detach().numpy()
 
-    def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
         import torch
 
+        assert loss is not None
         versions = [constant._version for constant in self._constants]
         with torch.enable_grad():
             output, prediction = self._run(x)
@@ -271,41 +222,6 @@ class TorchModel(PlainModelFiles, IPlaceableModel, IFullModel):
             for handle, parameter in zip(handles, self._parameters, strict=False):
                 handle.remove()
                 parameter.grad = None
-
-    def compute_loss_and_gradients(
-        self, x: Array, y: Array, loss_function: ILossFunction | None = None
-    ) -> tuple[float, Array]:
-        """Mean loss, and its gradient of shape (parameter_count,)."""
-        _check_array("x", x)
-        full = np.zeros(self.parameter_count, self._dtype)
-        parts = self._cut(full)
-
-        def receive(index: int, gradient: Array) -> None:
-            parts[index] += gradient
-
-        total, weight, tape = self.forward_pass(x, y, loss_function or self._loss)
-        if weight == 0:
-            return 0.0, full
-        self.backward_pass(tape, receive)
-        full /= weight
-        return total / weight, full
-
-    def compute_gradients(
-        self, x: Array, y: Array, loss_function: ILossFunction | None = None
-    ) -> Array:
-        return self.compute_loss_and_gradients(x, y, loss_function)[1]
-
-    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        self._flat_vector()[...] -= learning_rate * self._checked(gradients)
-
-    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """One step of plain gradient descent; the loss before it."""
-        loss, gradients = self.compute_loss_and_gradients(x, y)
-        self.apply_gradients(gradients, learning_rate)
-        return loss
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return self._entries
 
 
 class TorchLoss(ILossFunction):

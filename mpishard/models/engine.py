@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,39 +20,14 @@ from mpishard.models.holdings import Holdings
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
+from mpishard.models.replicas import Replicas
+from mpishard.models.step import StepReport, Update
 from mpishard.nn.layer import Context
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
-__all__ = ["Engine", "StepReport", "Update"]
+__all__ = ["Engine"]
 
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step found, the same on every rank.
-
-    ``loss`` is the mean over all samples of the round, NaN where a black box does not tell it,
-    ``weight`` their total weight,
-    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
-    that only accumulated.
-    """
-
-    loss: float
-    weight: float
-    gradient_norm: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an update rule gets for one owned piece.
-
-    ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
-    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
-    the same memory.
-    """
-
-    piece: Piece
-    parameters: Array
-    gradients: Array
+Rule = Callable[[list[Update], StepReport], None]
 
 
 class Engine:
@@ -87,9 +63,11 @@ class Engine:
         self.policy = policy
         self.loss = loss
         self.step_number = 0
+        self.version = 0
+        self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self._config = config
         self._make_gradients = make_gradients
-        self._drifted = 0.0
+        self.replicas = Replicas(parameters, policy)
         self._samples = 0  # of all ranks, in the round so far; counted where the program is random
         self._accumulates: bool = False
         self._defers: bool = False
@@ -107,9 +85,15 @@ class Engine:
         ------
         ShardingError
             In the middle of a round of accumulation.
+        ValueError
+            Where nothing would be left to train.
         """
         if self._round_is_open:
             raise ShardingError("what is trained cannot change between accumulate() and its step")
+        if all(entry.name in names for entry in self.program.entries):
+            raise ValueError(
+                f"all {len(self.program.entries)} parameters are frozen; leave one to train"
+            )
         self.program.freeze(names)
         without_gradient = self.program.frozen_units
         holdings = replace(self.holdings, frozen=without_gradient)
@@ -123,7 +107,7 @@ class Engine:
         trained = [(e.start, e.stop) for e in entries if e.name not in names]
         self.published_pieces = own
         self.updated_pieces = pieces_within(updated, trained) if names else updated
-        self._own_pieces = pieces_within(own, trained) if names else own
+        self.own_pieces = pieces_within(own, trained) if names else own
 
     @property
     def state_pieces_to_write(self) -> tuple[Piece, ...]:
@@ -131,7 +115,7 @@ class Engine:
 
         Together the ranks write each element once.
         """
-        own = {(piece.start, piece.stop) for piece in self._own_pieces}
+        own = {(piece.start, piece.stop) for piece in self.own_pieces}
         return tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
 
     @property
@@ -148,7 +132,7 @@ class Engine:
         self,
         x: Array,
         y: Array,
-        rule: Callable[[list[Update], StepReport], None],
+        rule: Rule,
         *,
         sample_start: int | None = None,
     ) -> StepReport:
@@ -177,9 +161,9 @@ class Engine:
         self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
-            self._require_replicas()
+            self.replicas.require_drifting()
         else:
-            self.require_equal_replicas("a synchronised step")
+            self.replicas.require_equal("a synchronised step")
         try:
             start = self._sample_start(len(x), is_local) if sample_start is None else sample_start
             return self._step(x, y, rule, start, is_local=is_local)
@@ -191,7 +175,7 @@ class Engine:
         self,
         x: Array,
         y: Array,
-        rule: Callable[[list[Update], StepReport], None],
+        rule: Rule,
         sample_start: int,
         *,
         is_local: bool,
@@ -210,7 +194,7 @@ class Engine:
             total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self._own_pieces))
+        norm_part = squared_norm(self.gradients.owned(self.own_pieces))
         message = np.array([*self._local[:2], norm_part])
         total, total_weight, squared = self._totals(message, loss)
         if total_weight == 0:
@@ -218,13 +202,44 @@ class Engine:
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
         try:
-            rule(self._updates(self.gradients.owned(self.updated_pieces)), report)
+            self._change(rule, self._updates(self.gradients.owned(self.updated_pieces)), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         if self.policy.shards_state:
             self.parameters.publish(self.published_pieces)
         self._end_round()
         return report
+
+    def apply(self, gradient: Array, rule: Rule) -> None:
+        """Update with a given gradient of the mean loss instead of computing one.
+
+        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+
+        Raises
+        ------
+        ShardingError
+            Where replicas have drifted apart.
+        NonFiniteLossError
+            On every rank, where the gradient is not finite.
+        """
+        self.replicas.require_equal("apply_gradients")
+        trained = [
+            gradient[e.start : e.stop] for e in self.program.entries
+            if e.name not in self.program.frozen
+        ]  # fmt: skip
+        norm = math.sqrt(squared_norm(trained))
+        if not math.isfinite(norm):
+            self._refuse_nonfinite("the given gradient")
+        pieces = [gradient[p.start : p.stop] for p in self.updated_pieces]
+        self._change(rule, self._updates(pieces), StepReport(math.nan, 1.0, norm))
+        if self.policy.shards_state:
+            self.parameters.publish(self.published_pieces)
+        self._end_round()
+
+    def _change(self, rule: Rule, updates: list[Update], report: StepReport) -> None:
+        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
+        with contextlib.nullcontext() if self.observer is None else self.observer(updates):
+            rule(updates, report)
 
     def _updates(self, gradients: list[Array]) -> list[Update]:
         pieces = self.updated_pieces
@@ -234,7 +249,7 @@ class Engine:
         ]
 
     def _end_round(self) -> None:
-        self.program.changed(self.parameters)
+        self.changed()
         self._round_is_open = False
         self._samples = 0
         self.step_number += 1
@@ -251,11 +266,7 @@ class Engine:
         self._samples = before + int(counts.sum())
         return before + int(counts[: self.backend.rank].sum())
 
-    # ------------------------------------------------------------------- replicas that drift apart
-
-    def _local_update(
-        self, loss: float, weight: float, rule: Callable[[list[Update], StepReport], None]
-    ) -> StepReport:
+    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
         assert isinstance(self.gradients, ReplicatedGradients)
         if self._accumulates:
@@ -270,52 +281,10 @@ class Engine:
         report = StepReport(
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
-        rule(self._updates(gradients), report)
-        self._drifted += total_weight
+        self._change(rule, self._updates(gradients), report)
+        self.replicas.drift(total_weight)
         self._end_round()
         return report
-
-    def _require_replicas(self) -> None:
-        policy = self.policy
-        if policy.shards_state or policy.shards_gradients or policy.shards_parameters:
-            raise ValueError(
-                "auto_sync_gradients=False lets each rank update a replica of its own, and this "
-                "strategy shards gradients or optimizer state; use DDP, or model.accumulate() to "
-                "synchronise less often"
-            )
-
-    def require_equal_replicas(self, purpose: str) -> None:
-        """Refuse what needs the same parameters on all ranks while replicas differ.
-
-        Raises
-        ------
-        ShardingError
-            Where this rank has made updates of its own since the last synchronisation.
-        """
-        if self._drifted:
-            raise ShardingError(
-                f"{purpose} needs equal replicas, and rank {self.backend.rank} has made updates "
-                "of its own (auto_sync_gradients=False): call synchronize_gradients() on all ranks "
-                "first"
-            )
-
-    def synchronize_replicas(self) -> None:
-        """Give every rank the mean of all replicas, weighted by the samples each has used.
-
-        Collective. After one step of plain descent that is the synchronised step.
-        """
-        if self.policy.shards_state:
-            self.backend.barrier()
-            return
-        total = float(self.backend.all_reduce(np.array([self._drifted]))[0])
-        if total == 0:
-            return
-        for whole in self.parameters.owned(self.holdings.pieces(sharded=False)):
-            mine = whole
-            mine *= self._drifted / total
-            self.backend.all_reduce(mine)
-        self._drifted = 0.0
-        self.program.changed(self.parameters)
 
     def _pass(
         self,
@@ -442,10 +411,20 @@ class Engine:
         total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
         return total, weight
 
+    def synchronize_replicas(self) -> None:
+        """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
+        if self.replicas.synchronize():
+            self.changed()
+
+    def changed(self) -> None:
+        """Hear that parameters have changed."""
+        self.version += 1
+        self.program.changed(self.parameters)
+
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
         self.parameters.take(full)
-        self.program.changed(self.parameters)
+        self.changed()
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""

@@ -48,7 +48,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def serialize(self) -> bytes:
         """The named parameters in safetensors format, the same bytes on every rank. Collective."""
-        self.engine.require_equal_replicas("serialize()")
+        self.engine.replicas.require_equal("serialize()")
         full = self.engine.gather()
         return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
 
@@ -59,7 +59,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def save_model(self, path: PathLike) -> None:
         """Write the parameters to a checkpoint directory. Collective."""
-        self.engine.require_equal_replicas("save_model()")
+        self.engine.replicas.require_equal("save_model()")
         checkpoint.save(Path(path), self)
 
     def load_model(self, path: PathLike) -> None:
@@ -90,7 +90,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """The rank's own pieces; of replicas each rank writes one part."""
-        self.engine.require_equal_replicas("a checkpoint")
+        self.engine.replicas.require_equal("a checkpoint")
         pieces = self.engine.holdings.pieces()
         owned = self.engine.parameters.owned(pieces)
         return {"parameters": [(p.start, a) for p, a in zip(pieces, owned, strict=True)]}
@@ -108,4 +108,4 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Hear that the parameters have been read."""
         self.engine.parameters.refresh()
-        self.engine.program.changed(self.engine.parameters)
+        self.engine.changed()

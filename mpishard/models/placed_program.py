@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import ShardingError
+from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
@@ -78,9 +78,23 @@ class IPlaceableModel(ABC):
     def predict(self, x: Array) -> Array:
         """Outputs for inputs."""
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model tells a loss where none is given, as `own_loss`."""
+        return False
+
+    def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of the model's own loss, without a tape."""
+        raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
+
     @abstractmethod
-    def forward_pass(self, x: Array, y: Array, loss: ILossFunction) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the tape that `backward_pass` needs."""
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
+        """Sum and weight of the loss, and the tape that `backward_pass` needs.
+
+        ``loss`` is None where the model's own is meant.
+        """
 
     @abstractmethod
     def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
@@ -125,12 +139,15 @@ class PlacedProgram(Program):
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         self.check(x)
-        if loss is None:
+        if not self.knows_loss(loss):
             raise ShardingError("the model has no default loss; pass loss_function")
         if not hasattr(y, "__len__"):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or self._model.has_own_loss
 
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
@@ -169,8 +186,11 @@ class PlacedProgram(Program):
         loss: ILossFunction | None,
         context: Context,
     ) -> tuple[float, float, Any]:
-        assert loss is not None
-        return self._model.forward_pass(x, y, loss) if len(x) else (0.0, 0.0, None)
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if loss is None and not context.training:
+            return *self._model.own_loss(x, y), None
+        return self._model.forward_pass(x, y, loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
         arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)

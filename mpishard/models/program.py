@@ -293,7 +293,10 @@ class LayeredProgram(Program):
         for index in reversed(range(len(self._layers))):
             layer_saved = tape.pop()
             if index >= first:
-                views = self._views(index, parameters, following=self._own_unit[index].index - 1)
+                following = self._own_unit[index].index - 1
+                if following < self._own_unit[first].index:
+                    following = -1  # backward ends before
+                views = self._views(index, parameters, following)
                 targets = self._targets(index, gradients, unwritten, xp)
                 if self._is_frozen[index]:
                     dy, _ = self._layers[index].backward_input(views, layer_saved, dy)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
+import numpy as np
+
+from mpishard.arrays import Array
 from mpishard.contracts import ModelMetadata
+from mpishard.errors import ShardingError
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.fsdp import FSDPModel
 from mpishard.models.policy import Policy
+from mpishard.models.step import Update
 
 __all__ = ["ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]
 
@@ -41,6 +48,50 @@ class ZeRO2Model(ShardedModelBase):
         shards_parameters=False, shards_gradients=True, shards_state=True
     )
     strategy: ClassVar[str] = "ZeRO-2"
+
+    @property
+    def tracks_parameter_deltas(self) -> bool:
+        """Whether `parameter_delta_shard` is kept: off at first, for it takes a shard of memory."""
+        return self.engine.observer is not None
+
+    @tracks_parameter_deltas.setter
+    def tracks_parameter_deltas(self, value: bool) -> None:
+        self.engine.observer = self._remember if value else None
+        if not value:
+            self._delta = None
+
+    @property
+    def parameter_delta_shard(self) -> Array:
+        """What the last update added to the elements that this rank updates, end to end.
+
+        Raises
+        ------
+        ShardingError
+            Unless ``tracks_parameter_deltas`` was set before that update.
+        """
+        if self._delta is None:
+            raise ShardingError(
+                "no parameter delta is kept: set tracks_parameter_deltas = True before the step"
+            )
+        return self._delta
+
+    def all_gather_parameter_shards(self) -> None:
+        """Give every rank what the owners hold now of each piece. Collective.
+
+        Every step ends with it; it is of use after writing to parameters by other ways.
+        """
+        self.engine.parameters.publish(self.engine.published_pieces)
+        self.engine.changed()
+
+    _delta: Array | None = None
+
+    @contextlib.contextmanager
+    def _remember(self, updates: list[Update]) -> Iterator[None]:
+        parameters = [update.parameters for update in updates]
+        before = np.concatenate(parameters) if parameters else np.empty(0, self.dtype)
+        yield
+        after = np.concatenate(parameters) if parameters else before
+        self._delta = np.subtract(after, before, out=before)
 
 
 class ZeRO3Model(FSDPModel):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
+from mpishard.contracts import LayerCategory
 from mpishard.nn.layer import Context, Layer, Parameters
 from mpishard.nn.sizes import check_sizes
 
@@ -44,6 +45,8 @@ class CausalAttention(Layer):
         Where ``heads`` is no integer >= 1.
     """
 
+    category = LayerCategory.ATTENTION
+
     def __init__(self, heads: int) -> None:
         check_sizes("CausalAttention", heads=heads)
         self.heads = heads
@@ -56,6 +59,11 @@ class CausalAttention(Layer):
                 f"(T, {3 * self.heads} * K), got {input_shape}"
             )
         return (input_shape[0], input_shape[1] // 3)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 D T (T + 1): two products over the T (T + 1) / 2 pairs that see each other."""
+        length, width = self.output_shape(input_shape)
+        return 2 * width * length * (length + 1)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Attend: x_BT3D -> y_BTD; saves x, y and the log of each softmax's denominator."""

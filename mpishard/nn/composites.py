@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from mpishard.arrays import Array
+from mpishard.contracts import LayerCategory
 from mpishard.nn.layer import Context, Gradients, Layer, Parameters
 
 __all__ = ["Residual", "Sequential"]
@@ -41,6 +43,8 @@ class Sequential(Layer):
     ['hidden.weight', 'hidden.bias', 'out.weight', 'out.bias']
     """
 
+    category = LayerCategory.COMPOSITE
+
     def __init__(self, *layers: Layer | Mapping[str, Layer]) -> None:
         named: dict[str, Layer] = {}
         for position, layer in enumerate(layers):
@@ -68,6 +72,23 @@ class Sequential(Layer):
         for child in self._children.values():
             shape = child.output_shape(shape)
         return shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """The sum over the layers."""
+        return sum(child.estimated_flops(shape) for child, shape in self._walk_shapes(input_shape))
+
+    def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
+        """The sum over the layers."""
+        return sum(
+            child.estimated_activation_size(shape)
+            for child, shape in self._walk_shapes(input_shape)
+        )
+
+    def _walk_shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[Layer, tuple[int, ...]]]:
+        """The layers in order, each with the shape that it takes."""
+        for child in self._children.values():
+            yield child, shape
+            shape = child.output_shape(shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Run the layers in order; saves the list of what they save."""
@@ -128,6 +149,8 @@ class Residual(Layer):
         As `Sequential`.
     """
 
+    category = LayerCategory.COMPOSITE
+
     def __init__(self, *inner: Layer | Mapping[str, Layer]) -> None:
         first = inner[0] if len(inner) == 1 else None
         self.inner = first if isinstance(first, Sequential) else Sequential(*inner)
@@ -145,6 +168,14 @@ class Residual(Layer):
                 f"the layers of a Residual must keep the shape, got {input_shape} -> {shape}"
             )
         return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """Those of the inner layers, and one addition for each element."""
+        return self.inner.estimated_flops(input_shape) + math.prod(input_shape)
+
+    def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
+        """The inner layers' outputs, and the sum."""
+        return self.inner.estimated_activation_size(input_shape) + math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Add x to the inner output, in a new array: the inner layers may have saved theirs."""

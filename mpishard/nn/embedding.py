@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.initializers import normal
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
 from mpishard.nn.sizes import check_sizes
@@ -32,6 +33,8 @@ class Embedding(Layer):
     ValueError
         For a size that is no integer >= 1.
     """
+
+    category = LayerCategory.EMBEDDING
 
     def __init__(
         self, vocabulary_size: int, width: int, initializer: Initializer | None = None
@@ -66,6 +69,10 @@ class Embedding(Layer):
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """(...) -> (..., width): each token becomes a vector."""
         return (*input_shape, self.width)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """0: rows are copied."""
+        return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Look up integer tokens of any shape; saves them.
@@ -116,6 +123,8 @@ class PositionalEmbedding(Layer):
     ValueError
         For a size that is no integer >= 1.
     """
+
+    category = LayerCategory.EMBEDDING
 
     def __init__(
         self, context_length: int, width: int, initializer: Initializer | None = None

@@ -6,14 +6,16 @@ H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has s
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 
 __all__ = ["Context", "Gradients", "Initializer", "Layer", "ParameterSpec", "Parameters"]
 
@@ -90,6 +92,9 @@ class Layer(ABC):
     runs the two halves.
     """
 
+    category: ClassVar[LayerCategory] = LayerCategory.OTHER
+    """What the layer is for, of which reports and planners speak."""
+
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Own parameters, name -> description, in the order they take in the flat vector."""
@@ -154,6 +159,18 @@ class Layer(ABC):
         ValueError
             Where the layer cannot take ``input_shape``; the message says what it takes.
         """
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """Floating-point operations of one sample's forward pass, about.
+
+        A multiplication and an addition are two. Unless a layer knows better, it is taken for
+        element-wise: one for each element of the output.
+        """
+        return math.prod(self.output_shape(input_shape))
+
+    def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
+        """Elements of one sample's output, and of what inner layers put out before it."""
+        return math.prod(self.output_shape(input_shape))
 
     @abstractmethod
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:

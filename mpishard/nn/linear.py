@@ -5,10 +5,12 @@ Shape suffixes: N all leading dims taken together, I inputs, O outputs; ``...`` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.contracts import LayerCategory
 from mpishard.nn.initializers import kaiming_uniform, zeros
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
 from mpishard.nn.sizes import check_sizes
@@ -41,6 +43,8 @@ class Linear(Layer):
         For a size that is no integer >= 1.
     """
 
+    category = LayerCategory.DENSE
+
     def __init__(
         self,
         inputs: int,
@@ -71,6 +75,10 @@ class Linear(Layer):
                 f"{self.inputs}, got sample shape {input_shape}"
             )
         return (*input_shape[:-1], self.outputs)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 I O for each row, those of the product."""
+        return 2 * self.inputs * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to (..., O); saves x itself."""

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import (
+    DynamicShapeInfo,
     IFullModel,
     ILayeredModel,
     ILossFunction,
+    IPipelineDecomposableModel,
     LayerInfo,
     ModelMetadata,
 )
-from mpishard.errors import StructureOnlyError
+from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.nn.composites import Sequential
+from mpishard.nn.graph import ComputationNode
 from mpishard.nn.initializers import parameter_generator
 from mpishard.nn.layer import Context, Layer, ParameterSpec
-from mpishard.nn.losses import Loss
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.passes import TrainingPass
+from mpishard.nn.structure import dynamic_shapes, layer_infos
+from mpishard.nn.tracing import input_of, trace_chain
+from mpishard.nn.vector import ParameterVector
 from mpishard.sharding import ParameterEntry, ParameterTable
 
 __all__ = ["Model"]
 
 
-class Model(PlainModelFiles, IFullModel, ILayeredModel):
+class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     """A chain of layers with a loss.
 
     Making one allocates nothing: parameters are made on first use, each from a generator keyed
@@ -38,8 +44,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
     ----------
     chain : Sequential
         The layers. Each child is a layer that sharding never cuts.
-    loss : Loss
-        What training minimises.
+    loss : ILossFunction or None
+        What training minimises; without one, gradients need a loss to be given.
     input_shape : tuple of int
         Shape of one sample, without the batch dim.
     seed : int
@@ -56,7 +62,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
     def __init__(
         self,
         chain: Sequential,
-        loss: Loss,
+        loss: ILossFunction | None,
         *,
         input_shape: tuple[int, ...],
         seed: int = 0,
@@ -70,8 +76,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         self._loss = loss
         self._specs = dict(chain.walk_parameters())
         self._table = ParameterTable(self._specs.items())
-        self._infos = _layer_infos(chain, self._table, input_shape)
-        self._vector: Array | None = None
+        self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
+        self._vector = ParameterVector(self._table.length, self._dtype, self._initialize_range)
         self._holder: str | None = None
 
     # ---------------------------------------------------------------------------------- structure
@@ -81,7 +87,28 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return tuple(self.chain.children.values())
 
     def get_layer_info(self, index: int) -> LayerInfo:
+        if not 0 <= index < len(self._infos):
+            raise ValueError(
+                f"layer {index} is outside [0, {len(self._infos)}), the layers of this "
+                f"{type(self).__name__}"
+            )
         return self._infos[index]
+
+    def extract_sub_model(self, start: int, end: int) -> Model:
+        """A `SubModel` of the layers ``layers[start:end]``, which shares their parameters."""
+        from mpishard.nn.sub_model import SubModel
+
+        return SubModel(self, start, end)
+
+    def get_input_shape(self) -> list[int]:
+        return list(self._infos[0].input_shape)
+
+    def get_output_shape(self) -> list[int]:
+        return list(self._infos[-1].output_shape)
+
+    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        """The dims for which the layers take other sizes: of a `GPT`, the length of a sequence."""
+        return dynamic_shapes(self.chain, self._infos[0].input_shape)
 
     @property
     def parameter_table(self) -> ParameterTable:
@@ -97,14 +124,28 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return dtype
 
     @property
-    def default_loss_function(self) -> ILossFunction:
+    def default_loss_function(self) -> ILossFunction | None:
         return self._loss
 
     def get_model_metadata(self) -> ModelMetadata:
+        kind = type(self).__name__
         return ModelMetadata(
-            type(self).__name__,
+            kind,
+            model_type=kind,
+            feature_count=math.prod(self._infos[0].input_shape),
             complexity=self.parameter_count,
+            description=(
+                f"{kind}: {self.layer_count} layers, {self.parameter_count} parameters in "
+                f"{self._dtype.name}"
+            ),
             properties={"ParameterCount": self.parameter_count, "DType": self._dtype.name},
+            additional_info={
+                "Layers": [info.name for info in self._infos],
+                "InputShape": self.get_input_shape(),
+                "OutputShape": self.get_output_shape(),
+                "Loss": None if self._loss is None else type(self._loss).__name__,
+                "Seed": self.seed,
+            },
         )
 
     # --------------------------------------------------------------------------------- parameters
@@ -116,11 +157,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
                 f"the parameters of this {type(self).__name__} are held by {self._holder}; ask "
                 "it: gather_full_parameters() gives all of them, unsharded() the plain model"
             )
-        if self._vector is None:
-            vector = np.empty(self._table.length, self._dtype)
-            self._initialize_range(0, vector)
-            self._vector = vector
-        return self._vector
+        return self._vector.get()
 
     def _initialize_range(self, start: int, out: Array) -> None:
         stop = start + int(out.size)
@@ -132,28 +169,65 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
             out[first - start : last - start] = array_namespace(out).asarray(part)
 
     def fill_parameters(self, start: int, out: Array) -> None:
-        if self._holder is None and self._vector is not None:
-            out[...] = self._vector[start : start + int(out.size)]
-        elif self._holder is None:
-            self._initialize_range(start, out)
-        else:
+        if self._holder is not None:
             self._parameters()  # raises
+        self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
-        self._vector = None
+        self._vector = self._vector.holding(None)
         self._holder = holder
 
     def reclaim_parameters(self, parameters: Array) -> None:
-        self._vector = self._checked(parameters)
+        self._vector = self._vector.holding(self._checked(parameters))
         self._holder = None
 
     def get_parameters(self) -> Array:
         return self._parameters().copy()
 
+    def get_parameter_chunks(self) -> Iterator[Array]:
+        """Yield a copy of each parameter, in its shape and in the order of the table.
+
+        A model whose vector was never needed makes one parameter at a time.
+        """
+        for entry in self._table.entries:
+            chunk = np.empty(entry.size, self._dtype)
+            self.fill_parameters(entry.start, chunk)
+            yield chunk.reshape(entry.shape)
+
     def set_parameters(self, parameters: Array) -> None:
         if self._holder is not None:
             self._parameters()  # raises
-        self._vector = self._checked(parameters).copy()
+        self._vector.replace(self._checked(parameters).copy())
+
+    def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
+        """Take the values of one array for each parameter, in the order of the table.
+
+        Beside the chunk at hand and the model's vector there is one more, which replaces it.
+
+        Raises
+        ------
+        TypeError
+            For a chunk that is no array.
+        ValueError
+            Where the number of chunks or a chunk's size does not fit; nothing has changed then.
+        """
+        if self._holder is not None:
+            self._parameters()  # raises
+        vector = np.empty(self._table.length, self._dtype)
+        given = iter(chunks)
+        for entry in self._table.entries:
+            chunk = next(given, None)
+            if chunk is None:
+                raise ValueError(f"the chunks ended before {entry.name} of shape {entry.shape}")
+            array_namespace(chunk)
+            if chunk.size != entry.size:
+                raise ValueError(
+                    f"{entry.name} of shape {entry.shape} got a chunk of shape {chunk.shape}"
+                )
+            vector[entry.start : entry.stop] = chunk.reshape(-1)
+        if next(given, None) is not None:
+            raise ValueError(f"more chunks than the {len(self._table.entries)} parameters")
+        self._vector.replace(vector)
 
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
@@ -162,9 +236,12 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         dtype differs.
         """
         model = self.clone()
-        model._holder = None
-        model._vector = self._checked(parameters)
+        model.reclaim_parameters(parameters)
         return model
+
+    def _share(self, model: Model, vector: ParameterVector) -> None:
+        """Have parameters in ``vector``, which is, or is part of, that of ``model``."""
+        self._vector, self._holder = vector, model._holder
 
     def _checked(self, parameters: Array) -> Array:
         array_namespace(parameters)
@@ -176,10 +253,16 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return parameters.astype(self._dtype, copy=False)
 
     def deep_copy(self) -> Self:
+        """A copy with parameters of its own; a model that is structure only stays so."""
         model = self.clone()
-        if self._vector is not None:
+        if self._holder is None:
             model._vector = self._vector.copy()
         return model
+
+    def close(self) -> None:
+        """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
+        if self._holder is None:
+            self.release_parameters("nobody: the model was closed")
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -199,30 +282,53 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         return y
 
     def compute_loss_and_gradients(
-        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+        self,
+        x: Array,
+        y: Array,
+        loss_function: ILossFunction | None = None,
+        *,
+        step: int = 0,
+        sample_start: int = 0,
     ) -> tuple[float, Array]:
-        """Mean loss, and its gradient of shape (parameter_count,)."""
+        """Mean loss, and its gradient of shape (parameter_count,).
+
+        ``step`` and ``sample_start``, the index in the global batch of the first sample, are what
+        random layers go by beside the model's seed: a plain model does not count its steps.
+        """
+        run = self._run(x, y, loss_function, step, sample_start)
+        return run.mean_loss, run.gradients()
+
+    def _run(
+        self,
+        x: Array,
+        y: Array,
+        loss_function: ILossFunction | None = None,
+        step: int = 0,
+        sample_start: int = 0,
+    ) -> TrainingPass:
+        """Run layers and loss; what they cannot take is refused before they do."""
         loss = loss_function or self._loss
+        if loss is None:
+            raise MissingLossError(
+                f"this {type(self).__name__} has no default loss; pass loss_function"
+            )
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
-        vector = self._parameters()
-        views = self._table.nested_views(vector)
-        prediction, saved = self.chain.forward(views, x, Context())
-        total, weight, loss_saved = loss.forward(prediction, y)
-        if weight == 0:
-            return 0.0, array_namespace(vector).zeros_like(vector)
-        gradients = array_namespace(vector).empty_like(vector)
-        targets = GradientTargets(
-            {name: self._table[name] for name in self._specs},
-            lambda entry: gradients[entry.start : entry.stop],
-            {entry.name for entry in self._table.entries},
-        )
-        held = [loss.backward(loss_saved)]
-        del prediction, loss_saved  # large, and of no use to the layers
-        self.chain.backward(views, saved, held.pop(), targets, needs_input_gradient=False)
-        targets.clear_unwritten()
-        gradients /= weight
-        return total / weight, gradients
+        context = Context(seed=self.seed, step=step, sample_start=sample_start)
+        return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
+
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+        run = self._run(x, target)
+        return run.input_gradient(), run
+
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+        is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
+        if not (is_ours and cached.is_pending):
+            raise ValueError(
+                "cached must be what this model's compute_activation_gradients(x, target) gave, "
+                "and serves once"
+            )
+        return cached.weight_gradients()
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
@@ -238,6 +344,23 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
         self.apply_gradients(gradients, learning_rate)
         return loss
 
+    # -------------------------------------------------------------------------------------- graph
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        """True: see `export_computation_graph`."""
+        return True
+
+    def export_computation_graph(self, input_nodes: list[ComputationNode]) -> ComputationNode:
+        """The graph that `predict` computes, with a copy of the parameters as they are now.
+
+        Parameters are nodes of op "constant" with the names of the parameter table. A layer that
+        is not of `mpishard.nn` is one node of op "layer", which runs it.
+        """
+        shape = self._infos[0].input_shape
+        x = input_of(input_nodes, shape, self.get_dynamic_shape_info())
+        return trace_chain(self.chain, self._table, to_host(self.get_parameters()), x, shape)
+
     # -------------------------------------------------------------------------------------- files
 
     def _flat_vector(self) -> Array:
@@ -245,19 +368,3 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel):
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         return self._table.entries
-
-
-def _layer_infos(
-    chain: Sequential, table: ParameterTable, input_shape: tuple[int, ...]
-) -> tuple[LayerInfo, ...]:
-    infos = []
-    shape = tuple(input_shape)
-    position = 0
-    for index, (name, layer) in enumerate(chain.children.items()):
-        own = [e for e in table.entries if e.name.startswith(f"{name}.")]
-        count = sum(entry.size for entry in own)
-        output = layer.output_shape(shape)
-        infos.append(LayerInfo(index, name, layer, position, count, shape, output))
-        position += count
-        shape = output
-    return tuple(infos)

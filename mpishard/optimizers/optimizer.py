@@ -29,7 +29,8 @@ from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
 
 if TYPE_CHECKING:
-    from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+    from mpishard.optimizers.data import OptimizationInputData
+    from mpishard.optimizers.result import OptimizationResult
 
 __all__ = ["Optimizer"]
 

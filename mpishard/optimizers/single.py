@@ -6,9 +6,10 @@ import itertools
 from dataclasses import replace
 
 from mpishard.communication import InMemoryCommunicationBackend
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.ddp import DDPOptimizer
 from mpishard.optimizers.optimizer import Optimizer
+from mpishard.optimizers.result import OptimizationResult
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["optimize_single"]

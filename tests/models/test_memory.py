@@ -88,6 +88,34 @@ def test_data_parallelism_holds_everything_once(backend: Any, problems: Any, kin
     assert model.memory.as_dict() == expected
 
 
+# Rajbhandari et al., SC 2020, figure 1 and section 5: what each stage holds whole.
+STAGES = {
+    "ddp": ("parameters", "gradients", "optimizer_state"),
+    "zero1": ("parameters", "gradients"),
+    "zero2": ("parameters",),
+    "fsdp": (),
+}
+
+
+@by_kind
+@pytest.mark.parametrize("strategy", STAGES)
+@in_worlds(1, 2, 3, 5)
+def test_each_stage_holds_what_the_table_says(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy, "adamw", 1)
+    steps(backend, problems, model, optimizer, kind)
+    whole, shard = model.parameter_count * model.dtype.itemsize, shard_bytes(model)
+    held = model.memory.as_dict()
+    for category, copies in (("parameters", 1), ("gradients", 1), ("optimizer_state", 2)):
+        of_each = whole if category in STAGES[strategy] else shard
+        assert held.pop(category) == copies * of_each
+    # Beside the table: units in use, and a unit's gradient before it is reduced.
+    assert set(held) <= {"gathered", "full_gradients"}
+    assert ("full_gradients" in held) == (strategy in ("zero2", "fsdp"))
+    assert ("gathered" in held) == (strategy == "fsdp")
+
+
 @in_worlds(1, 2, 5)
 def test_of_a_black_box_gradients_and_state_are_sharded(backend: Any, problems: Any) -> None:
     model, optimizer = problems.build(backend, "function", "fsdp", "adamw")

@@ -1,22 +1,24 @@
-"""What users see of a sharded model: every member, on every rank, under both strategies."""
+"""What users see of a sharded model: every member, on every rank, under every strategy."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 from typing import Any
 
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard import nn
 from mpishard.communication import run_in_threads
-from mpishard.errors import MissingMemberError, ShardingError, StructureOnlyError
+from mpishard.errors import MissingInterfaceError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 by_kind = pytest.mark.parametrize("kind", ["mlp", "tied", "function"])
 
 
@@ -264,23 +266,107 @@ def test_metadata_says_what_is_sharded(
     backend: Any, problems: Any, kind: str, strategy: str
 ) -> None:
     model, _ = problems.build(backend, kind, strategy)
-    sharded, layered = strategy == "fsdp", kind != "function"
+    policy = problems.STRATEGIES[strategy][0].policy
+    sharded, layered = policy.shards_parameters, kind != "function"
     properties = model.get_model_metadata().properties
-    assert properties == {
+    of_plain = problems.MODELS[kind](0).get_model_metadata().properties
+    assert properties == of_plain | {
         "IsDistributed": True,
-        "Strategy": strategy.upper(),
+        "Strategy": strategy.upper().replace("ZERO", "ZeRO-"),
         "WorldSize": 3,
         "Rank": backend.rank,
         "ShardSize": model.local_parameter_shard.size,
         "ParametersSharded": sharded and layered,
-        "ParametersOncePerNode": sharded and layered,
-        "GradientsSharded": sharded,
-        "OptimizerStateSharded": sharded,
+        "ParametersReplicated": not (sharded and layered),
+        "ParametersOncePerNode": policy.shards_state and layered,
+        "GradientsSharded": policy.shards_gradients,
+        "GradientsReplicated": not policy.shards_gradients,
+        "OptimizerStateSharded": policy.shards_state,
     }
     assert model.parameter_count == first_values(problems, kind).size
     assert (model.rank, model.world_size) == (backend.rank, 3)
-    with pytest.raises(MissingMemberError, match="IFeatureImportance"):
+    with pytest.raises(MissingInterfaceError, match="IFeatureImportance"):
         model.get_feature_importance()
+
+
+@in_worlds(1, 3)
+def test_the_third_stage_is_full_sharding_by_another_name(backend: Any, problems: Any) -> None:
+    plain = problems.MODELS["mlp"](0)
+    model = ms.as_distributed(plain, backend, "ZeRO-3")
+    assert isinstance(model, ms.FSDPModel)
+    properties = model.get_model_metadata().properties
+    assert properties["Strategy"] == "ZeRO-3"
+    assert properties["EquivalentTo"] == "FSDP"
+    optimizer = ms.as_distributed(ms.optimizers.SGD(1e-3), backend, "zero3")
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+
+
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+@in_worlds(1, 3)
+def test_the_second_stage_tells_what_an_update_added(
+    backend: Any, problems: Any, path: str
+) -> None:
+    model, optimizer = problems.build(backend, "mlp", "zero2")
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    with pytest.raises(ShardingError, match="tracks_parameter_deltas"):
+        _ = model.parameter_delta_shard
+    model.tracks_parameter_deltas = True
+    before = model.get_parameters()
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 1))
+    added = model.get_parameters() - before
+    pieces = model.engine.updated_pieces
+    expected = np.concatenate([added[p.start : p.stop] for p in pieces])
+    np.testing.assert_allclose(model.parameter_delta_shard, expected, rtol=0, atol=1e-15)
+    assert np.abs(expected).max(initial=1.0) > 0
+    (mine,) = model.engine.parameters.owned(pieces[:1])
+    mine += 1.0
+    model.all_gather_parameter_shards()
+    unit = model.units[0]
+    moved = model.get_parameters()[unit.start : unit.stop] - before[unit.start : unit.stop]
+    assert (moved > 0.5).all()
+
+
+@in_worlds(3)
+def test_start_and_size_of_a_shard_of_one_unit(backend: Any) -> None:
+    config = ms.ShardingConfiguration(backend)
+    model = ms.FSDPModel(nn.MLP([9, 1]), config)  # 10 parameters
+    start, size = ((0, 4), (4, 3), (7, 3))[backend.rank]
+    assert (model._shard_start_index, model._shard_size) == (start, size)
+    assert model._local_shard.size == size
+    config.minimum_parameter_group_size = 1
+    model = ms.FSDPModel(nn.MLP([3, 2, 1]), config)
+    with pytest.raises(ShardingError, match="owned_ranges"):
+        _ = model._shard_size
+
+
+@in_worlds(2)
+def test_gathered_parameters_are_remembered_while_somebody_holds_them(backend: Any) -> None:
+    model = ms.FSDPModel(nn.MLP([3, 2]), ms.ShardingConfiguration(backend))
+    full = model.gather_full_parameters()
+    assert model._cached_full_parameters is full
+    model.train(np.ones((2, 3)), np.ones((2, 2)))
+    assert model._cached_full_parameters is None
+    full = model.gather_full_parameters()
+    del full
+    gc.collect()
+    assert model._cached_full_parameters is None
+
+
+@in_worlds(2)
+def test_presets_make_fully_sharded_models(backend: Any, problems: Any) -> None:
+    for wrap, size, compresses in (
+        (ms.as_distributed_for_high_bandwidth, 512, False),
+        (ms.as_distributed_for_low_bandwidth, 4096, True),
+    ):
+        model = wrap(problems.MODELS["mlp"](0), backend)
+        config = model.sharding_configuration
+        assert isinstance(model, ms.FSDPModel)
+        assert config.minimum_parameter_group_size == size
+        assert config.enable_gradient_compression is compresses
+        assert isinstance(wrap(ms.optimizers.SGD(0.1), backend), ms.FSDPOptimizer)
+        for arguments in ((None, backend), (model, None)):
+            with pytest.raises(TypeError):
+                wrap(*arguments)
 
 
 @in_worlds(2)
@@ -328,3 +414,77 @@ def test_release_gives_the_parameters_back(
     assert plain.get_parameters().tobytes() == trained.tobytes()
     again = FSDPModel(plain, ShardingConfiguration(backend))
     assert again.get_parameters().tobytes() == trained.tobytes()
+
+
+# --------------------------------------------------------------- what the wrapped model is asked
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 3)
+def test_shapes_chunks_and_metadata_are_the_wrapped_model_s(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, _ = problems.build(backend, kind, strategy, unit_size=1)
+    plain = problems.MODELS[kind](0)
+    assert model.get_input_shape() == plain.get_input_shape()
+    assert model.get_output_shape() == plain.get_output_shape()
+    assert model.get_dynamic_shape_info() == plain.get_dynamic_shape_info()
+    chunks = list(model.get_parameter_chunks())
+    assert [chunk.size for chunk in chunks] == [unit.length for unit in model.units]
+    assert np.concatenate(chunks).tobytes() == plain.get_parameters().tobytes()
+    model.set_parameter_chunks([2 * chunk for chunk in chunks])
+    close(model.get_parameters(), 2 * plain.get_parameters())
+    assert model.supports_parameter_initialization
+    vector = np.ones(3)
+    assert model.sanitize_parameters(vector) is vector
+    metadata = model.get_model_metadata()
+    assert metadata.name == plain.get_model_metadata().name
+    assert metadata.complexity == model.parameter_count
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
+@by_strategy
+@in_worlds(1, 2)
+def test_a_sharded_model_has_the_graph_of_the_plain_one(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+    x, _ = problems.batch(kind, 1)
+    assert model.supports_jit_compilation
+    inputs: list[Any] = []
+    node = model.export_computation_graph(inputs)
+    close(node.evaluate({inputs[0]: x}), model.predict(x))
+    with pytest.raises(TypeError):
+        model.export_computation_graph(None)
+
+
+@in_worlds(2)
+def test_a_black_box_has_no_graph_and_no_features(backend: Any, problems: Any) -> None:
+    model, _ = problems.build(backend, "function", "ddp")
+    with pytest.raises(NotImplementedError, match="IJitCompilable"):
+        model.export_computation_graph([])
+    for call in (
+        model.get_active_feature_indices,
+        lambda: model.set_active_feature_indices([0]),
+        model.get_feature_importance,
+        lambda: model.is_feature_used(0),
+    ):
+        with pytest.raises(RuntimeError, match="IFeature"):
+            call()
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_closed_model_lets_its_memory_go(backend: Any, problems: Any, strategy: str) -> None:
+    with problems.build(backend, "mlp", strategy, "adamw")[0] as model:
+        model.train(*problems.local_batch(backend, "mlp", 0))
+        ledger = model.memory
+        backend.barrier()
+    backend.barrier()
+    gc.collect()
+    assert ledger.total == 0
+    model.close()
+    with pytest.raises(ShardingError, match="closed"):
+        model.predict(problems.batch("mlp", 0)[0])

@@ -1,0 +1,253 @@
+"""A loss function in NumPy as a model: HIPS autograd differentiates it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.adapters.parameter_tree import ParameterTree
+from mpishard.adapters.placed_vector import PlacedVectorModel
+from mpishard.arrays import Array
+from mpishard.contracts import ILossFunction
+from mpishard.errors import MissingMemberError
+
+__all__ = ["AutogradModel"]
+
+# autograd numbers its traces with one counter per process. Two threads that trace at once can give
+# an inner derivative the number of an outer one, which mixes up the two: gradients would be wrong.
+_tracing = threading.RLock()
+
+_SYMPTOM = re.compile(r"ArrayBox|autograd|differentiate|VJP|array element with a sequence")
+
+
+class AutogradModel(PlacedVectorModel):
+    """A model from a loss function that is written in NumPy, differentiated by HIPS autograd.
+
+    The parameters are a tree of arrays, as the function takes it. End to end they are the flat
+    vector; once the model is sharded they are views of memory that the ranks of a node share, and
+    no step copies them. Each leaf has a name, by which ``parameter_options``, checkpoints and
+    reports know it: ``{"layers": [{"weight": ..}]}`` has ``layers.0.weight``.
+
+    Maclaurin, Duvenaud and Adams, "Autograd: effortless gradients in NumPy", ICML AutoML workshop,
+    2015.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar. It is written with
+        ``autograd.numpy`` in place of ``numpy``, and gets x and y as they are given.
+    parameters : pytree
+        First values: nested dicts, lists, tuples and named tuples of float32 or float64 arrays and
+        Python floats, of one dtype; or one array. They are copied.
+    predict : callable, optional
+        ``predict(parameters, x)``, for `predict`, and where another loss is asked for.
+
+    Raises
+    ------
+    ImportError
+        Where autograd is not installed.
+    TypeError, ValueError
+        For arguments that are not such, with the name of the parameter.
+
+    Notes
+    -----
+    Thread-ranks take turns in computing gradients: autograd records one trace at a time. Under
+    MPI each rank has its own.
+
+    Examples
+    --------
+    >>> import autograd.numpy as anp
+    >>> def loss(parameters, x, y):
+    ...     return anp.mean((x @ parameters["slope"] + parameters["offset"] - y) ** 2)
+    >>> model = AutogradModel(loss, {"slope": np.zeros(2), "offset": 0.0})
+    >>> model.train(np.eye(2), np.array([1.0, 3.0]), learning_rate=0.5)
+    5.0
+    >>> model.parameters_tree()
+    {'slope': array([0.5, 1.5]), 'offset': 2.0}
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any, Any], Any],
+        parameters: Any,
+        predict: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        try:
+            import autograd as _  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "AutogradModel needs HIPS autograd: pip install 'mpishard[autograd]'"
+            ) from error
+        if not callable(loss):
+            raise TypeError(f"loss must be loss(parameters, x, y), got {type(loss).__name__}")
+        if predict is not None and not callable(predict):
+            raise TypeError(f"predict must be predict(parameters, x), got {type(predict).__name__}")
+        self._loss = loss
+        self._predict = predict
+        self._tree = ParameterTree(parameters)
+        self._name = type(self).__name__
+        self._entries = self._tree.entries
+        self._dtype = self._tree.dtype
+        self.reclaim_parameters(self._tree.first_values)
+
+    # --------------------------------------------------------------------------------- parameters
+
+    @property
+    def placed_object(self) -> Any:
+        return self
+
+    @property
+    def has_own_loss(self) -> bool:
+        return True
+
+    def parameters_tree(self, vector: Array | None = None) -> Any:
+        """The parameters as the tree they were given in, a copy.
+
+        Parameters
+        ----------
+        vector : Array, optional
+            Other values, shape (parameter_count,): a gradient, or what a sharded model's
+            ``gather_full_parameters`` gave.
+        """
+        return self._tree.values(self._flat_vector() if vector is None else self._checked(vector))
+
+    def _place(self, arrays: Sequence[Array]) -> None:
+        # What the user's functions get is read-only: other ranks may be reading the same memory.
+        self._leaves = []
+        for entry, array in zip(self._entries, arrays, strict=True):
+            leaf = array.reshape(entry.shape)
+            leaf.flags.writeable = False
+            self._leaves.append(leaf)
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+
+        ``parameters`` is copied only where its dtype differs.
+        """
+        model = copy.copy(self)
+        model.reclaim_parameters(parameters)
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.with_parameters(self.get_parameters())
+
+    def constants(self) -> Iterator[Array]:
+        return iter(())
+
+    def set_constant(self, index: int, raw: Array) -> None:
+        raise IndexError(f"an AutogradModel has no constants, got index {index}")
+
+    # ---------------------------------------------------------------------------------- computing
+
+    def check_input(self, x: Any) -> None:
+        if not hasattr(x, "__len__"):
+            raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
+
+    def predict(self, x: Array) -> Array:
+        """What ``predict(parameters, x)`` returns.
+
+        Raises
+        ------
+        MissingMemberError
+            Where the model was made without it.
+        """
+        return self._known_predict()(self._tree.build(self._leaves), x)
+
+    def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
+        if len(x) == 0:
+            return 0.0, 0.0
+        mean = _scalar(self._loss(self._tree.build(self._leaves), x, y))
+        return mean * len(x), float(len(x))
+
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if loss is None:
+            pullback, value = self._traced(lambda tree: self._loss(tree, x, y), "loss")
+            samples = len(x)
+            # A loss of shape (1,) takes a cotangent of that shape.
+            return (
+                _scalar(value) * samples,
+                float(samples),
+                (pullback, lambda: np.full(np.shape(value), samples, np.result_type(value))[()]),
+            )
+        predict = self._known_predict()
+        pullback, prediction = self._traced(lambda tree: predict(tree, x), "predict")
+        total, weight, saved = loss.forward(prediction, y)
+        return total, weight, (pullback, lambda: loss.backward(saved))
+
+    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+        pullback, cotangent = tape
+        given = cotangent()
+        try:
+            with _tracing:
+                gradients = pullback(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"autograd's backward pass failed: {error}. Of a primitive of your own, defvjp "
+                "must give what has the shape of its argument"
+            ) from error
+        for index in reversed(range(len(self._entries))):
+            gradient = np.asarray(gradients[index])
+            receive(index, gradient.astype(self._dtype, copy=False).reshape(-1))
+
+    def _known_predict(self) -> Callable[[Any, Any], Any]:
+        if self._predict is None:
+            raise MissingMemberError(
+                "this AutogradModel was made without predict, which is needed now; pass "
+                "predict=lambda parameters, x: ..."
+            )
+        return self._predict
+
+    def _traced(self, function: Callable[[Any], Any], what: str) -> tuple[Any, Any]:
+        """The value of ``function(tree)``, and the function that pulls its gradient back."""
+        from autograd import make_vjp
+        from autograd.extend import Box
+
+        def of_leaves(leaves: Any) -> Any:
+            value = function(self._tree.build([leaves[i] for i in range(len(self._leaves))]))
+            if not isinstance(value, Box):
+                raise TypeError(
+                    f"autograd saw no parameter in the {what}'s value, {_shown(value)}. {_ADVICE}"
+                )
+            return value
+
+        with _tracing:
+            try:
+                pullback, value = make_vjp(of_leaves)(tuple(self._leaves))
+            except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+                if _ADVICE in str(error) or not _SYMPTOM.search(str(error)):
+                    raise
+                raise TypeError(
+                    f"autograd cannot differentiate the {what}: {error}. {_ADVICE}"
+                ) from error
+        return pullback, value
+
+
+_ADVICE = (
+    "Inside it, compute with autograd.numpy (import autograd.numpy as np); assign to no element "
+    "(in place of a[i] = v: np.where, np.concatenate, or np.array of a list), and convert no "
+    "parameter with float(), math or an array's out="
+)
+
+
+def _scalar(value: Any) -> float:
+    if np.size(value) != 1 or np.result_type(value).kind != "f":
+        raise TypeError(
+            f"loss(parameters, x, y) must return one float, the mean over samples; got "
+            f"{_shown(value)}"
+        )
+    return float(np.reshape(value, ()))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype.name} of shape {value.shape}"
+    return f"{value!r}"[:80] if isinstance(value, float | int) else type(value).__name__

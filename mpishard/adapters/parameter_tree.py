@@ -1,0 +1,164 @@
+"""Parameters as people write them, nested dicts, lists and tuples of arrays, as a flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.sharding import ParameterEntry
+
+__all__ = ["ParameterTree"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """The place of an array in the tree: its number, and whether it was a Python float."""
+
+    index: int
+    is_number: bool
+
+
+class ParameterTree:
+    """The structure of a pytree of floating arrays.
+
+    Leaves are NumPy arrays and Python floats, inner nodes dicts, lists, tuples and named tuples.
+    A leaf's name is the path to it, as in ``layers.0.weight``; a tree that is one array has the
+    name ``parameters``.
+
+    Parameters
+    ----------
+    tree : pytree
+        Structure and first values, which are copied.
+
+    Attributes
+    ----------
+    entries : tuple of ParameterEntry
+        Name, shape and start of each leaf, in the order in which the tree has them.
+    dtype : numpy.dtype
+        Of all arrays; Python floats take it. float64 where there are only those.
+    first_values : Array
+        Flat vector of the tree's values, shape (sum of sizes,).
+
+    Raises
+    ------
+    TypeError
+        For a leaf that is neither, or whose dtype is not float32 or float64, by name.
+    ValueError
+        For arrays of both dtypes, an empty array, a tree without leaves, or paths that give two
+        leaves one name.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        found = list(_walk(tree, ""))
+        if not found:
+            raise ValueError(f"there is no array in the parameters: {tree!r}")
+        for name, leaf in found:
+            _check_leaf(name, leaf)
+        names = [name for name, _ in found]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if twice:
+            raise ValueError(
+                f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
+                "use keys without dots"
+            )
+        self.dtype = _common_dtype(found)
+        entries: list[ParameterEntry] = []
+        for name, leaf in found:
+            start = entries[-1].stop if entries else 0
+            entries.append(ParameterEntry(name, np.shape(leaf), start))
+        self.entries = tuple(entries)
+        values = [np.ravel(leaf).astype(self.dtype, copy=False) for _, leaf in found]
+        self.first_values: Array = np.concatenate(values)
+        self._template = _with_leaves(tree, iter(range(len(found))))
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """A tree of this structure that has ``leaves``, one per entry; its nodes are new."""
+        return _filled(self._template, leaves)
+
+    def values(self, vector: Array) -> Any:
+        """The tree of a flat vector's values, shape (sum of sizes,), in arrays of their own."""
+        parts = [vector[e.start : e.stop].reshape(e.shape).copy() for e in self.entries]
+        return _filled(self._template, parts, numbers=True)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """(key, child) of an inner node; None for a leaf."""
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    return None
+
+
+def _like(node: Any, children: list[Any]) -> Any:
+    """A node of the same kind and keys with other children."""
+    if isinstance(node, dict):
+        return dict(zip(node, children, strict=True))
+    if isinstance(node, tuple):
+        return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+    return children
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    children = _children(node)
+    if children is None:
+        yield path or "parameters", node
+        return
+    for key, child in children:
+        yield from _walk(child, f"{path}.{key}" if path else str(key))
+
+
+def _with_leaves(node: Any, numbers: Iterator[int]) -> Any:
+    children = _children(node)
+    if children is None:
+        return _Leaf(next(numbers), isinstance(node, float) and not isinstance(node, np.floating))
+    return _like(node, [_with_leaves(child, numbers) for _, child in children])
+
+
+def _filled(node: Any, leaves: Sequence[Any], *, numbers: bool = False) -> Any:
+    if isinstance(node, _Leaf):
+        leaf = leaves[node.index]
+        return float(leaf) if numbers and node.is_number else leaf
+    children = _children(node)
+    assert children is not None
+    return _like(node, [_filled(child, leaves, numbers=numbers) for _, child in children])
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if not isinstance(leaf, float | np.ndarray | np.generic):
+        hint = (
+            f"; write {float(leaf)}"
+            if isinstance(leaf, int)
+            else "; what is not trained belongs into the loss, by functools.partial or a closure"
+        )
+        raise TypeError(
+            f"parameter {name!r} must be a NumPy array or a float, got {type(leaf).__name__}{hint}"
+        )
+    if np.result_type(leaf) not in (np.float32, np.float64):
+        raise TypeError(
+            f"parameter {name!r} must be float32 or float64, got {np.result_type(leaf).name}; "
+            "use .astype(float)"
+        )
+    if np.size(leaf) == 0:
+        raise ValueError(f"parameter {name!r} of shape {np.shape(leaf)} has no elements")
+
+
+def _common_dtype(found: Sequence[tuple[str, Any]]) -> np.dtype[Any]:
+    dtypes: dict[np.dtype[Any], list[str]] = {}
+    for name, leaf in found:
+        if isinstance(leaf, np.ndarray | np.generic):
+            dtypes.setdefault(leaf.dtype, []).append(name)
+    if len(dtypes) > 1:
+        raise ValueError(
+            "all parameters must have one dtype: "
+            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
+                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
+                        for dtype, names in dtypes.items())
+        )  # fmt: skip
+    return next(iter(dtypes), np.dtype(np.float64))

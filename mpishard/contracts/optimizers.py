@@ -1,0 +1,70 @@
+"""The interfaces of optimizers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpishard.communication import CommunicationBackend
+
+__all__ = ["IGradientBasedOptimizer", "IOptimizer", "IShardedOptimizer"]
+
+
+class IOptimizer(ABC):
+    """Something that finds parameters for data."""
+
+    @abstractmethod
+    def optimize(self, input_data: Any) -> Any:
+        """Train the model of ``input_data`` on its data; an `OptimizationResult`."""
+
+    @abstractmethod
+    def get_options(self) -> Mapping[str, Any]:
+        """The choices this optimizer was made with."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all state."""
+
+    def should_early_stop(self) -> bool:
+        """Whether training should end now."""
+        return False
+
+
+class IGradientBasedOptimizer(IOptimizer):
+    """An optimizer whose update is a function of a gradient."""
+
+    @abstractmethod
+    def get_current_learning_rate(self) -> float:
+        """The rate that the next update uses."""
+
+
+class IShardedOptimizer(IOptimizer):
+    """An optimizer that works with the other ranks."""
+
+    @property
+    @abstractmethod
+    def wrapped_optimizer(self) -> Any:
+        """The user's optimizer."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this process or thread."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    @abstractmethod
+    def sharding_configuration(self) -> Any:
+        """The choices this optimizer was made with."""
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """How the ranks talk."""
+        backend: CommunicationBackend = self.sharding_configuration.communication_backend
+        return backend

@@ -1,0 +1,151 @@
+"""The operations of a computation graph, as formulas on NumPy arrays.
+
+They are written from the definitions, at once and without blocks or buffers, and share no code
+with the layers: that a graph gives what the layers give says something about both.
+
+Each operation has a rule for the shape of its output, in which None is a size that is not known
+before it runs. Shape suffixes: B batch, T time, D width, H heads, K head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = ["PRIMITIVES", "Primitive", "Shape"]
+
+Shape = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """An operation: ``compute(*arrays, **attributes)`` and ``shape(*shapes, **attributes)``."""
+
+    compute: Callable[..., Array]
+    shape: Callable[..., Shape]
+
+
+PRIMITIVES: dict[str, Primitive] = {}
+"""Every operation by name, beside "input", "constant" and "layer"."""
+
+
+def _primitive(shape: Callable[..., Shape]) -> Callable[[Callable[..., Array]], None]:
+    def register(compute: Callable[..., Array]) -> None:
+        PRIMITIVES[compute.__name__] = Primitive(compute, shape)
+
+    return register
+
+
+def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
+    return first
+
+
+def _broadcast(a: Shape, b: Shape) -> Shape:
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    padded = (1,) * (len(longer) - len(shorter)) + shorter
+    return tuple(n if m == 1 or m is None else m for n, m in zip(longer, padded, strict=True))
+
+
+# ----------------------------------------------------------------------------------- element-wise
+
+
+@_primitive(_same)
+def cast(x: Array, *, dtype: str) -> Array:
+    return x.astype(dtype)
+
+
+@_primitive(_broadcast)
+def add(a: Array, b: Array) -> Array:
+    return a + b
+
+
+@_primitive(_same)
+def relu(x: Array) -> Array:
+    return np.where(x > 0, x, 0)
+
+
+@_primitive(_same)
+def tanh(x: Array) -> Array:
+    return np.tanh(x)
+
+
+@_primitive(_same)
+def gelu(x: Array) -> Array:
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# ---------------------------------------------------------------------------- products and tables
+
+
+@_primitive(lambda x, weight: (*x[:-1], weight[0]))
+def matmul_transposed(x: Array, weight: Array) -> Array:
+    """X W^T, of (..., I) and (O, I)."""
+    return np.einsum("...i,oi->...o", x, weight, optimize=True)
+
+
+@_primitive(lambda table, indices: (*indices, *table[1:]))
+def take_rows(table: Array, indices: Array) -> Array:
+    """The row of each index; an index outside the table is refused."""
+    if indices.size and not 0 <= indices.min() <= indices.max() < len(table):
+        raise ValueError(f"an index is outside [0, {len(table)})")
+    return table[indices]
+
+
+@_primitive(lambda table, x: (x[1], *table[1:]))
+def first_rows(table: Array, x: Array) -> Array:
+    """As many rows as x_BT... has positions."""
+    return table[: x.shape[1]]
+
+
+# ------------------------------------------------------------------------------- over the last dim
+
+
+@_primitive(_same)
+def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    return weight * centred / np.sqrt(variance + epsilon) + bias
+
+
+@_primitive(_same)
+def softmax(x: Array) -> Array:
+    exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+@_primitive(lambda x, *, heads, **_: (x[0], heads, x[1], x[2] // (3 * heads)))
+def split_heads(x: Array, *, heads: int, part: int) -> Array:
+    """Queries, keys or values (part 0, 1, 2) of x_BT3D, of shape (B, H, T, K)."""
+    batch, length, width = x.shape
+    return np.moveaxis(x.reshape(batch, length, 3, heads, width // (3 * heads))[:, :, part], 1, 2)
+
+
+@_primitive(lambda q, k: (*q[:-1], k[-2]))
+def causal_scores(q: Array, k: Array) -> Array:
+    """Products of each query and key over sqrt(K); -infinity where the key comes later."""
+    scores = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
+    later = np.arange(k.shape[2])[None, :] > np.arange(q.shape[2])[:, None]
+    scores[..., later] = -np.inf
+    return scores
+
+
+@_primitive(lambda weights, v: (*weights[:-1], v[-1]))
+def weighted_sum(weights: Array, v: Array) -> Array:
+    """The values of each query's keys, weighted."""
+    return np.einsum("bhts,bhsk->bhtk", weights, v)
+
+
+@_primitive(lambda y: (y[0], y[2], y[1] * y[3]))
+def merge_heads(y: Array) -> Array:
+    """From (B, H, T, K) to (B, T, H K)."""
+    batch, heads, length, size = y.shape
+    return np.moveaxis(y, 1, 2).reshape(batch, length, heads * size)
