@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from mpishard.nn.activations import GELU, ReLU, Tanh
+from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.composites import Sequential
 from mpishard.nn.initializers import glorot_uniform, kaiming_uniform
 from mpishard.nn.layer import Initializer, Layer
@@ -17,7 +17,13 @@ from mpishard.nn.sizes import is_size
 
 __all__ = ["MLP", "mlp_chain"]
 
-_ACTIVATIONS: dict[str, Callable[[], Layer]] = {"gelu": GELU, "relu": ReLU, "tanh": Tanh}
+_ACTIVATIONS: dict[str, Callable[[], Layer]] = {
+    "gelu": GELU,
+    "relu": ReLU,
+    "sigmoid": Sigmoid,
+    "silu": SiLU,
+    "tanh": Tanh,
+}
 
 
 class MLP(Model):
@@ -28,7 +34,7 @@ class MLP(Model):
     sizes : sequence of int
         Sizes of the input, of each hidden layer, and of the output. Inputs have shape
         (B, sizes[0]), predictions (B, sizes[-1]).
-    activation : {"relu", "gelu", "tanh"}
+    activation : {"relu", "gelu", "silu", "sigmoid", "tanh"}
         What follows every linear layer but the last.
     seed : int
         Of the first parameters.
@@ -76,6 +82,6 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
 
 def _initializer(activation: str, inputs: int, outputs: int) -> Initializer:
     """What keeps the size of signals constant through layers with this activation."""
-    if activation == "tanh":
+    if activation in {"sigmoid", "tanh"}:
         return glorot_uniform(inputs, outputs)
     return kaiming_uniform(inputs)

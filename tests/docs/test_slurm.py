@@ -45,7 +45,9 @@ def submit(tmp_path):
     return run
 
 
-STEP = "srun unset --mpi=pmi2 --cpus-per-task=3 --kill-on-bad-exit=1 python -u examples/train_gpt.py"
+STEP = (
+    "srun unset --mpi=pmi2 --cpus-per-task=3 --kill-on-bad-exit=1 python -u examples/train_gpt.py"
+)
 
 
 def test_a_new_job_begins_and_a_requeued_one_goes_on(tmp_path, submit):
