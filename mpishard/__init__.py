@@ -8,10 +8,11 @@
 import importlib
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
-from mpishard import checkpoint, data, nn, optimizers
+from mpishard import checkpoint, contracts, data, nn, optimizers
 from mpishard.adapters import FunctionModel
 from mpishard.communication import (
     CommunicationBackend,
+    CommunicationManager,
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
@@ -44,12 +45,13 @@ from mpishard.optimizers import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationBackend",
+    "CommunicationManager",
     "DDPModel",
     "DDPOptimizer",
     "DistributedStrategy",
@@ -60,6 +62,8 @@ __all__ = [
     "MPICommunicationBackend",
     "OptimizationInputData",
     "OptimizationResult",
+    "ParameterAnalyzer",
+    "ParameterGroup",
     "ReductionOperation",
     "ShardLayout",
     "ShardedModelBase",
@@ -75,6 +79,7 @@ __all__ = [
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
     "checkpoint",
+    "contracts",
     "data",
     "init",
     "launch",

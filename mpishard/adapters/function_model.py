@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.plain import PlainModelFiles
-from mpishard.contracts import IFullModel, ILossFunction
+from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
 
@@ -58,6 +58,16 @@ class FunctionModel(PlainModelFiles, IFullModel):
         self._predict = predict
         self._theta = theta
 
+    def get_model_metadata(self) -> ModelMetadata:
+        function = getattr(self._function, "__qualname__", type(self._function).__qualname__)
+        return ModelMetadata(
+            type(self).__name__,
+            model_type=type(self).__name__,
+            complexity=self.parameter_count,
+            description=f"{function}(theta, x, y) of {self.parameter_count} parameters",
+            properties={"ParameterCount": self.parameter_count, "DType": self._theta.dtype.name},
+        )
+
     @property
     def parameter_count(self) -> int:
         return int(self._theta.size)
@@ -66,11 +76,15 @@ class FunctionModel(PlainModelFiles, IFullModel):
         return self._theta.copy()
 
     def set_parameters(self, parameters: Array) -> None:
-        if parameters.shape != self._theta.shape:
+        self._theta[...] = self._checked(parameters)
+
+    def _checked(self, vector: Array) -> Array:
+        array_namespace(vector)
+        if vector.shape != self._theta.shape:
             raise ValueError(
-                f"expected {self._theta.size} parameters, got a vector of shape {parameters.shape}"
+                f"expected {self._theta.size} parameters, got a vector of shape {vector.shape}"
             )
-        self._theta[...] = parameters
+        return vector
 
     def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
         """Mean loss over the samples, and its gradient of shape (parameter_count,)."""
@@ -96,7 +110,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         return self.compute_loss_and_gradients(x, y)[1]
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        self._theta -= learning_rate * gradients
+        self._theta -= learning_rate * self._checked(gradients)
 
     def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
         """One step of plain gradient descent; the loss before it."""

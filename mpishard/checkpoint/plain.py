@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,17 @@ class PlainModelFiles(ICheckpointableModel):
         copy_into(vector, packed_vector(named_arrays_of(data), records, vector.dtype))
 
     def save_model(self, path: PathLike) -> None:
-        """Write the parameters to a checkpoint directory."""
-        save(Path(path), self)
+        """Write the parameters to a checkpoint directory.
+
+        Raises
+        ------
+        ValueError
+            For a blank path.
+        OSError
+            Where it cannot be written, a PermissionError where that is why; what was there is
+            as it was.
+        """
+        save(path, self)
 
     def load_model(self, path: PathLike) -> None:
         """Take parameters from a checkpoint of any world size and strategy; needs no MPI.
@@ -54,9 +62,9 @@ class PlainModelFiles(ICheckpointableModel):
         FileNotFoundError
             Where nothing is there.
         CheckpointError
-            Where it is torn or of another model; nothing has changed then.
+            Where it is torn or of another model, an OSError; nothing has changed then.
         """
-        load(Path(path), self)
+        load(path, self)
 
     @property
     def checkpoint_backend(self) -> None:

@@ -1,6 +1,7 @@
 """How ranks talk: the contract, threads in memory, MPI."""
 
 from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.manager import CommunicationManager
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.reduction import ReductionOperation
@@ -10,6 +11,7 @@ from mpishard.communication.work import Work
 
 __all__ = [
     "CommunicationBackend",
+    "CommunicationManager",
     "InMemoryCommunicationBackend",
     "MPICommunicationBackend",
     "ReductionOperation",

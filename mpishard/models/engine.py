@@ -88,9 +88,15 @@ class Engine:
         ------
         ShardingError
             In the middle of a round of accumulation.
+        ValueError
+            Where nothing would be left to train.
         """
         if self._round_is_open:
             raise ShardingError("what is trained cannot change between accumulate() and its step")
+        if all(entry.name in names for entry in self.program.entries):
+            raise ValueError(
+                f"all {len(self.program.entries)} parameters are frozen; leave one to train"
+            )
         self.program.freeze(names)
         without_gradient = self.program.frozen_units
         holdings = replace(self.holdings, frozen=without_gradient)
@@ -104,7 +110,7 @@ class Engine:
         trained = [(e.start, e.stop) for e in entries if e.name not in names]
         self.published_pieces = own
         self.updated_pieces = pieces_within(updated, trained) if names else updated
-        self._own_pieces = pieces_within(own, trained) if names else own
+        self.own_pieces = pieces_within(own, trained) if names else own
 
     @property
     def state_pieces_to_write(self) -> tuple[Piece, ...]:
@@ -112,7 +118,7 @@ class Engine:
 
         Together the ranks write each element once.
         """
-        own = {(piece.start, piece.stop) for piece in self._own_pieces}
+        own = {(piece.start, piece.stop) for piece in self.own_pieces}
         return tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
 
     @property
@@ -192,7 +198,7 @@ class Engine:
             total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self._own_pieces))
+        norm_part = squared_norm(self.gradients.owned(self.own_pieces))
         message = np.array([*self._local[:2], norm_part])
         total, total_weight, squared = self._totals(message, loss)
         if total_weight == 0:
@@ -207,6 +213,32 @@ class Engine:
             self.parameters.publish(self.published_pieces)
         self._end_round()
         return report
+
+    def apply(self, gradient: Array, rule: Rule) -> None:
+        """Update with a given gradient of the mean loss instead of computing one.
+
+        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+
+        Raises
+        ------
+        ShardingError
+            Where replicas have drifted apart.
+        NonFiniteLossError
+            On every rank, where the gradient is not finite.
+        """
+        self.replicas.require_equal("apply_gradients")
+        trained = [
+            gradient[e.start : e.stop] for e in self.program.entries
+            if e.name not in self.program.frozen
+        ]  # fmt: skip
+        norm = math.sqrt(squared_norm(trained))
+        if not math.isfinite(norm):
+            self._refuse_nonfinite("the given gradient")
+        pieces = [gradient[p.start : p.stop] for p in self.updated_pieces]
+        self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
+        if self.policy.shards_state:
+            self.parameters.publish(self.published_pieces)
+        self._end_round()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""

@@ -10,10 +10,31 @@ from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 
-__all__ = ["GELU", "ReLU", "Tanh"]
+__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Tanh", "sigmoid"]
 
 _GELU_SLOPE = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
+
+
+def sigmoid(x: Array, out: Array | None = None) -> Array:
+    """The logistic function 1 / (1 + exp(-x)), element by element.
+
+    Computed from exp(-abs(x)), which neither overflows nor loses small values to a sum with 1.
+
+    Parameters
+    ----------
+    x : Array
+        Floating, of any shape.
+    out : Array, optional
+        Where to write; a new array where not given. May be ``x``.
+    """
+    xp = array_namespace(x)
+    small = xp.abs(x)
+    xp.negative(small, out=small)
+    xp.exp(small, out=small)
+    numerator = xp.where(x >= 0, xp.ones((), x.dtype), small)
+    small += 1.0
+    return xp.divide(numerator, small, out=out)
 
 
 class _Activation(Layer):
@@ -59,7 +80,64 @@ class Tanh(_Activation):
         return flat_dy.reshape(dy.shape), None
 
 
-class GELU(_Activation):
+class Sigmoid(_Activation):
+    """Logistic function, y = 1 / (1 + exp(-x))."""
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Squash; saves y."""
+        flat_x = x.reshape(-1)
+        flat_y = array_namespace(x).empty_like(flat_x)
+        for part in chunks(flat_x):
+            sigmoid(flat_x[part], out=flat_y[part])
+        y = flat_y.reshape(x.shape)
+        return y, y if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` * y (1 - y), in its place."""
+        xp = array_namespace(dy)
+        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
+        for part in chunks(flat_dy):
+            slope = xp.subtract(1.0, flat_y[part])
+            slope *= flat_y[part]
+            flat_dy[part] *= slope
+        return flat_dy.reshape(dy.shape), None
+
+
+class _SavedSlope(_Activation):
+    """An activation whose forward pass saves its slope, as large as the input would be."""
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` times the saved slope, in its place."""
+        dy *= saved.reshape(dy.shape)
+        return dy, None
+
+
+class SiLU(_SavedSlope):
+    """Sigmoid linear unit, y = x s(x) with the logistic function s; also called Swish.
+
+    Elfwing, Uchibe & Doya, "Sigmoid-weighted linear units for neural network function
+    approximation in reinforcement learning", 2017 (arXiv:1702.03118), eq. 8 and 9; Ramachandran,
+    Zoph & Le, "Searching for activation functions", 2017 (arXiv:1710.05941).
+    """
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Activate; saves the slope dy/dx = s + y (1 - s)."""
+        xp = array_namespace(x)
+        flat_x = x.reshape(-1)
+        flat_y = xp.empty_like(flat_x)
+        slope = xp.empty_like(flat_x) if context.training else None
+        for part in chunks(flat_x):
+            s, y_part = sigmoid(flat_x[part]), flat_y[part]
+            xp.multiply(flat_x[part], s, out=y_part)
+            if slope is not None:
+                slope_part = slope[part]
+                xp.subtract(1.0, s, out=slope_part)
+                slope_part *= y_part
+                slope_part += s
+        return flat_y.reshape(x.shape), slope
+
+
+class GELU(_SavedSlope):
     """Gaussian error linear unit, in its tanh form.
 
     y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): Hendrycks & Gimpel, "Gaussian error
@@ -94,8 +172,3 @@ class GELU(_Activation):
                 slope_part *= square
                 slope_part += h
         return flat_y.reshape(x.shape), slope
-
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` times the saved slope, in its place."""
-        dy *= saved.reshape(dy.shape)
-        return dy, None

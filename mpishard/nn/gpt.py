@@ -12,11 +12,12 @@ from mpishard.devices import Device
 from mpishard.nn.activations import GELU
 from mpishard.nn.attention import CausalAttention
 from mpishard.nn.composites import Residual, Sequential
+from mpishard.nn.cross_entropy import CrossEntropy
+from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.initializers import normal
 from mpishard.nn.layer import Layer
 from mpishard.nn.linear import Linear
-from mpishard.nn.losses import CrossEntropy
 from mpishard.nn.model import Model
 from mpishard.nn.normalization import LayerNorm
 from mpishard.nn.sizes import is_size
@@ -59,12 +60,15 @@ class GPT(Model):
         Where both are: see `Model`.
     tied_embeddings : bool
         Whether the head's weight is the embedding's.
+    dropout : float
+        Rate of the `Dropout` after the embeddings and at the end of each residual branch, as in
+        GPT-2; attention probabilities, which are never kept, are not dropped.
 
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1, a number of layers that is none >= 0, or heads that
-        do not divide the width.
+        For a size that is no integer >= 1, a number of layers that is none >= 0, heads that do
+        not divide the width, or a dropout outside [0, 1).
     """
 
     def __init__(
@@ -78,9 +82,12 @@ class GPT(Model):
         seed: int = 0,
         dtype: Any = "float32",
         tied_embeddings: bool = False,
+        dropout: float = 0.0,
         device: str | Device = "cpu",
     ) -> None:
-        chain = gpt_chain(vocabulary_size, context_length, width, heads, layers, tied_embeddings)
+        chain = gpt_chain(
+            vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout
+        )
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
@@ -158,11 +165,13 @@ def gpt_chain(
     heads: int,
     layers: int,
     tied_embeddings: bool = False,
+    dropout: float = 0.0,
 ) -> Sequential:
     """The layers of a `GPT`.
 
     ``embedding``, ``position``, for each block ``block<i>_attention`` and ``block<i>_mlp``, then
-    ``norm`` and ``head``. Parameters and errors are those of `GPT`.
+    ``norm`` and ``head``; with dropout, ``dropout`` after ``position`` and last in each block.
+    Parameters and errors are those of `GPT`.
     """
     sizes = {
         "vocabulary_size": vocabulary_size,
@@ -182,36 +191,34 @@ def gpt_chain(
         "embedding": Embedding(vocabulary_size, width, normal(_STD)),
         "position": PositionalEmbedding(context_length, width, normal(_STD)),
     }
+    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
+    chain |= drop
     residual_std = _STD / math.sqrt(2 * layers) if layers else _STD
     for i in range(layers):
-        chain[f"block{i}_attention"] = _attention_block(width, heads, residual_std)
-        chain[f"block{i}_mlp"] = _mlp_block(width, residual_std)
+        chain[f"block{i}_attention"] = Residual(_attention(width, heads, residual_std) | drop)
+        chain[f"block{i}_mlp"] = Residual(_mlp(width, residual_std) | drop)
     chain["norm"] = LayerNorm(width)
     tied_to = "embedding.weight" if tied_embeddings else None
     chain["head"] = Linear(width, vocabulary_size, False, normal(_STD), tied_to)
     return Sequential(chain)
 
 
-def _attention_block(width: int, heads: int, residual_std: float) -> Residual:
-    return Residual(
-        {
-            "norm": LayerNorm(width),
-            "qkv": Linear(width, 3 * width, bias=False, initializer=normal(_STD)),
-            "core": CausalAttention(heads),
-            "projection": Linear(width, width, initializer=normal(residual_std)),
-        }
-    )
+def _attention(width: int, heads: int, residual_std: float) -> dict[str, Layer]:
+    return {
+        "norm": LayerNorm(width),
+        "qkv": Linear(width, 3 * width, bias=False, initializer=normal(_STD)),
+        "core": CausalAttention(heads),
+        "projection": Linear(width, width, initializer=normal(residual_std)),
+    }
 
 
-def _mlp_block(width: int, residual_std: float) -> Residual:
-    return Residual(
-        {
-            "norm": LayerNorm(width),
-            "expansion": Linear(width, 4 * width, initializer=normal(_STD)),
-            "gelu": GELU(),
-            "projection": Linear(4 * width, width, initializer=normal(residual_std)),
-        }
-    )
+def _mlp(width: int, residual_std: float) -> dict[str, Layer]:
+    return {
+        "norm": LayerNorm(width),
+        "expansion": Linear(width, 4 * width, initializer=normal(_STD)),
+        "gelu": GELU(),
+        "projection": Linear(4 * width, width, initializer=normal(residual_std)),
+    }
 
 
 def _draw(

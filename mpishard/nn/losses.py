@@ -2,20 +2,20 @@
 
 A loss gives the *sum* over what it counts and the *weight*, how many it counted; the mean is
 their quotient, taken once, after both were summed over everything that belongs to one step.
-
-Shape suffixes: N all leading dims taken together, V classes.
+Here are the losses of regression; those of classification are in `mpishard.nn.cross_entropy`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import ILossFunction
 from mpishard.nn.chunks import chunks
 
-__all__ = ["MSE", "CrossEntropy", "Loss"]
+__all__ = ["MAE", "MSE", "Huber", "Loss", "check_real_target"]
 
 
 class Loss(ILossFunction):
@@ -28,122 +28,130 @@ class Loss(ILossFunction):
     """
 
 
-class CrossEntropy(Loss):
-    """Negative log-likelihood of the target class under softmax of the logits.
+def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Array) -> None:
+    """Refuse targets of another shape than the prediction's: they are never broadcast.
 
-    For logits z and target c: log(sum_v exp(z_v)) - z_c, counted once for each target that is
-    not ignored (Bishop, "Pattern recognition and machine learning", 2006, eq. 4.108).
-
-    Parameters
-    ----------
-    ignore_index : int
-        Targets of this value count for nothing.
+    Raises
+    ------
+    TypeError
+        For what is no array, and for a dtype that is not of real numbers.
+    ValueError
+        Where the shapes differ.
     """
-
-    def __init__(self, ignore_index: int = -1) -> None:
-        self.ignore_index = ignore_index
-
-    def forward(
-        self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
-        """Logits of shape (..., V) against integer targets of shape (...).
-
-        Saves the gradient itself, which takes the exponentials that the loss needs anyway.
-        Errors are those of `check_target`.
-        """
-        xp = array_namespace(prediction)
-        self.check_target(prediction.shape, target)
-        logits_NV = prediction.reshape(-1, prediction.shape[-1])
-        target_N = target.reshape(-1)
-        counted_N = target_N != self.ignore_index
-        gradient = xp.empty_like(logits_NV) if training else None
-        total = 0.0
-        for rows in chunks(logits_NV):
-            logits, counted = logits_NV[rows], counted_N[rows]
-            index = (xp.arange(logits.shape[0]), xp.where(counted, target_N[rows], 0))
-            largest = logits.max(axis=-1, keepdims=True)
-            exponentials = xp.subtract(
-                logits, largest, out=None if gradient is None else gradient[rows]
-            )
-            chosen = exponentials[index]
-            xp.exp(exponentials, out=exponentials)
-            normalizer = exponentials.sum(axis=-1, keepdims=True)
-            losses = xp.log(normalizer[:, 0]) - chosen
-            total += float(xp.where(counted, losses, 0).sum(dtype=xp.float64))
-            if gradient is not None:
-                exponentials *= xp.where(counted[:, None], 1.0 / normalizer, 0)
-                exponentials[index] -= counted
-        saved = None if gradient is None else gradient.reshape(prediction.shape)
-        return total, float(counted_N.sum()), saved
-
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets that name no class.
-
-        Raises
-        ------
-        TypeError
-            For what is no array, and for any but an integer dtype.
-        ValueError
-            For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
-        """
-        array_namespace(target)
-        if not prediction_shape or target.shape != prediction_shape[:-1]:
-            raise ValueError(
-                "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
-                f"{prediction_shape} and {target.shape}"
-            )
-        if target.dtype.kind not in "iu":
-            raise TypeError(f"CrossEntropy takes integer targets, got an array of {target.dtype}")
-        classes = prediction_shape[-1]
-        wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
-        if wrong.any():
-            raise ValueError(
-                f"target {int(target[wrong][0])} is neither in [0, {classes}) nor "
-                f"the ignored {self.ignore_index}"
-            )
-
-    def backward(self, saved: Any) -> Array:
-        """softmax(z) minus the target's unit vector; 0 where the target is ignored."""
-        return saved
+    array_namespace(target)
+    if not prediction_shape or prediction_shape != target.shape:
+        is_column = prediction_shape == (*target.shape, 1)
+        raise ValueError(
+            f"{owner} needs prediction and target of one shape (N, ...), got {prediction_shape} "
+            f"and {target.shape}" + ("; y[..., None] has the shape" if is_column else "")
+        )
+    if target.dtype.kind not in "fiub":
+        raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
 
 
-class MSE(Loss):
-    """Squared error, averaged over the output dims and summed over the samples."""
+class _ErrorLoss(Loss):
+    """A function of prediction - target, averaged over output dims and summed over samples."""
+
+    @abstractmethod
+    def _sum(self, error: Array) -> float:
+        """The function summed over all elements, in float64. May overwrite none of them."""
+
+    @abstractmethod
+    def _differentiate(self, error: Array, outputs: int) -> None:
+        """Overwrite each element with the function's slope there, divided by ``outputs``."""
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
         """Prediction and target of one shape (N, ...); the weight is N.
 
-        Errors are those of `check_target`.
+        Saves the errors. Errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
         xp = array_namespace(prediction)
         outputs = math.prod(prediction.shape[1:])
-        error = xp.subtract(prediction, target, dtype=prediction.dtype, casting="same_kind")
-        total = float(xp.square(error).sum(dtype=xp.float64)) / outputs
-        return total, float(prediction.shape[0]), (error, outputs) if training else None
+        errors = xp.empty_like(prediction) if training else None
+        total = 0.0
+        for rows in chunks(prediction):
+            error = xp.subtract(
+                prediction[rows], target[rows], out=None if errors is None else errors[rows],
+                dtype=prediction.dtype, casting="same_kind",
+            )  # fmt: skip
+            total += self._sum(error)
+        return total / outputs, float(prediction.shape[0]), (errors, outputs) if training else None
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets of another shape: they are never broadcast.
-
-        Raises
-        ------
-        TypeError
-            For what is no array, and for a dtype that is not of real numbers.
-        ValueError
-            Where the shapes differ.
-        """
-        array_namespace(target)
-        if not prediction_shape or prediction_shape != target.shape:
-            raise ValueError(
-                "MSE needs prediction and target of one shape (N, ...), got "
-                f"{prediction_shape} and {target.shape}"
-            )
-        if target.dtype.kind not in "fiub":
-            raise TypeError(f"MSE takes real targets, got an array of {target.dtype}")
+        """Refuse targets as `check_real_target`: of another shape or not of real numbers."""
+        check_real_target(type(self).__name__, prediction_shape, target)
 
     def backward(self, saved: Any) -> Array:
-        """2 (prediction - target) / (number of output elements per sample)."""
-        error, outputs = saved
-        return error * (2.0 / outputs)
+        """The slope at each element over the number of output elements of a sample."""
+        errors, outputs = saved
+        self._differentiate(errors, outputs)
+        return errors
+
+
+class MSE(_ErrorLoss):
+    """Squared error, (prediction - target)^2.
+
+    It is averaged over the output dims and summed over the samples, each of which weighs 1.
+    """
+
+    def _sum(self, error: Array) -> float:
+        xp = array_namespace(error)
+        return float(xp.square(error).sum(dtype=xp.float64))
+
+    def _differentiate(self, error: Array, outputs: int) -> None:
+        error *= 2.0 / outputs
+
+
+class MAE(_ErrorLoss):
+    """Absolute error, abs(prediction - target), of which the slope at 0 is taken as 0.
+
+    It is averaged over the output dims and summed over the samples, each of which weighs 1.
+    """
+
+    def _sum(self, error: Array) -> float:
+        xp = array_namespace(error)
+        return float(xp.abs(error).sum(dtype=xp.float64))
+
+    def _differentiate(self, error: Array, outputs: int) -> None:
+        array_namespace(error).sign(error, out=error)
+        error *= 1.0 / outputs
+
+
+class Huber(_ErrorLoss):
+    """Squared for small errors, absolute for large ones, so that outliers count for less.
+
+    For an error e: e^2 / 2 where abs(e) <= delta, else delta (abs(e) - delta / 2): Huber, "Robust
+    estimation of a location parameter", Ann. Math. Statist. 35, 1964, eq. 6. It is averaged over
+    the output dims and summed over the samples, each of which weighs 1.
+
+    Parameters
+    ----------
+    delta : float
+        Where the parabola ends, in units of the target.
+
+    Raises
+    ------
+    ValueError
+        For a delta that is not positive and finite.
+    """
+
+    def __init__(self, delta: float = 1.0) -> None:
+        if not 0 < delta < math.inf:
+            raise ValueError(f"Huber needs a finite delta > 0, got {delta}")
+        self.delta = float(delta)
+
+    def _sum(self, error: Array) -> float:
+        # With s the size of e and c = min(s, delta), both branches are c (s - c / 2).
+        xp = array_namespace(error)
+        size = xp.abs(error)
+        clipped = xp.minimum(size, self.delta)
+        size -= 0.5 * clipped
+        size *= clipped
+        return float(size.sum(dtype=xp.float64))
+
+    def _differentiate(self, error: Array, outputs: int) -> None:
+        array_namespace(error).clip(error, -self.delta, self.delta, out=error)
+        error *= 1.0 / outputs

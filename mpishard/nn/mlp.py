@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from mpishard.devices import Device
-from mpishard.nn.activations import GELU, ReLU, Tanh
+from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.composites import Sequential
 from mpishard.nn.initializers import glorot_uniform, kaiming_uniform
 from mpishard.nn.layer import Initializer, Layer
@@ -18,7 +18,13 @@ from mpishard.nn.sizes import is_size
 
 __all__ = ["MLP", "mlp_chain"]
 
-_ACTIVATIONS: dict[str, Callable[[], Layer]] = {"gelu": GELU, "relu": ReLU, "tanh": Tanh}
+_ACTIVATIONS: dict[str, Callable[[], Layer]] = {
+    "gelu": GELU,
+    "relu": ReLU,
+    "sigmoid": Sigmoid,
+    "silu": SiLU,
+    "tanh": Tanh,
+}
 
 
 class MLP(Model):
@@ -29,7 +35,7 @@ class MLP(Model):
     sizes : sequence of int
         Sizes of the input, of each hidden layer, and of the output. Inputs have shape
         (B, sizes[0]), predictions (B, sizes[-1]).
-    activation : {"relu", "gelu", "tanh"}
+    activation : {"relu", "gelu", "silu", "sigmoid", "tanh"}
         What follows every linear layer but the last.
     seed : int
         Of the first parameters.
@@ -82,6 +88,6 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
 
 def _initializer(activation: str, inputs: int, outputs: int) -> Initializer:
     """What keeps the size of signals constant through layers with this activation."""
-    if activation == "tanh":
+    if activation in {"sigmoid", "tanh"}:
         return glorot_uniform(inputs, outputs)
     return kaiming_uniform(inputs)

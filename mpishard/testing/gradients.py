@@ -116,7 +116,8 @@ def check_layer_gradients(
 
     In float64, with perturbed first parameters and f = sum(r * y) for a random r: the gradient
     of the input and of every parameter; that input and parameters are left as they are; that
-    nothing is saved and the output is the same without ``training``; that gradients are added;
+    nothing is saved without ``training``, and that the output is then the same, or, of a layer
+    that `is_random`, the same in every pass of one context; that gradients are added;
     that `backward` and the two halves give the same bits, even where the caller overwrites the
     input's gradient between the halves; that `backward` without the input's gradient does, too.
 
@@ -153,8 +154,10 @@ def check_layer_gradients(
     r = generator.standard_normal((len(x), *layer.output_shape(x.shape[1:])))
     dx, gradients = _check_promises(layer, values, x, r)
 
+    context = Context(training=layer.is_random)
+
     def evaluate() -> float:
-        return float((r * layer.forward(_nested(values), x, Context(training=False))[0]).sum())
+        return float((r * layer.forward(_nested(values), x, context)[0]).sum())
 
     checker = _Checker(samples, seed)
     if x.dtype.kind == "f":
@@ -275,7 +278,11 @@ def _check_promises(
     _promise(y.shape == r.shape, "output_shape is not the output's")
     quiet, nothing = layer.forward(p, frozen_x, Context(training=False))
     _promise(nothing is None, "forward saved something without training")
-    _promise(np.array_equal(y, quiet), "the output depends on training")
+    if layer.is_random:
+        again, _ = layer.forward(p, frozen_x, Context())
+        _promise(np.array_equal(y, again), "the output differs between passes of one context")
+    else:
+        _promise(np.array_equal(y, quiet), "the output depends on training")
 
     whole = {name: np.zeros_like(value) for name, value in values.items()}
     dx = layer.backward(p, saved, r.copy(), _nested(whole))

@@ -23,7 +23,11 @@ from mpishard.nn import (
     PositionalEmbedding,
     ReLU,
     Residual,
+    RMSNorm,
     Sequential,
+    Sigmoid,
+    SiLU,
+    Softmax,
     Tanh,
 )
 from mpishard.nn.initializers import normal
@@ -56,6 +60,14 @@ def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
     return weight * (x - anp.mean(x, axis=-1, keepdims=True)) / anp.sqrt(variance + 1e-5) + bias
 
 
+def rms_norm(x: Any, weight: Any) -> Any:
+    return weight * x / anp.sqrt(anp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def softmax(x: Any) -> Any:
+    return anp.exp(x) / anp.sum(anp.exp(x), axis=-1, keepdims=True)
+
+
 def gelu(x: Any) -> Any:
     return x / 2 * (1 + anp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
@@ -85,6 +97,11 @@ CASES = {
     "relu": Case(ReLU(), (3, 5), lambda x: anp.where(x > 0, x, 0.0)),
     "gelu": Case(GELU(), (3, 5, 2), gelu),
     "tanh": Case(Tanh(), (3, 5), anp.tanh),
+    "sigmoid": Case(Sigmoid(), (3, 5), lambda x: 1 / (1 + anp.exp(-x))),
+    "silu": Case(SiLU(), (3, 5, 2), lambda x: x / (1 + anp.exp(-x))),
+    "softmax": Case(Softmax(), (2, 3, 5), softmax),
+    "softmax of one": Case(Softmax(), (3, 1), softmax),
+    "rms norm": Case(RMSNorm(7), (2, 3, 7), rms_norm),
     "attention": Case(CausalAttention(3), (2, 5, 18), lambda x: attention(x, 3)),
     "attention one head": Case(CausalAttention(1), (3, 4, 15), lambda x: attention(x, 1)),
     "attention one step": Case(CausalAttention(2), (2, 1, 6), lambda x: attention(x, 2)),
@@ -186,7 +203,11 @@ def test_a_batch_of_no_samples_adds_nothing(case: Case) -> None:
     [
         (GELU(), (3, 50_001)),
         (Tanh(), (3, 50_001)),
+        (Sigmoid(), (3, 50_001)),
+        (SiLU(), (3, 50_001)),
         (LayerNorm(33), (5000, 33)),
+        (RMSNorm(33), (5000, 33)),
+        (Softmax(), (5000, 33)),
         (CausalAttention(4), (3, 100, 24)),
         (CausalAttention(2), (2, 131, 12)),
         (CausalAttention(5), (1, 300, 30)),
@@ -217,6 +238,18 @@ def test_several_chunks_give_what_each_sample_gives_alone(
             np.testing.assert_allclose(dx_one, dx[one], rtol=1e-10, atol=1e-11)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(alone[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layer", [Sigmoid(), SiLU(), Softmax()])
+def test_exponentials_neither_overflow_nor_vanish(layer: Layer) -> None:
+    x = np.array([[-1e4, -40.0, 0.0, 40.0], [1e4, 1e4, -1e4, 0.0]])
+    y, saved = layer.forward({}, x, Context())
+    dx, _ = layer.backward_input({}, saved, np.ones_like(y))
+    assert np.isfinite(y).all()
+    assert np.isfinite(dx).all()
+    if not isinstance(layer, Softmax):
+        factor = -40.0 if isinstance(layer, SiLU) else 1.0
+        np.testing.assert_allclose(y[0, 1], factor * np.exp(-40.0), rtol=1e-13)
 
 
 @pytest.mark.parametrize(("length", "scale"), [(65, 1), (131, 1), (300, 1), (131, 7)])
@@ -353,6 +386,9 @@ def test_a_chain_spares_itself_the_gradient_of_its_input() -> None:
         (Linear(5, 3), (4,), r"last dim is 5, got sample shape \(4,\)"),
         (Linear(5, 3), (), r"\(\)"),
         (LayerNorm(5), (2, 4), r"last dim is 5, got sample shape \(2, 4\)"),
+        (RMSNorm(5), (2, 4), r"last dim is 5, got sample shape \(2, 4\)"),
+        (Softmax(), (), r"at least 1, got \(\)"),
+        (Softmax(), (3, 0), r"at least 1, got \(3, 0\)"),
         (PositionalEmbedding(6, 3), (7, 3), r"T <= 6, 3\), got \(7, 3\)"),
         (PositionalEmbedding(6, 3), (5, 4), r"got \(5, 4\)"),
         (CausalAttention(2), (5, 9), r"\(T, 6 \* K\), got \(5, 9\)"),
@@ -376,6 +412,8 @@ def test_shapes_that_do_not_fit_are_named(
         lambda: PositionalEmbedding(1, 0),
         lambda: LayerNorm(0),
         lambda: LayerNorm(3, epsilon=0.0),
+        lambda: RMSNorm(0),
+        lambda: RMSNorm(3, epsilon=0.0),
         lambda: CausalAttention(0),
         lambda: Linear(3.0, 3),
         lambda: Embedding(3, 2.0),

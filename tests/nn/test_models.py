@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from autograd import grad
 
-from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Linear, Model, Sequential
+from mpishard.nn import GPT, MLP, MSE, CrossEntropy, Huber, Linear, Model, Sequential
 from mpishard.testing.gradients import check_gradients
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
@@ -122,7 +122,10 @@ def test_gpt_in_float32_is_near_float64():
     np.testing.assert_allclose(gradient, exact_gradient, atol=1e-5)
 
 
-@pytest.mark.parametrize(("activation", "loss"), [("relu", None), ("gelu", MSE()), ("tanh", None)])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [("relu", None), ("gelu", MSE()), ("tanh", None), ("sigmoid", None), ("silu", Huber(0.5))],
+)
 def test_mlp_gradients(activation, loss):
     generator = np.random.default_rng(0)
     model = MLP([5, 7, 3, 2], activation, seed=1, loss=loss)
@@ -305,7 +308,7 @@ def test_gpt_refuses_sizes(arguments, message):
         (([5, 0, 2],), r"\[5, 0, 2\]"),
         (([3.0, 1],), r"all integers >= 1, got \[3\.0, 1\]"),
         ((["3", 1],), r"all integers >= 1, got \['3', 1\]"),
-        (([5, 2], "selu"), r"\['gelu', 'relu', 'tanh'\], got 'selu'"),
+        (([5, 2], "selu"), r"\['gelu', 'relu', 'sigmoid', 'silu', 'tanh'\], got 'selu'"),
     ],
 )
 def test_mlp_refuses_arguments(arguments, message):

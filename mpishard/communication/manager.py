@@ -1,0 +1,156 @@
+"""The backend of whoever asks, for code that is not handed one."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.errors import CommunicationError, NotInitializedError
+
+__all__ = ["CommunicationManager"]
+
+_backend: ContextVar[CommunicationBackend | None] = ContextVar("manager_backend", default=None)
+_REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class _WithState(type):
+    """What `CommunicationManager` answers without an object."""
+
+    @property
+    def is_initialized(cls) -> bool:
+        """Whether this rank has given a backend and not shut it down."""
+        return _backend.get() is not None
+
+
+class CommunicationManager(metaclass=_WithState):
+    """Collectives without an object: a facade over the backend that this rank has given.
+
+    The backend is kept in a context variable. A process under MPI has one; thread-ranks have one
+    each, and each gives its own; threads that a rank starts have none. ``is_initialized`` says
+    whether there is one. Other members raise `NotInitializedError`, a RuntimeError, before
+    `initialize`, and otherwise what the backend's own raise. Code that can be handed a backend
+    should be: it then works with any.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard import CommunicationManager, run_in_threads
+    >>> def body(backend):
+    ...     CommunicationManager.initialize(backend)
+    ...     return CommunicationManager.all_reduce(np.array([1.0])).tolist()
+    >>> run_in_threads(3, body)
+    [[3.0], [3.0], [3.0]]
+    """
+
+    @staticmethod
+    def initialize(backend: CommunicationBackend) -> None:
+        """Use ``backend`` from now on, which is initialised if it is not.
+
+        Raises
+        ------
+        TypeError
+            For None, or what is no `CommunicationBackend`.
+        CommunicationError
+            Where this rank has given one already: a RuntimeError.
+        """
+        if not isinstance(backend, CommunicationBackend):
+            raise TypeError(
+                f"backend must be a CommunicationBackend, got {type(backend).__name__}; "
+                "mpishard.init() returns one"
+            )
+        if _backend.get() is not None:
+            raise CommunicationError(
+                "the CommunicationManager has a backend already; shutdown() lets it go"
+            )
+        backend.initialize()
+        _backend.set(backend)
+
+    @staticmethod
+    def shutdown() -> None:
+        """Shut the backend down and let it go. Idempotent."""
+        backend = _backend.get()
+        if backend is not None:
+            _backend.set(None)
+            backend.shutdown()
+
+    @staticmethod
+    def get_rank() -> int:
+        """The rank of this process or thread."""
+        return _ours().rank
+
+    @staticmethod
+    def get_world_size() -> int:
+        """Number of ranks."""
+        return _ours().world_size
+
+    @staticmethod
+    def barrier() -> None:
+        """Wait until every rank is here."""
+        _ours().barrier()
+
+    @staticmethod
+    def all_reduce(array: Array, operation: ReductionOperation = ReductionOperation.SUM) -> Array:
+        """Combine every rank's array, in place; see `CommunicationBackend.all_reduce`.
+
+        Raises
+        ------
+        NotImplementedError
+            For a dtype other than float32 and float64, as the mirrored hierarchy has it; the
+            backend itself takes more.
+        """
+        backend = _ours()
+        _check_dtype(array)
+        return backend.all_reduce(array, operation)
+
+    @staticmethod
+    def reduce_scatter(
+        array: Array, operation: ReductionOperation = ReductionOperation.SUM
+    ) -> Array:
+        """The piece of this rank of the combination; see `CommunicationBackend.reduce_scatter`.
+
+        Raises
+        ------
+        NotImplementedError
+            As `all_reduce`.
+        """
+        backend = _ours()
+        _check_dtype(array)
+        return backend.reduce_scatter(array, operation)
+
+    @staticmethod
+    def all_gather(array: Array) -> Array:
+        """All ranks' arrays, end to end in rank order."""
+        return _ours().all_gather(array)
+
+    @staticmethod
+    def broadcast(array: Array | None, root: int = 0) -> Array:
+        """The root's array; ValueError for a root outside the world."""
+        return _ours().broadcast(array, root)
+
+    @staticmethod
+    def scatter(array: Array | None, root: int = 0) -> Array:
+        """The piece of this rank of the root's array; ValueError for a root outside the world."""
+        return _ours().scatter(array, root)
+
+
+def _ours() -> CommunicationBackend:
+    backend = _backend.get()
+    if backend is None:
+        raise NotInitializedError(
+            "the CommunicationManager has no backend here; call "
+            "CommunicationManager.initialize(backend) on every rank, each with its own"
+        )
+    return backend
+
+
+def _check_dtype(array: Array) -> None:
+    array_namespace(array)
+    if array.dtype not in _REDUCIBLE:
+        raise NotImplementedError(
+            f"the CommunicationManager reduces float32 and float64, got {array.dtype}; the "
+            "backend's own all_reduce and reduce_scatter take other dtypes"
+        )
