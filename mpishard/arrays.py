@@ -14,6 +14,7 @@ import numpy as np
 
 __all__ = [
     "Array",
+    "address",
     "array_namespace",
     "beside",
     "chunk_length",
@@ -62,6 +63,11 @@ def to_device(array: np.ndarray[Any, Any]) -> Array:
     copy = cupy.empty(array.shape, array.dtype)
     copy.set(array)
     return copy
+
+
+def address(array: Array) -> int:
+    """Where ``array`` begins, in host or GPU memory."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def beside(array: Array, other: Array) -> Array:

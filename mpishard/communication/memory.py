@@ -14,10 +14,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace, beside, copy_into, is_device_array, synchronize
+from mpishard.arrays import (
+    Array,
+    address,
+    array_namespace,
+    beside,
+    copy_into,
+    is_device_array,
+    synchronize,
+)
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
@@ -278,7 +284,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         assert call.operation is not None
         xp = array_namespace(array)
         # Of this rank's array the others read all but its own piece.
-        overlaps = xp.may_share_memory(array, out) and _address(array[mine]) != _address(out)
+        overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
         piece = xp.empty(out.size, out.dtype) if overlaps else out
         near = [beside(a[mine].reshape(-1), array) for a in arrays]
         self._reducer.reduce(near, call.operation, piece.reshape(-1))
@@ -310,7 +316,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             start += other.shape[0]
             if out_is_shared and nodes.agent(rank) != self._rank:
                 continue  # another rank of this node writes it
-            if other is not array or _address(part) != _address(array):
+            if other is not array or address(part) != address(array):
                 copy_into(part, other)
         yield from self._exchange(call, None, target)
         if askew:
@@ -451,8 +457,4 @@ def _finish(arrays: Sequence[Array]) -> None:
 def _overlap_askew(array: Array, out: Array, part: Array) -> bool:
     """Whether ``array`` lies in ``out``, and not just where its ``part`` of it is."""
     overlap = bool(array_namespace(out).may_share_memory(array, out))
-    return overlap and _address(array) != _address(part)
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+    return overlap and address(array) != address(part)
