@@ -7,10 +7,12 @@ the kernel), N = S times the samples of one chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.columns import WindowColumns
 from mpishard.nn.initializers import kaiming_uniform, zeros
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
@@ -70,6 +72,8 @@ class Conv2D(Layer):
     6090
     """
 
+    category = LayerCategory.CONVOLUTION
+
     def __init__(
         self,
         inputs: int,
@@ -109,6 +113,11 @@ class Conv2D(Layer):
                 f"({self.inputs}, H, W), got {input_shape}"
             )
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 K for each element of the output, those of the product."""
+        window = math.prod(self._parameters["weight"].shape[1:])
+        return 2 * window * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """x_BCHW -> y_BOPQ; saves x itself."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 
@@ -42,6 +43,8 @@ class Dropout(Layer):
     ValueError
         For a rate outside [0, 1).
     """
+
+    category = LayerCategory.REGULARIZATION
 
     def __init__(self, rate: float) -> None:
         if not 0 <= rate < 1:

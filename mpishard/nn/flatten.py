@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mpishard.arrays import Array
+from mpishard.contracts import LayerCategory
 from mpishard.nn.layer import Context, Layer, Parameters
 
 __all__ = ["Flatten"]
@@ -14,9 +15,15 @@ __all__ = ["Flatten"]
 class Flatten(Layer):
     """Each sample's dims as one, in C order: (d1, d2, ...) -> (d1 d2 ...,)."""
 
+    category = LayerCategory.RESHAPE
+
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The product of the dims; a sample that is one number becomes a vector of one."""
         return (math.prod(input_shape),)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """0: nothing is computed."""
+        return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """A view of x where its memory allows; saves x's shape."""

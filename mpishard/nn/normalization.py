@@ -145,6 +145,8 @@ class RMSNorm(Layer):
         For a width that is no integer >= 1 or an epsilon that is not positive.
     """
 
+    category = LayerCategory.NORMALIZATION
+
     def __init__(self, width: int, epsilon: float = 1e-6) -> None:
         check_sizes("RMSNorm", width=width)
         if not epsilon > 0:
@@ -165,6 +167,10 @@ class RMSNorm(Layer):
                 f"got sample shape {input_shape}"
             )
         return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """4 for each element: two for the mean square, one to normalise and one to scale."""
+        return 4 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D); saves x and the inverse root mean squares."""

@@ -6,11 +6,13 @@ windows.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 from mpishard.nn.windows import Pair, Windows, size_pair
@@ -38,6 +40,8 @@ class MaxPool2D(Layer):
         For a kernel or stride that is no integer >= 1 and no pair of them.
     """
 
+    category = LayerCategory.POOLING
+
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None) -> None:
         size = size_pair("MaxPool2D", "kernel", kernel)
         step = size if stride is None else size_pair("MaxPool2D", "stride", stride)
@@ -48,6 +52,10 @@ class MaxPool2D(Layer):
         if len(input_shape) != 3 or input_shape[0] == 0:
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """A comparison for each element of each window."""
+        return math.prod(self.windows.kernel) * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """x_BCHW -> y_BCPQ; saves x's shape and, in as few bytes as will do, where y was."""

@@ -4,7 +4,8 @@ They are written from the definitions, at once and without blocks or buffers, an
 with the layers: that a graph gives what the layers give says something about both.
 
 Each operation has a rule for the shape of its output, in which None is a size that is not known
-before it runs. Shape suffixes: B batch, T time, D width, H heads, K head size.
+before it runs. Shape suffixes: B batch, T time, D width, H heads, K head size; of images
+C and O channels, H rows and W columns, P rows and Q columns of windows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mpishard.arrays import Array
 __all__ = ["PRIMITIVES", "Primitive", "Shape"]
 
 Shape = tuple[int | None, ...]
+_Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,16 @@ def tanh(x: Array) -> Array:
 
 
 @_primitive(_same)
+def sigmoid(x: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -x))  # overflows nowhere
+
+
+@_primitive(_same)
+def silu(x: Array) -> Array:
+    return x * np.exp(-np.logaddexp(0, -x))
+
+
+@_primitive(_same)
 def gelu(x: Array) -> Array:
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -114,6 +126,17 @@ def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array
 
 
 @_primitive(_same)
+def rms_norm(x: Array, weight: Array, *, epsilon: float) -> Array:
+    return weight * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
+
+
+@_primitive(_same)
+def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
+    """0 in these elements of the last dim, whatever stood there."""
+    return np.where(np.isin(np.arange(x.shape[-1]), columns), 0, x)
+
+
+@_primitive(_same)
 def softmax(x: Array) -> Array:
     exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
@@ -149,3 +172,55 @@ def merge_heads(y: Array) -> Array:
     """From (B, H, T, K) to (B, T, H K)."""
     batch, heads, length, size = y.shape
     return np.moveaxis(y, 1, 2).reshape(batch, length, heads * size)
+
+
+# ----------------------------------------------------------------------------------------- images
+
+
+def _flat(x: Shape) -> Shape:
+    sizes = [size for size in x[1:] if size is not None]
+    return (x[0], math.prod(sizes) if len(sizes) == len(x) - 1 else None)
+
+
+@_primitive(_flat)
+def flatten(x: Array) -> Array:
+    """From (B, ...) to (B, product of the rest)."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def _window_counts(
+    sizes: Shape, kernel: _Pair, stride: _Pair, padding: _Pair = (0, 0)
+) -> tuple[int | None, ...]:
+    return tuple(
+        None if n is None else (n + 2 * pad - size) // step + 1
+        for n, size, step, pad in zip(sizes, kernel, stride, padding, strict=True)
+    )
+
+
+def _windows(x: Array, kernel: _Pair, stride: _Pair) -> Array:
+    """Every window of x_BCHW, of shape (B, C, P, Q, rows, columns)."""
+    views = np.lib.stride_tricks.sliding_window_view(x, kernel, axis=(2, 3))
+    return views[:, :, :: stride[0], :: stride[1]]
+
+
+@_primitive(lambda x, w, *, stride, padding: (
+    x[0], w[0], *_window_counts(x[2:], w[2:], stride, padding)
+))  # fmt: skip
+def convolve(x: Array, weight: Array, *, stride: _Pair, padding: _Pair) -> Array:
+    """Cross-correlation of x_BCHW with kernels of shape (O, C, rows, columns)."""
+    (top, left), pads = padding, ((0, 0), (0, 0))
+    padded = np.pad(x, (*pads, (top, top), (left, left)))
+    windows = _windows(padded, weight.shape[2:], stride)
+    return np.einsum("bcpqij,ocij->bopq", windows, weight, optimize=True)
+
+
+@_primitive(lambda x, bias: x)
+def add_by_channel(x: Array, bias: Array) -> Array:
+    """A number for each channel added to x_BC...."""
+    return x + bias.reshape(-1, *(1,) * (x.ndim - 2))
+
+
+@_primitive(lambda x, *, kernel, stride: (*x[:2], *_window_counts(x[2:], kernel, stride)))
+def max_pool(x: Array, *, kernel: _Pair, stride: _Pair) -> Array:
+    """The largest element of each window of x_BCHW."""
+    return _windows(x, kernel, stride).max(axis=(-2, -1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 
@@ -17,6 +18,8 @@ class Softmax(Layer):
     Bishop, "Pattern recognition and machine learning", 2006, eq. 4.62. It has no parameters. A
     classifier that is trained with `CrossEntropy` needs none: that loss takes logits.
     """
+
+    category = LayerCategory.ACTIVATION
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The input's shape, of which the last dim must not be empty."""

@@ -7,15 +7,21 @@ from typing import Any
 
 from mpishard.arrays import Array
 from mpishard.contracts import DynamicShapeInfo
-from mpishard.nn.activations import GELU, ReLU, Tanh
+from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.attention import CausalAttention
 from mpishard.nn.composites import Residual, Sequential
+from mpishard.nn.convolution import Conv2D
+from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.feature_linear import FeatureLinear
+from mpishard.nn.flatten import Flatten
 from mpishard.nn.graph import ComputationNode
 from mpishard.nn.layer import Layer
 from mpishard.nn.linear import Linear
-from mpishard.nn.normalization import LayerNorm
+from mpishard.nn.normalization import LayerNorm, RMSNorm
+from mpishard.nn.pooling import MaxPool2D
 from mpishard.nn.primitives import PRIMITIVES
+from mpishard.nn.softmax import Softmax
 from mpishard.nn.structure import dynamic_shapes
 from mpishard.sharding import ParameterTable
 
@@ -130,6 +136,25 @@ def _linear(layer: Linear, p: _Constants, x: ComputationNode) -> ComputationNode
     return _apply("add", y, p["bias"]) if layer.bias else y
 
 
+def _feature_linear(layer: FeatureLinear, p: _Constants, x: ComputationNode) -> ComputationNode:
+    columns = tuple(sorted(set(range(layer.inputs)) - set(layer.active)))
+    return _linear(layer, p, _apply("zero_columns", x, columns=columns) if columns else x)
+
+
+def _convolution(layer: Conv2D, p: _Constants, x: ComputationNode) -> ComputationNode:
+    windows = layer.windows
+    y = _apply("convolve", x, p["weight"], stride=windows.stride, padding=windows.padding)
+    return _apply("add_by_channel", y, p["bias"]) if layer.bias else y
+
+
+def _max_pool(layer: MaxPool2D, _: _Constants, x: ComputationNode) -> ComputationNode:
+    return _apply("max_pool", x, kernel=layer.windows.kernel, stride=layer.windows.stride)
+
+
+def _rms_norm(layer: RMSNorm, p: _Constants, x: ComputationNode) -> ComputationNode:
+    return _apply("rms_norm", x, p["weight"], epsilon=layer.epsilon)
+
+
 def _embedding(_: Embedding, p: _Constants, x: ComputationNode) -> ComputationNode:
     return _apply("take_rows", p["weight"], x)
 
@@ -154,11 +179,20 @@ _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
 }
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     CausalAttention: _attention,
+    Conv2D: _convolution,
+    Dropout: lambda layer, p, x: x,  # predictions drop nothing
     Embedding: _embedding,
+    FeatureLinear: _feature_linear,
+    Flatten: lambda layer, p, x: _apply("flatten", x),
     GELU: lambda layer, p, x: _apply("gelu", x),
     LayerNorm: _layer_norm,
     Linear: _linear,
+    MaxPool2D: _max_pool,
     PositionalEmbedding: _position,
+    RMSNorm: _rms_norm,
     ReLU: lambda layer, p, x: _apply("relu", x),
+    SiLU: lambda layer, p, x: _apply("silu", x),
+    Sigmoid: lambda layer, p, x: _apply("sigmoid", x),
+    Softmax: lambda layer, p, x: _apply("softmax", x),
     Tanh: lambda layer, p, x: _apply("tanh", x),
 }

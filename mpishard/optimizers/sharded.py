@@ -280,10 +280,10 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
                 "reset() to forget the state"
             )
         entries = model.parameter_entries
-        names = [entry.name for entry in entries]
-        check_patterns(self._optimizer.parameter_options, names)
-        self._frozen = self._optimizer.frozen_names(names) | {
-            entry.name for entry in entries if not entry.trainable
+        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        self._frozen = self._optimizer.frozen_names(trainable) | {
+            e.name for e in entries if not e.trainable
         }
         if self._awaiting is not None:
             self._require_fit(self._awaiting, model)
@@ -320,6 +320,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             raise TypeError(
                 f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
             )
+        if self._optimizer.algorithm_options is not None:
+            input_data = self._optimizer.algorithm_options.applied(input_data)
         input_data.check()
         model = input_data.model
         if not isinstance(model, ShardedModelBase):

@@ -1,5 +1,7 @@
 """A function as a model: what it takes, and what it says to a function that is none."""
 
+import io
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,60 @@ def test_files_go_round_and_fit_sharded_models(tmp_path):
         one = model()
         take(one)
         assert one.get_parameters().tolist() == [3, 4, 5]
+
+
+def test_the_family():
+    one = model(predict=lambda theta, x: x @ theta)
+    assert isinstance(one, ms.contracts.IFullModel)
+    metadata = one.get_model_metadata()
+    assert (metadata.name, metadata.model_type) == ("FunctionModel", "FunctionModel")
+    assert metadata.description == "fun(theta, x, y) of 3 parameters"
+    assert metadata.complexity == one.parameter_count == 3
+    assert metadata.properties == {"ParameterCount": 3, "DType": "float64"}
+    assert one.default_loss_function is None
+    assert one.supports_parameter_initialization
+    assert (one.get_input_shape(), one.get_output_shape()) == ([], [])
+    with one as same:
+        assert same is one
+
+
+def test_a_clone_shares_and_a_deep_copy_does_not():
+    one = model()
+    shared, own, new = one.clone(), one.deep_copy(), one.with_parameters(np.full(3, 9.0))
+    one.set_parameters(np.zeros(3))
+    one.apply_gradients(np.ones(3), 0.5)
+    assert shared.get_parameters().tolist() == [-0.5, -0.5, -0.5]
+    assert own.get_parameters().tolist() == [1, -1, 0.5]
+    assert new.get_parameters().tolist() == [9, 9, 9]
+    own.set_parameter_chunks([np.array([1.0]), np.array([2.0, 3.0])])
+    assert next(own.get_parameter_chunks()).tolist() == [1, 2, 3]
+
+
+def test_streams_go_round():
+    stream = io.BytesIO()
+    model().with_parameters(np.full(3, 9.0)).save_state(stream)
+    stream.seek(0)
+    one = model()
+    one.load_state(stream)
+    assert one.get_parameters().tolist() == [9, 9, 9]
+
+
+def test_what_it_refuses_changes_nothing():
+    one = model()
+    for take in (
+        one.set_parameters,
+        one.with_parameters,
+        lambda v: one.apply_gradients(v, 0.1),
+    ):
+        with pytest.raises(ValueError, match="expected 3 parameters"):
+            take(np.ones(1))
+        with pytest.raises(TypeError, match="NumPy or CuPy array"):
+            take(None)
+    with pytest.raises(ValueError, match="pass no loss_function"):
+        one.compute_gradients(*data(), ms.nn.MSE())
+    with pytest.raises(FileNotFoundError):
+        one.load_model("nowhere")
+    assert one.get_parameters().tolist() == [1, -1, 0.5]
 
 
 @pytest.mark.parametrize(
