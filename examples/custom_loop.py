@@ -64,6 +64,7 @@ def main(backend, arguments):
     with added.unsharded(root=0) as plain:
         if plain is not None:
             plot(arguments.output / "loop.png", plain, losses, losses_added)
+    return losses_added[-1], accuracy, apart
 
 
 def plot(path, plain, losses, losses_added):
