@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The batch script, with stand-ins for SLURM's programs; docs/slurm.md says what was tried."""
-=======
-"""The batch script, with stand-ins for SLURM's programs; docs/slurm.md: what was tried for real."""
->>>>>>> docs
 
 import os
 import shutil
