@@ -102,9 +102,10 @@ class Manifest:
                     f"it ends at {position}"
                 )
             position = entry.stop
-        if PARAMETERS not in self.arrays:
+        # An optimizer's state alone says that there is no model with it.
+        if PARAMETERS not in self.arrays and self.metadata.get("model", "") is not None:
             raise CheckpointError(f"there are no {PARAMETERS} among the arrays {[*self.arrays]}")
-        if self.arrays[PARAMETERS].dtype != self.dtype:
+        if PARAMETERS in self.arrays and self.arrays[PARAMETERS].dtype != self.dtype:
             raise CheckpointError(
                 f"the model's dtype is {self.dtype.name}, its parameters came as "
                 f"{self.arrays[PARAMETERS].dtype.name}"

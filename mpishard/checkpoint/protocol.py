@@ -21,8 +21,9 @@ __all__ = [
 Pieces = Mapping[str, Sequence[tuple[int, Array]]]
 """Kind -> (flat start, 1-D array) of each piece.
 
-A kind is ``"parameters"`` or ``"optimizer/<state name>"``; each is a vector as long as the flat
-vector of parameters. The kinds are the same on every rank, also where a rank has no piece.
+A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; each is a vector
+as long as the flat vector of parameters. The kinds are the same on every rank, also where a rank
+has no piece.
 """
 
 

@@ -95,7 +95,7 @@ class CheckpointReader:
         Parameters
         ----------
         kind : str
-            ``"parameters"`` or ``"optimizer/<state name>"``.
+            One of `kinds`.
         start : int
             First element.
         out : Array

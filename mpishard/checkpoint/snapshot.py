@@ -12,9 +12,7 @@ from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.writer import write_checkpoint
 from mpishard.errors import CheckpointError
 
-__all__ = ["load", "save"]
-
-_OPTIMIZER = "optimizer/"
+__all__ = ["load", "load_states", "save", "save_states"]
 
 
 def save(
@@ -22,6 +20,7 @@ def save(
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
     *,
+    training: CheckpointState | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a model, with its optimizer if given. Collective.
@@ -34,6 +33,8 @@ def save(
         Whose parameters to save.
     optimizer : CheckpointableOptimizer, optional
         Whose state to save beside them.
+    training : CheckpointState, optional
+        What a training loop holds along the flat vector; its kinds are ``"training/<name>"``.
     metadata : mapping, optional
         Anything that JSON can hold; `load` returns it. Rank 0's counts.
 
@@ -42,17 +43,38 @@ def save(
     ValueError, TypeError, CheckpointError
         As `write_checkpoint`, on every rank; what was at ``path`` is then as it was.
     """
+    with together(model.checkpoint_backend):
+        states = _states(model, optimizer, training)
+    save_states(path, model, states, metadata=metadata)
+
+
+def save_states(
+    path: str | os.PathLike[str],
+    model: Checkpointable,
+    states: Mapping[str, CheckpointState],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """As `save`, for some of what there is of ``model``. Collective.
+
+    Parameters
+    ----------
+    path : path
+        The directory to make or replace.
+    model : Checkpointable
+        Whose parameters the states belong to; they are saved only as one of ``states``.
+    states : mapping of str to CheckpointState
+        "model", "optimizer", "training" -> what to save.
+    metadata : mapping, optional
+        As for `save`.
+    """
     backend = model.checkpoint_backend
     with together(backend):
-        view = None if optimizer is None else optimizer.checkpoint_view(model)
-        arrays = dict(model.arrays_to_write())
-        if view is not None:
-            arrays |= view.arrays_to_write()
-        document = {
-            "model": dict(model.checkpoint_metadata()),
-            "optimizer": None if view is None else dict(view.checkpoint_metadata()),
-            "user": dict(metadata or {}),
-        }
+        arrays: dict[str, Any] = {}
+        document: dict[str, Any] = {"model": None, "optimizer": None, "user": dict(metadata or {})}
+        for name, state in states.items():
+            arrays |= state.arrays_to_write()
+            document[name] = dict(state.checkpoint_metadata())
         parameters, dtype = model.checkpoint_parameters(), model.checkpoint_dtype
     write_checkpoint(path, backend, parameters, dtype, arrays, document)
 
@@ -61,6 +83,8 @@ def load(
     path: str | os.PathLike[str],
     model: Checkpointable,
     optimizer: CheckpointableOptimizer | None = None,
+    *,
+    training: CheckpointState | None = None,
 ) -> dict[str, Any]:
     """Restore a model, and its optimizer if given, from any world size. Collective.
 
@@ -74,6 +98,8 @@ def load(
         The same parameters as were saved, under any strategy.
     optimizer : CheckpointableOptimizer, optional
         Its rule must have the state that was saved.
+    training : CheckpointState, optional
+        As was saved.
 
     Returns
     -------
@@ -88,12 +114,27 @@ def load(
         Where it is torn, or does not fit the model or the optimizer. All ranks raise what one
         of them raises.
     """
+    with together(model.checkpoint_backend):
+        states = _states(model, optimizer, training)
+    return load_states(path, model, states)
+
+
+def load_states(
+    path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
+) -> dict[str, Any]:
+    """As `load`, for some of what was saved of ``model``. Collective.
+
+    Parameters
+    ----------
+    path : path
+        The directory.
+    model : Checkpointable
+        Whose parameters the checkpoint must be of; they are restored only as one of ``states``.
+    states : mapping of str to CheckpointState
+        "model", "optimizer", "training" -> what to restore.
+    """
     backend = model.checkpoint_backend
     with together(backend):
-        view = None if optimizer is None else optimizer.checkpoint_view(model)
-        states: dict[str, CheckpointState] = {"model": model}
-        if view is not None:
-            states["optimizer"] = view
         reader = CheckpointReader(path)
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         wanted = {name: state.arrays_to_read() for name, state in states.items()}
@@ -110,11 +151,33 @@ def load(
         return dict(reader.metadata["user"])
 
 
+def _states(
+    model: Checkpointable,
+    optimizer: CheckpointableOptimizer | None,
+    training: CheckpointState | None,
+) -> dict[str, CheckpointState]:
+    states: dict[str, CheckpointState] = {"model": model}
+    if optimizer is not None:
+        states["optimizer"] = optimizer.checkpoint_view(model)
+    if training is not None:
+        states["training"] = training
+    return states
+
+
+_ARTICLES = {"model": "a model", "optimizer": "an optimizer", "training": "a training loop"}
+
+
+def _owner(kind: str) -> str:
+    """Which of a checkpoint's states a kind belongs to."""
+    name, slash, _ = kind.partition("/")
+    return name if slash else "model"
+
+
 def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) -> None:
     """Refuse a state that is not the one that was saved."""
     if not isinstance(reader.metadata.get(name), Mapping):
-        raise CheckpointError(f"the checkpoint {reader.path} was saved without an {name}")
-    held = {kind for kind in reader.kinds if kind.startswith(_OPTIMIZER) == (name == "optimizer")}
+        raise CheckpointError(f"the checkpoint {reader.path} was saved without {_ARTICLES[name]}")
+    held = {kind for kind in reader.kinds if _owner(kind) == name}
     if held != set(pieces):
         raise CheckpointError(
             f"the checkpoint {reader.path} holds {sorted(held)} of the {name}, which needs "

@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run`` and ``mpishard bench``."""
+"""The command line: ``mpishard run``, ``verify`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from mpishard.cli.bench import bench
 from mpishard.cli.run import run
+from mpishard.cli.verify import verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command(
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
 )(run)
+app.command()(verify)
 app.add_typer(bench, name="bench")
 
 

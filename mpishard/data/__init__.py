@@ -1,7 +1,8 @@
 """Data sets, and the order in which their samples are seen."""
 
 from mpishard.data.dataset import check_dataset, take
+from mpishard.data.local_sampler import LocalBatchSampler
 from mpishard.data.sampler import GlobalBatchSampler
 from mpishard.data.windows import TokenWindows
 
-__all__ = ["GlobalBatchSampler", "TokenWindows", "check_dataset", "take"]
+__all__ = ["GlobalBatchSampler", "LocalBatchSampler", "TokenWindows", "check_dataset", "take"]

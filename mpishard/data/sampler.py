@@ -10,9 +10,24 @@ import numpy as np
 
 from mpishard.layout import ShardLayout
 
-__all__ = ["GlobalBatchSampler"]
+__all__ = ["GlobalBatchSampler", "Indices", "order_of"]
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
+    """The numbers from 0 to ``length`` in the order that ``name`` stands for, read-only.
+
+    A Fisher-Yates shuffle by a counter-based Philox generator (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011) whose key is a hash of the name; with ``shuffle=False``
+    as they come.
+    """
+    order: Indices = np.arange(length, dtype=np.int64)
+    if shuffle:
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+        np.random.Generator(np.random.Philox(key=key)).shuffle(order)
+    order.flags.writeable = False
+    return order
 
 
 @dataclass(frozen=True)
@@ -43,9 +58,8 @@ class GlobalBatchSampler:
 
     Notes
     -----
-    An instance holds one epoch's order, 8 bytes a sample. The order is a Fisher-Yates shuffle
-    by a counter-based Philox generator (Salmon et al., "Parallel random numbers: as easy as
-    1, 2, 3", SC 2011) whose key is a hash of seed and epoch.
+    An instance holds one epoch's order, 8 bytes a sample: that of `order_of`, named by seed and
+    epoch.
 
     Examples
     --------
@@ -141,16 +155,7 @@ class GlobalBatchSampler:
         for known, order in self._last:
             if known == epoch:
                 return order
-        order = self._draw(epoch)
+        name = f"{int(self.seed)}/sample order/{int(epoch)}"
+        order = order_of(self.length, name, shuffle=self.shuffle)
         self._last[:] = [(epoch, order)]
-        return order
-
-    def _draw(self, epoch: int) -> Indices:
-        order: Indices = np.arange(self.length, dtype=np.int64)
-        if self.shuffle:
-            text = f"{int(self.seed)}/sample order/{int(epoch)}"
-            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            key = int.from_bytes(digest, "little")
-            np.random.Generator(np.random.Philox(key=key)).shuffle(order)
-        order.flags.writeable = False
         return order

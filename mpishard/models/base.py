@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
@@ -15,7 +14,6 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
-    ILayeredModel,
     ILossFunction,
     IShardedModel,
     ModelMetadata,
@@ -24,24 +22,27 @@ from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.policy import Policy
+from mpishard.models.shards import Shards
 from mpishard.models.step import StepReport, Update
+from mpishard.models.wrapped import WrappedMembers
 from mpishard.models.wrapping import (
     build_engine,
     claim,
     deal,
     disclaim,
+    is_claimed_by,
     program_of,
     require_same_on_all_ranks,
 )
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
+from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
 __all__ = ["ShardedModelBase"]
 
 _log = logging.getLogger("mpishard")
 
 
-class ShardedModelBase(ShardedModelFiles, IShardedModel):
+class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
     Life cycle. Construction is collective: rank 0's first values are dealt to the ranks, unit by
@@ -82,7 +83,6 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         self._wrapped_model = wrapped_model
         self._config = config
         self._said_train = False
-        self._remembered: tuple[weakref.ref[Any], int] | None = None
         self.backend.initialize()
         self._on_before_initialize_sharding()
         self._initialize_sharding()
@@ -95,15 +95,17 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         program = program_of(self._wrapped_model, self._config)
         claim(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
-        self._engine = build_engine(program, self.policy, self._config, self.default_loss_function)
-        deal(self._engine)
+        self._engine: Engine | None = build_engine(
+            program, self.policy, self._config, self.default_loss_function
+        )
+        deal(self.engine)
         self._take_over()
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
         name = type(self).__name__
-        store = self._engine.parameters
-        reason = self._engine.program.take_over(store, f"a {name}")
+        store = self.engine.parameters
+        reason = self.engine.program.take_over(store, f"a {name}")
         self._is_once_per_node = store.once_per_node and reason is None
         if reason is not None and self.policy.shards_parameters and self.rank == 0:
             _log.warning(
@@ -137,104 +139,48 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
     @property
     def engine(self) -> Engine:
         """The one way in which the parameters change."""
+        if self._engine is None:
+            raise ShardingError(f"this {type(self).__name__} is closed")
         return self._engine
 
     @property
     def memory(self) -> MemoryLedger:
         """Bytes that this rank holds for this model, by category."""
-        return self._engine.holdings.ledger
+        return self.engine.holdings.ledger
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """What is gathered and reduced as one."""
-        return self._engine.program.units
+        return self.engine.program.units
 
     @property
     def parameter_entries(self) -> tuple[ParameterEntry, ...]:
         """Name, shape and start of each parameter; of a black box one, called "parameters"."""
-        return self._engine.program.entries
+        return self.engine.program.entries
 
     @property
     def parameter_count(self) -> int:
-        return self._engine.program.length
-
-    @property
-    def default_loss_function(self) -> ILossFunction | None:
-        return getattr(self._wrapped_model, "default_loss_function", None)
-
-    @property
-    def local_parameter_shard(self) -> Array:
-        """A copy of what this rank holds, its pieces end to end; all where replicated."""
-        return np.concatenate(self._engine.parameters.owned(self._held_pieces))
-
-    @property
-    def _held_pieces(self) -> tuple[Piece, ...]:
-        return self._engine.holdings.pieces(sharded=self._engine.policy.shards_parameters)
-
-    # What subclasses know of a rank's shard.
-
-    @property
-    def _local_shard(self) -> Array:
-        return self.local_parameter_shard
-
-    @property
-    def _shard_start_index(self) -> int:
-        return self._only_range[0]
-
-    @property
-    def _shard_size(self) -> int:
-        start, stop = self._only_range
-        return stop - start
-
-    @property
-    def _only_range(self) -> tuple[int, int]:
-        ranges = self.owned_ranges
-        if len(ranges) > 1:
-            raise ShardingError(
-                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
-                "and size: owned_ranges lists them"
-            )
-        return ranges[0]
-
-    @property
-    def _cached_full_parameters(self) -> Array | None:
-        """What was gathered last, while somebody holds it and parameters have not changed."""
-        full, version = self._remembered or (None, -1)
-        return full() if full is not None and version == self._engine.version else None
-
-    def _invalidate_cache(self) -> None:
-        self._remembered = None
-
-    def _update_local_shard_from_full(self, full: Array) -> None:
-        """Take this rank's part of ``full``, which is the same on every rank. Collective."""
-        self._engine.take(full)
-
-    @property
-    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
-        if not self._engine.policy.shards_parameters:
-            return ((0, self.parameter_count),)
-        return tuple((piece.start, piece.stop) for piece in self._held_pieces)
+        return self.engine.program.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        policy = self._engine.policy
-        return ModelMetadata(
-            type(self._wrapped_model).__name__,
-            complexity=self.parameter_count,
-            properties={
-                "IsDistributed": True,
-                "Strategy": self.strategy,
-                "WorldSize": self.world_size,
-                "Rank": self.rank,
-                "ShardSize": sum(piece.length for piece in self._held_pieces),
-                "ParametersSharded": policy.shards_parameters,
-                "ParametersReplicated": not policy.shards_parameters,
-                "ParametersOncePerNode": self._is_once_per_node,
-                "GradientsSharded": policy.shards_gradients,
-                "GradientsReplicated": not policy.shards_gradients,
-                "OptimizerStateSharded": policy.shards_state,
-            },
-        )
+        """What the wrapped model says, and how it is sharded."""
+        policy = self.engine.policy
+        metadata = super().get_model_metadata()
+        metadata.complexity = self.parameter_count
+        metadata.properties |= {
+            "IsDistributed": True,
+            "Strategy": self.strategy,
+            "WorldSize": self.world_size,
+            "Rank": self.rank,
+            "ShardSize": sum(piece.length for piece in self._held_pieces),
+            "ParametersSharded": policy.shards_parameters,
+            "ParametersReplicated": not policy.shards_parameters,
+            "ParametersOncePerNode": self._is_once_per_node,
+            "GradientsSharded": policy.shards_gradients,
+            "GradientsReplicated": not policy.shards_gradients,
+            "OptimizerStateSharded": policy.shards_state,
+        }
+        return metadata
 
     # ------------------------------------------------------------------- computing, collectively
 
@@ -243,7 +189,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
 
         Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
         """
-        return self._engine.predict(x)
+        return self.engine.predict(x)
 
     def train(self, x: Array, y: Array) -> float:
         """One step of plain gradient descent on this rank's batch. Collective.
@@ -269,7 +215,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
                 for start in range(0, update.piece.length, length):
                     parameters[start : start + length] -= scale * gradients[start : start + length]
 
-        return self._engine.step(x, y, descend).loss
+        return self.engine.step(x, y, descend).loss
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -284,67 +230,8 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
             Keep the full gradients local until the update: no messages meanwhile, for memory of
             the size of the parameters. Otherwise sharded gradients are reduced at once.
         """
-        with self._engine.accumulate(defer=defer):
+        with self.engine.accumulate(defer=defer):
             yield
-
-    @contextlib.contextmanager
-    def unsharded(self, root: int | None = None) -> Iterator[Any]:
-        """The plain model with all parameters, for sampling, plotting, export. Collective.
-
-        Parameters
-        ----------
-        root : int, optional
-            The only rank that gets it; the others get None. Default: every rank gets one.
-
-        Yields
-        ------
-        object or None
-            A plain model, let go on exit. Changes to its parameters are not taken back.
-        """
-        if root is not None and not 0 <= root < self.world_size:
-            raise ValueError(f"root {root} is outside [0, {self.world_size})")
-        full = self._engine.gather() if root is None else self._gather_on(root)
-        if full is None:
-            yield None
-            return
-        model = self._wrapped_model
-        if hasattr(model, "with_parameters"):
-            model = model.with_parameters(full)
-        else:
-            model = copy.deepcopy(model)
-            model.set_parameters(full)
-        del full
-        try:
-            yield model
-        finally:
-            if isinstance(model, ILayeredModel):
-                model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
-
-    def _gather_on(self, root: int) -> Array | None:
-        """All parameters on one rank: each unit's pieces travel to it alone."""
-        store = self._engine.parameters
-        full = np.empty(self.parameter_count, self.dtype) if self.rank == root else None
-        if not self._engine.policy.shards_parameters:
-            if full is not None:
-                np.concatenate(store.owned(self._held_pieces), out=full)
-            return full
-        for piece, owned in zip(
-            self._engine.holdings.pieces(), store.owned(self._engine.holdings.pieces()), strict=True
-        ):
-            unit = self.backend.gather(owned, root=root)
-            if full is not None:
-                full[piece.unit.start : piece.unit.stop] = unit
-        return full
-
-    def gather_full_parameters(self) -> Array:
-        """All parameters in layer order, a new vector on every rank. Collective."""
-        full = self._engine.gather()
-        self._remembered = (weakref.ref(full), self._engine.version)
-        return full
-
-    def get_parameters(self) -> Array:
-        """As `gather_full_parameters`. Collective."""
-        return self.gather_full_parameters()
 
     def set_parameters(self, parameters: Array) -> None:
         """Take parameters from a full vector, the same on every rank. Collective.
@@ -354,13 +241,13 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         ValueError
             For another length, or vectors that differ between ranks.
         """
-        self._engine.take(self._agreed(parameters, "set_parameters"))
+        self.engine.take(self._agreed(parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
         """A copy with these parameters. Collective."""
         vector = self._agreed(parameters, "with_parameters")
         model = self.deep_copy()
-        model._engine.take(vector)
+        model.engine.take(vector)
         return model
 
     def compute_gradients(
@@ -371,7 +258,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         The one exception to sharding: every rank holds a full vector for it. Collective where
         parameters are sharded.
         """
-        return self._engine.local_gradient(x, y, loss_function)[1]
+        return self.engine.local_gradient(x, y, loss_function)[1]
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
         """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
@@ -379,7 +266,7 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         Collective. Each rank updates what it owns.
         """
         vector = self._agreed(gradients, "apply_gradients")
-        engine = self._engine
+        engine = self.engine
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
@@ -401,9 +288,9 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         ShardingError
             Before the first step.
         """
-        if self._engine.step_number == 0:
+        if self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
-        self._engine.synchronize_replicas()
+        self.engine.synchronize_replicas()
 
     def _agreed(self, vector: Array, name: str) -> Array:
         array_namespace(vector)
@@ -436,16 +323,16 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         read in place.
         """
         model = copy.copy(self)
-        program, model._wrapped_model = self._engine.program.copy()
+        program, model._wrapped_model = self.engine.program.copy()
         model._engine = build_engine(
             program, self.policy, self._config, self.default_loss_function, arena=False
         )
         copied = model._engine.parameters
         for target, values in zip(
-            copied.owned(copied.held), self._engine.parameters.owned(copied.held), strict=True
+            copied.owned(copied.held), self.engine.parameters.owned(copied.held), strict=True
         ):
             target[...] = values
-        if program is not self._engine.program:
+        if program is not self.engine.program:
             program.take_over(copied, f"a {type(self).__name__}")
         return model
 
@@ -456,15 +343,27 @@ class ShardedModelBase(ShardedModelFiles, IShardedModel):
         """
         model = self._wrapped_model
         disclaim(model, self)
-        self._engine.program.give_back(self._engine.gather)
+        self.engine.program.give_back(self.engine.gather)
         return model
+
+    def close(self) -> None:
+        """Let go of this rank's part of parameters and gradients. Communicates nothing.
+
+        What is to be kept is gathered or saved before; the wrapped model stays structure only.
+        """
+        if self._engine is None:
+            return
+        self.engine.abandon()
+        if is_claimed_by(self._wrapped_model, self):
+            disclaim(self._wrapped_model, self)
+        self._engine = None
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
         """Zeros for an optimizer's state, one vector per name, as long as what is updated."""
-        length = sum(piece.length for piece in self._engine.updated_pieces)
+        length = sum(piece.length for piece in self.engine.updated_pieces)
         state = {}
         for name in names:
-            vector = self._engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+            vector = self.engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
             vector.fill(0)
             state[name] = vector
         return state

@@ -85,9 +85,15 @@ class Engine:
         ------
         ShardingError
             In the middle of a round of accumulation.
+        ValueError
+            Where nothing would be left to train.
         """
         if self._round_is_open:
             raise ShardingError("what is trained cannot change between accumulate() and its step")
+        if all(entry.name in names for entry in self.program.entries):
+            raise ValueError(
+                f"all {len(self.program.entries)} parameters are frozen; leave one to train"
+            )
         self.program.freeze(names)
         without_gradient = self.program.frozen_units
         holdings = replace(self.holdings, frozen=without_gradient)

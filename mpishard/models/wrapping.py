@@ -44,6 +44,7 @@ __all__ = [
     "claim",
     "deal",
     "disclaim",
+    "is_claimed_by",
     "program_of",
     "require_same_on_all_ranks",
 ]
@@ -92,6 +93,12 @@ def claim(model: Any, wrapper: ShardedModelBase) -> None:
                 "each rank wraps an object of its own: build the model inside main(backend)"
             )
         _owners[id(thing)] = wrapper
+
+
+def is_claimed_by(model: Any, wrapper: ShardedModelBase) -> bool:
+    """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
+    with _owners_lock:
+        return _owners.get(id(_claimed(model))) is wrapper
 
 
 def disclaim(model: Any, wrapper: ShardedModelBase) -> None:

@@ -52,9 +52,9 @@ class WindowColumns:
             self._frame = xp.zeros(framed, dtype=images.dtype)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the batch, of which each fits the scratch memory."""
+        """Slices of the batch that each fit the scratch memory; the last may reach beyond it."""
         for start in range(0, self._batch, self._samples):
-            yield slice(start, min(start + self._samples, self._batch))
+            yield slice(start, start + self._samples)
 
     def empty(self, samples: int) -> Array:
         """Columns of shape (B, K, S) to be written."""

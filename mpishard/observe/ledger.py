@@ -23,6 +23,7 @@ class MemoryCategory(StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     GATHERED = "gathered"  # full parameters of the units in use
     FULL_GRADIENTS = "full_gradients"  # a unit's gradient before it is reduced
+    BEST_PARAMETERS = "best_parameters"  # what a training loop keeps of its best evaluation
     SCRATCH = "scratch"
 
 

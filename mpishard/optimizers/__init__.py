@@ -3,14 +3,16 @@
 from mpishard.optimizers.adagrad import Adagrad
 from mpishard.optimizers.adam import Adam
 from mpishard.optimizers.adamw import AdamW
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.ddp import DDPOptimizer
+from mpishard.optimizers.evaluation import DatasetResult
 from mpishard.optimizers.fsdp import FSDPOptimizer
 from mpishard.optimizers.lamb import LAMB
 from mpishard.optimizers.lion import Lion
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, no_decay_on_biases_and_norms
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.result import FitDetectionResult, FitType, OptimizationResult
 from mpishard.optimizers.rmsprop import RMSprop
 from mpishard.optimizers.schedules import (
     Constant,
@@ -33,8 +35,11 @@ __all__ = [
     "Constant",
     "Cosine",
     "DDPOptimizer",
+    "DatasetResult",
     "Exponential",
     "FSDPOptimizer",
+    "FitDetectionResult",
+    "FitType",
     "Lion",
     "OneCycle",
     "OptimizationInputData",

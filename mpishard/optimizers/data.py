@@ -1,15 +1,22 @@
-"""What a training run is given, and what it gives back."""
+"""What a training run is given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from mpishard.contracts import PathLike
-from mpishard.data import GlobalBatchSampler, check_dataset
+from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
+from mpishard.optimizers.schedules import as_number
 
-__all__ = ["OptimizationInputData", "OptimizationResult"]
+__all__ = ["OptimizationInputData"]
+
+_AT_LEAST_ONE = (
+    "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "patience",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -22,11 +29,17 @@ class OptimizationInputData:
         Sharded, or plain: then the optimizer's strategy wraps it.
     x_train, y_train : array or data set
         The *same* data set on every rank: arrays, or anything with ``len()`` and integer-array
-        indexing. Each rank reads its own samples only.
+        indexing, such as a memory map or an ``h5py`` data set, which is not loaded. Each rank
+        reads its own samples only, and the first one, to see that it fits the model.
     x_validation, y_validation : array or data set, optional
         Evaluated every ``validate_every`` steps and at the end.
     x_test, y_test : array or data set, optional
-        Evaluated once, at the end.
+        Evaluated once, at the end, with the best solution.
+    local_data : bool
+        Every data set above is this rank's own, of any length: to each global batch the rank
+        brings its share, ``ShardLayout(batch_size, world_size)``, from its own samples, until it
+        has no more and the others go on. Every sample of every rank is seen once an epoch. Such a
+        run resumes with the same number of ranks only.
     batch_size : int
         Samples of the *global* batch, dealt over the ranks; they need not divide.
     epochs : int
@@ -39,8 +52,22 @@ class OptimizationInputData:
         Shuffle each epoch; leave out a last batch that is not full.
     validate_every : int, optional
         Steps between evaluations; default once per epoch.
+    patience : int, optional
+        Stop after so many evaluations in a row without improvement; by default nothing stops a
+        run early. Without validation data an evaluation is the end of an epoch, and its score the
+        epoch's mean training loss.
+    tolerance : float
+        Least fall of the loss that is an improvement.
+    keep_best : bool, optional
+        Put the parameters of the best evaluation back at the end; default: where ``patience`` is
+        given. Each rank holds a copy of what it owns meanwhile, 1/N of the parameters.
+    training_statistics : bool
+        Measure the solution on the training data, too: one more forward pass over all of them.
+    predictions : bool
+        Keep each rank's own predictions of all that is measured at the end.
     checkpoint : path, optional
-        Directory that always holds the newest complete checkpoint.
+        Directory that always holds the newest complete checkpoint: of the run as it goes on, the
+        best parameters beside the newest.
     checkpoint_every : int, optional
         Steps between checkpoints; default at the end only.
     resume : path, optional
@@ -60,6 +87,7 @@ class OptimizationInputData:
     y_validation: Any = None
     x_test: Any = None
     y_test: Any = None
+    local_data: bool = False
     batch_size: int = 32
     epochs: int = 1
     max_steps: int | None = None
@@ -67,6 +95,11 @@ class OptimizationInputData:
     shuffle: bool = True
     drop_last: bool = False
     validate_every: int | None = None
+    patience: int | None = None
+    tolerance: float = 0.0
+    keep_best: bool | None = None
+    training_statistics: bool = False
+    predictions: bool = False
     checkpoint: PathLike | None = None
     checkpoint_every: int | None = None
     resume: PathLike | None = None
@@ -79,87 +112,72 @@ class OptimizationInputData:
         """The model."""
         return self.model
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best parameters are put back at the end."""
+        return self.patience is not None if self.keep_best is None else self.keep_best
+
     def check(self) -> None:
         """Refuse what cannot be trained; communicates and writes nothing.
 
         Raises
         ------
         TypeError
-            Without a model or training data.
+            Without a model or training data, or for a count that is no integer.
         ValueError
-            For a count below 1, inputs without targets, or a checkpoint interval without a path.
+            For a count below 1, inputs without targets, a tolerance that is negative or without
+            patience, or a checkpoint interval without a path.
         """
         if self.model is None:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
-            x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
-            if (x is None) != (y is None) or (part == "train" and x is None):
-                raise TypeError(f"x_{part} and y_{part} must both be given")
-            if x is None:
-                continue
-            samples = check_dataset(x, f"x_{part}"), check_dataset(y, f"y_{part}")
-            if samples[0] != samples[1]:
-                raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
-        for name in ("batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is None and name not in ("batch_size", "epochs"):
-                continue
-            if not isinstance(value, Integral):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+            self._check_pair(part)
+        self._check_counts()
+        if not 0 <= as_number("tolerance", self.tolerance) < math.inf:
+            raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
+        if self.tolerance and self.patience is None:
+            raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("checkpoint_every needs checkpoint, the directory to write to")
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
-        self.sampler()
+        if not self.local_data:
+            self.sampler()
 
-    def sampler(self) -> GlobalBatchSampler:
-        """The order in which training goes through the samples."""
+    def _check_counts(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is None and name not in ("batch_size", "epochs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+
+    def _check_pair(self, part: str) -> None:
+        x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
+        if (x is None) != (y is None) or (part == "train" and x is None):
+            raise TypeError(f"x_{part} and y_{part} must both be given")
+        if x is None:
+            return
+        samples = [
+            check_dataset(dataset, f"{letter}_{part}", allow_empty=self.local_data)
+            for letter, dataset in (("x", x), ("y", y))
+        ]
+        if samples[0] != samples[1]:
+            raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
+
+    def sampler(self, lengths: Sequence[int] = ()) -> GlobalBatchSampler | LocalBatchSampler:
+        """The order in which training goes through the samples.
+
+        ``lengths`` are all ranks' numbers of samples, where each brings its own.
+        """
+        if self.local_data:
+            return LocalBatchSampler(
+                lengths, self.batch_size,
+                seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+            )  # fmt: skip
         return GlobalBatchSampler(
             len(self.x_train), self.batch_size,
             seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
         )  # fmt: skip
-
-
-@dataclass
-class OptimizationResult:
-    """What a training run found; the same on every rank.
-
-    Attributes
-    ----------
-    best_solution : object
-        The model that was trained.
-    best_fitness_score : float
-        Lowest validation loss; without validation data the lowest epoch mean of the training
-        loss.
-    iterations : int
-        Updates made, those before a resumed checkpoint included.
-    fitness_history : list of float
-        Mean training loss of each epoch; the last one may be a part.
-    loss_history : list of float
-        Training loss of each step of *this* run, before its update.
-    validation_history : list of (int, float)
-        (steps made, validation loss).
-    test_loss : float or None
-        Loss of the test data at the end.
-    seconds : float
-        Wall time of this run's training.
-    weight : float
-        Loss weights (samples, or tokens) that this run went through.
-    """
-
-    best_solution: Any
-    best_fitness_score: float = float("inf")
-    iterations: int = 0
-    fitness_history: list[float] = field(default_factory=list)
-    loss_history: list[float] = field(default_factory=list)
-    validation_history: list[tuple[int, float]] = field(default_factory=list)
-    test_loss: float | None = None
-    seconds: float = 0.0
-    weight: float = 0.0
-
-    @property
-    def model(self) -> Any:
-        """`best_solution`."""
-        return self.best_solution

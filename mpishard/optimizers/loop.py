@@ -1,10 +1,8 @@
-"""The training loop: epochs, validation, history, checkpoints, resume."""
+"""The training loop: epochs, evaluations, early stopping, checkpoints, resume."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,42 +10,63 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.checkpoint.consensus import gather_texts, share_text, together
-from mpishard.checkpoint.writer import target_of
-from mpishard.data import GlobalBatchSampler, take
+from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.agreement import refuse_early, require_agreement
+from mpishard.optimizers.data import OptimizationInputData
+from mpishard.optimizers.evaluation import DatasetResult, evaluate
+from mpishard.optimizers.features import describe_features
+from mpishard.optimizers.position import LOOP, check_position, order_of_samples
+from mpishard.optimizers.result import FitDetectionResult, OptimizationResult
+from mpishard.optimizers.stopping import BestParameters, EarlyStopping
 
 if TYPE_CHECKING:
     from mpishard.optimizers.sharded import ShardedOptimizerBase
 
 __all__ = ["train"]
 
-_LOOP = "training_loop"
-
 
 def train(
     optimizer: ShardedOptimizerBase, model: ShardedModelBase, data: OptimizationInputData
 ) -> OptimizationResult:
-    """Train ``model`` as ``data`` says. Collective; every rank returns the same result."""
-    return _Loop(optimizer, model, data).run()
+    """Train ``model`` as ``data`` says. Collective; every rank returns the same result.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before training, on every rank, where the data do not fit the model, or the ranks ask for
+        different training.
+    """
+    lengths = refuse_early(model, data)
+    run = _Loop(optimizer, model, data, lengths)
+    require_agreement(optimizer, model, data, run.order)
+    return run.run()
 
 
 class _Loop:
-    """One run: where it stands, and what it has seen."""
+    """One run: where it stands, and what it has seen.
+
+    An evaluation is a pass over the validation data or, where there are none, the end of an
+    epoch. Those at the steps that ``validate_every`` names are part of the run and of its
+    checkpoints; one more, at the end of a run that stops between them, is not, so that a run that
+    goes on is the same as one that was never interrupted.
+    """
 
     def __init__(
         self,
         optimizer: ShardedOptimizerBase,
         model: ShardedModelBase,
         data: OptimizationInputData,
+        lengths: dict[str, list[int]],
     ) -> None:
         self.optimizer = optimizer
         self.model = model
         self.data = data
-        self.sampler = data.sampler()
+        self.lengths = lengths
+        self.sampler = data.sampler(lengths["train"])
+        self.order = order_of_samples(data, lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
         planned = data.epochs * per_epoch
         self.total = planned if data.max_steps is None else min(planned, data.max_steps)
@@ -55,21 +74,25 @@ class _Loop:
         self.result = OptimizationResult(model)
         self.step = 0
         self.epoch_sums = np.zeros(2)  # loss sum and weight of the epoch under way
+        self.stopping = EarlyStopping(data.patience, data.tolerance)
+        self.best = BestParameters(model) if data.keeps_best else None
+        self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
+        self.metrics: MetricsWriter | None = None
+        self.progress: Progress
+        self.started = 0.0
 
     def run(self) -> OptimizationResult:
-        self._refuse_early()
-        self._require_agreement()
         if self.data.resume is not None:
             self._resume(Path(self.data.resume))
         is_root = self.model.rank == 0
-        started = time.perf_counter()
+        self.started = time.perf_counter()
+        ends = self.stopping.is_exhausted
         with ExitStack() as stack:
-            metrics = None
             if is_root and self.data.metrics is not None:
-                metrics = stack.enter_context(
+                self.metrics = stack.enter_context(
                     MetricsWriter(Path(self.data.metrics), resume_step=self.step)
                 )
-            progress = stack.enter_context(
+            self.progress = stack.enter_context(
                 Progress(
                     self.total,
                     start=self.step,
@@ -77,55 +100,19 @@ class _Loop:
                     enabled=is_root and self.data.progress,
                 )
             )
-            while self.step < self.total:
-                self._one_step(progress, metrics, started)
-        self._finish_epoch(is_partial=True)
+            while self.step < self.total and not ends:
+                ends = self._one_step()
+            self._evaluate_end()
         self.result.iterations = self.step
-        self.result.seconds = time.perf_counter() - started
-        if self.data.x_test is not None:
-            self.result.test_loss = self._evaluate(self.data.x_test, self.data.y_test)
-        scores = [loss for _, loss in self.result.validation_history] or self.result.fitness_history
-        self.result.best_fitness_score = min(scores, default=float("inf"))
+        self.result.stopped_early = ends and self.step < self.total
+        self.result.seconds = time.perf_counter() - self.started
+        self._conclude()
         return self.result
 
-    def _refuse_early(self) -> None:
-        """What would only fail after hours of training fails now, and on every rank."""
-        data, engine = self.data, self.model.engine
-        first = np.zeros(1, np.int64)
-        with together(self.model.backend):
-            for x, y in (
-                (data.x_train, data.y_train),
-                (data.x_validation, data.y_validation),
-                (data.x_test, data.y_test),
-            ):
-                if x is not None:
-                    engine.program.check_pair(take(x, first), take(y, first), engine.loss)
-            if data.checkpoint is not None and self.model.rank == 0:
-                target_of(data.checkpoint)
+    # ------------------------------------------------------------------------------------- steps
 
-    def _require_agreement(self) -> None:
-        """Refuse a run whose length, order or rule differs between ranks. Collective."""
-        names = ("validate_every", "checkpoint_every", "checkpoint", "resume", "max_steps")
-        mine = {
-            **self._order(),
-            "epochs": self.data.epochs,
-            **{name: str(getattr(self.data, name)) for name in names},
-            "validation": self.data.x_validation is not None,
-            "test": self.data.x_test is not None,
-            **self.optimizer.wrapped_optimizer.fingerprint(),
-        }
-        texts = gather_texts(self.model.backend, json.dumps(mine))  # on rank 0
-        everyone = [json.loads(text) for text in texts]
-        differing = [
-            f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
-            for name in mine
-            if any(other.get(name) != everyone[0][name] for other in everyone)
-        ]
-        message = share_text(self.model.backend, "; ".join(differing))
-        if message:
-            raise ValueError(f"every rank must ask for the same training; by rank, {message}")
-
-    def _one_step(self, progress: Progress, metrics: MetricsWriter | None, started: float) -> None:
+    def _one_step(self) -> bool:
+        """Make an update and what is due after it; whether early stopping ends the run."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
         indices, sample_start = self.sampler.local(epoch, index, model.rank, model.world_size)
@@ -138,46 +125,120 @@ class _Loop:
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
         self.epoch_sums += (report.loss * report.weight, report.weight)
-        progress.update(self.step, loss=report.loss, amount=report.weight)
-        if metrics is not None:
-            metrics.write(
-                step=self.step, time=time.perf_counter() - started, epoch=epoch, loss=report.loss,
+        self.progress.update(self.step, loss=report.loss, amount=report.weight)
+        if self.metrics is not None:
+            self.metrics.write(
+                step=self.step, time=self._elapsed(), epoch=epoch, loss=report.loss,
                 learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
             )  # fmt: skip
+        score = None
         if index + 1 == self.sampler.batches_per_epoch:
-            self._finish_epoch()
-        is_last = self.step == self.total
-        if data.x_validation is not None and (is_last or self.step % self.validate_every == 0):
-            loss = self._evaluate(data.x_validation, data.y_validation)
-            self.result.validation_history.append((self.step, loss))
-            progress.validation(self.step, loss)
-            if metrics is not None:
-                metrics.write(
-                    step=self.step, time=time.perf_counter() - started, validation_loss=loss
-                )
+            score = self._finish_epoch()
+            self.epoch_sums[:] = 0
+        if data.x_validation is not None:
+            score = self._validate() if self.step % self.validate_every == 0 else None
+        ends = score is not None and self._judge(score)
+        is_last = ends or self.step == self.total
         if data.checkpoint is not None and (
             is_last or (data.checkpoint_every and self.step % data.checkpoint_every == 0)
         ):
             checkpoint.save(
-                Path(data.checkpoint), model, self.optimizer, metadata={_LOOP: self._position()}
-            )
+                Path(data.checkpoint), model, self.optimizer,
+                training=self.best, metadata={LOOP: self._position()},
+            )  # fmt: skip
+        return ends
 
-    def _finish_epoch(self, *, is_partial: bool = False) -> None:
+    def _finish_epoch(self) -> float | None:
+        """Take note of the mean loss of the epoch under way, if anything was weighed in it."""
         total, weight = self.epoch_sums
-        if weight:
-            self.result.fitness_history.append(float(total / weight))
-            if not is_partial:
-                self.epoch_sums[:] = 0
+        if not weight:
+            return None
+        self.result.fitness_history.append(float(total / weight))
+        return self.result.fitness_history[-1]
 
-    def _evaluate(self, x: Any, y: Any) -> float:
-        """Mean loss over a whole data set, dealt over the ranks. Collective."""
-        sampler = GlobalBatchSampler(len(x), self.data.batch_size, shuffle=False)
-        sums = np.zeros(2)
-        for index in range(sampler.batches_per_epoch):
-            indices, _ = sampler.local(0, index, self.model.rank, self.model.world_size)
-            sums += self.model.engine.evaluate(take(x, indices), take(y, indices))
-        total, weight = self.model.backend.all_reduce(sums)
-        return float(total / weight) if weight else 0.0
+    def _validate(self) -> float:
+        found = self._evaluate("validation")
+        loss = found.stats["loss"]
+        self.latest = self.step, found
+        self.result.validation_history.append((self.step, loss))
+        self.progress.validation(self.step, loss)
+        if self.metrics is not None:
+            self.metrics.write(step=self.step, time=self._elapsed(), validation_loss=loss)
+        return loss
+
+    def _judge(self, score: float) -> bool:
+        """Keep what is the best so far; whether this evaluation ends the run. Collective."""
+        self._weigh(score)
+        asked_to = self.optimizer.should_early_stop()
+        return asked_to or self.stopping.is_exhausted
+
+    def _weigh(self, score: float) -> None:
+        if self.stopping.observe(self.step, score) and self.best is not None:
+            self.best.keep()
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    # --------------------------------------------------------------------------------------- end
+
+    def _evaluate_end(self) -> None:
+        """Evaluate where the run ends between two evaluations."""
+        partial = self._finish_epoch()
+        if self.data.x_validation is None:
+            if partial is not None:
+                self._weigh(partial)
+            return
+        history = self.result.validation_history
+        if not history or history[-1][0] != self.step:
+            self._weigh(self._validate())
+
+    def _conclude(self) -> None:
+        """Put the best solution back, and measure it."""
+        data, result, stopping = self.data, self.result, self.stopping
+        result.best_fitness_score = stopping.best_score
+        result.best_iteration = stopping.best_step
+        solution_step = self.step
+        if self.best is not None and stopping.best_step not in (None, self.step):
+            self.best.put_back()
+            solution_step = stopping.best_step
+        result.training_result = DatasetResult(data.x_train, data.y_train)
+        if data.training_statistics:
+            result.training_result = self._evaluate("train", at_end=True)
+        if data.x_validation is not None:
+            if data.predictions or self.latest is None or self.latest[0] != solution_step:
+                result.validation_result = self._evaluate("validation", at_end=True)
+            else:
+                result.validation_result = self.latest[1]
+        if data.x_test is not None:
+            result.test_result = self._evaluate("test", at_end=True)
+        result.fit_detection_result = self._detect_fit(solution_step)
+        describe_features(self.model, result)
+
+    def _detect_fit(self, solution_step: int) -> FitDetectionResult | None:
+        if self.result.validation_result is None:
+            return None
+        epochs = max(1, -(-solution_step // self.sampler.batches_per_epoch))
+        history = self.result.fitness_history[:epochs]
+        assert self.result.training_result is not None
+        training_loss = self.result.training_result.stats.get("loss")
+        if training_loss is None:
+            training_loss = history[-1] if history else float("nan")
+        return FitDetectionResult.detect(
+            training_loss, self.result.validation_result.stats["loss"], history
+        )
+
+    def _evaluate(self, part: str, *, at_end: bool = False) -> DatasetResult:
+        """Measure the model on one of the data sets. Collective."""
+        data = self.data
+        x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+        sampler: GlobalBatchSampler | LocalBatchSampler
+        if data.local_data:
+            sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
+        else:
+            sampler = GlobalBatchSampler(len(x), data.batch_size, shuffle=False)
+        return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
+
+    # --------------------------------------------------------------------------------- positions
 
     def _position(self) -> dict[str, Any]:
         """Where the run stands, and the choices that its order of samples depends on."""
@@ -186,43 +247,19 @@ class _Loop:
             "epoch_sums": self.epoch_sums.tolist(),
             "fitness_history": self.result.fitness_history,
             "validation_history": self.result.validation_history,
-            "order": self._order(),
-        }
-
-    def _order(self) -> dict[str, Any]:
-        data = self.data
-        return {
-            "samples": len(data.x_train),
-            "batch_size": data.batch_size,
-            "seed": data.seed,
-            "shuffle": data.shuffle,
-            "drop_last": data.drop_last,
+            "stopping": self.stopping.position(),
+            "order": self.order,
         }
 
     def _resume(self, path: Path) -> None:
-        with together(self.model.backend):  # nothing is loaded where the run could not go on
-            self._check_position(checkpoint.CheckpointReader(path).metadata["user"])
-        position = checkpoint.load(path, self.model, self.optimizer)[_LOOP]
+        holds_best = check_position(path, self.model.backend, self.order)
+        kept = self.best if holds_best else None
+        position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])
         self.result.validation_history = [(int(s), float(v)) for s, v in
                                           position["validation_history"]]  # fmt: skip
-
-    def _check_position(self, metadata: Mapping[str, Any]) -> None:
-        position = metadata.get(_LOOP)
-        if position is None:
-            raise ValueError(
-                f"{self.data.resume} holds no position of a training loop; load it with "
-                "model.load_model, and train without resume"
-            )
-        differing = [
-            f"{name} was {position['order'].get(name)} and is {value}"
-            for name, value in self._order().items()
-            if position["order"].get(name) != value
-        ]
-        if differing:
-            raise ValueError(
-                "the run cannot go on where it was, because the order of samples would differ: "
-                + "; ".join(differing)
-            )
+        # A best score whose parameters nobody has kept is no solution: it is looked for anew.
+        if self.best is None or holds_best:
+            self.stopping.restore(position["stopping"])

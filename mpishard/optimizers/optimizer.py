@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.optimizers.algorithm_options import OptimizationAlgorithmOptions
 from mpishard.optimizers.compiled import ElementLoop, run_compiled
 from mpishard.optimizers.options import (
     OptionRange,
@@ -27,7 +29,8 @@ from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
 
 if TYPE_CHECKING:
-    from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+    from mpishard.optimizers.data import OptimizationInputData
+    from mpishard.optimizers.result import OptimizationResult
 
 __all__ = ["Optimizer"]
 
@@ -91,8 +94,42 @@ class Optimizer(PlainOptimizer):
         self.clip_global_norm = clip_global_norm
         self.clip_value = clip_value
         self.parameter_options = checked_options(parameter_options or {})
+        self.algorithm_options: OptimizationAlgorithmOptions | None = None
         self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
         self._scratch: dict[Any, list[Array]] = {}
+
+    @classmethod
+    def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
+        """An optimizer with the options of the mirrored hierarchy, and their defaults.
+
+        Parameters
+        ----------
+        options : OptimizationAlgorithmOptions
+            Rate, clipping, and when `optimize` ends where its data say nothing else.
+        **settings
+            Arguments of the rule, which win over the options.
+
+        Raises
+        ------
+        TypeError
+            For options of another type.
+        ValueError
+            For options of another rule than this one.
+        """
+        if not isinstance(options, OptimizationAlgorithmOptions):
+            raise TypeError(
+                f"options must be OptimizationAlgorithmOptions, got {type(options).__name__}"
+            )
+        given = options.rule_settings()
+        unknown = given.keys() - inspect.signature(cls).parameters.keys()
+        if unknown:
+            raise ValueError(
+                f"{type(options).__name__} has {', '.join(sorted(unknown))}, which {cls.__name__} "
+                "does not take; use OptimizationAlgorithmOptions"
+            )
+        made = cls(**(given | settings))
+        made.algorithm_options = options
+        return made
 
     def needed_state(self) -> tuple[str, ...]:
         """Names of the state vectors that these settings need."""
@@ -234,6 +271,9 @@ class Optimizer(PlainOptimizer):
         found["learning_rate"] = rates(self.learning_rate)
         found["parameter_options"] = described(self.parameter_options)
         return found
+
+    def _forget_options(self) -> None:
+        self._spans.clear()
 
     def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
         key = tuple(segments)

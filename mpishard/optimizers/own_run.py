@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.models.gradient_store import squared_norm
+from mpishard.optimizers.options import Segment
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 
 if TYPE_CHECKING:
     from mpishard.optimizers.optimizer import Optimizer
-    from mpishard.optimizers.options import Segment
 
 __all__ = ["OwnRun"]
 
+_KEY = "mpishard_optimizer"
 _REVERSE_ROUNDS = 100
 _REVERSE_ROUNDINGS = 16  # of the largest element: what the last round may still be off
 
@@ -55,6 +59,7 @@ class OwnRun:
         """
         rule.checked_rate(self.steps)
         xp = array_namespace(vector)
+        self.state = {name: xp.asarray(state) for name, state in self.state.items()}
         if not self._segments:
             self.state = {name: xp.zeros_like(vector) for name in rule.needed_state()}
         elif segments != self._segments or any(
@@ -110,6 +115,33 @@ class OwnRun:
             "that it leads from to these; learning rate times weight decay may be too large"
         )
 
+    def serialize(self, description: Mapping[str, Any]) -> bytes:
+        """State, steps and division in safetensors format, and a description beside them."""
+        layout = [[s.name, s.start, s.stop] for s in self._segments]
+        text = json.dumps({**description, "steps": self.steps, "segments": layout})
+        state = {name: to_host(vector) for name, vector in self.state.items()}
+        return safetensors.numpy.save(state, {_KEY: text})
+
+    @classmethod
+    def deserialize(cls, data: bytes) -> tuple[OwnRun, dict[str, Any]]:
+        """What `serialize` wrote, and the description.
+
+        Raises
+        ------
+        ValueError
+            For bytes that are something else.
+        """
+        try:
+            state = safetensors.numpy.load(data)
+            length = int.from_bytes(data[:8], "little")
+            description = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
+        except (safetensors.SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"these {len(data)} bytes are not what an optimizer's serialize() gave: {error}"
+            ) from None
+        segments = tuple(Segment(*values) for values in description.pop("segments"))
+        return cls(state, description.pop("steps"), _segments=segments), description
+
     def _update(
         self, rule: Optimizer, vector: Array, gradients: Array, state: dict[str, Array]
     ) -> None:
@@ -118,7 +150,7 @@ class OwnRun:
                 vector[run.start : run.stop],
                 gradients[run.start : run.stop],
                 {name: whole[run.start : run.stop] for name, whole in state.items()},
-                tuple(type(s)(s.name, s.start - run.start, s.stop - run.start) for s in segments),
+                tuple(Segment(s.name, s.start - run.start, s.stop - run.start) for s in segments),
             )
             for run, segments in _runs(self._segments)
         ]

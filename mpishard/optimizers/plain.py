@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -14,6 +15,7 @@ from mpishard.contracts import IGradientBasedOptimizer
 from mpishard.errors import NonFiniteLossError
 from mpishard.optimizers.options import Segment, check_patterns, named_parameters
 from mpishard.optimizers.own_run import OwnRun
+from mpishard.optimizers.settings_bytes import decoded, encoded
 from mpishard.sharding import ParameterEntry
 
 if TYPE_CHECKING:
@@ -218,6 +220,46 @@ class PlainOptimizer(IGradientBasedOptimizer):
         vectors = updated.reshape(-1), gradients.reshape(-1)
         return self._run.reverse(self._rule, *vectors).reshape(updated.shape)
 
+    # ------------------------------------------------------------------------------------- bytes
+
+    def serialize(self) -> bytes:
+        """Settings, own state and step count, in safetensors format.
+
+        Raises
+        ------
+        ValueError
+            Where a learning rate is a function that is no schedule of `mpishard.optimizers`.
+        """
+        settings = {name: encoded(name, value) for name, value in self.get_options().items()}
+        return self._run.serialize({"rule": type(self).__name__, "settings": settings})
+
+    def deserialize(self, data: bytes) -> None:
+        """Take settings, own state and step count from what `serialize` gave.
+
+        Raises
+        ------
+        ValueError
+            For bytes that are something else, or of another rule; nothing has changed then.
+        """
+        run, description = OwnRun.deserialize(data)
+        if description["rule"] != type(self).__name__:
+            raise ValueError(
+                f"these bytes are of {description['rule']}, not of {type(self).__name__}"
+            )
+        settings = {name: decoded(value) for name, value in description["settings"].items()}
+        if settings.keys() != self.get_options().keys():
+            raise ValueError(
+                f"these bytes have the settings {', '.join(settings)}; {type(self).__name__} has "
+                + ", ".join(self.get_options())
+            )
+        vars(self).update(settings)
+        self._forget_options()
+        self._run = run
+
+    @abstractmethod
+    def _forget_options(self) -> None:
+        """Drop what was found with other settings."""
+
     def _advance(
         self, parameters: Array, gradients: Array, entries: Sequence[ParameterEntry] | None
     ) -> Array:
@@ -248,14 +290,14 @@ class PlainOptimizer(IGradientBasedOptimizer):
 
     def _segments(self, entries: Sequence[ParameterEntry]) -> tuple[Segment, ...]:
         """The parameters that are trained, as ranges of the flat vector."""
-        names = [entry.name for entry in entries]
-        if names:
-            check_patterns(self._rule.parameter_options, names)
-        frozen = self._rule.frozen_names(names)
+        if entries:
+            check_patterns(self._rule.parameter_options, [entry.name for entry in entries])
+        trainable = [entry for entry in entries if entry.trainable]
+        frozen = self._rule.frozen_names([entry.name for entry in trainable])
         return tuple(
             Segment(entry.name, entry.start, entry.stop)
-            for entry in entries
-            if entry.trainable and entry.name not in frozen
+            for entry in trainable
+            if entry.name not in frozen
         )
 
 

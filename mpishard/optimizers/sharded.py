@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.step import StepReport, Update
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.loop import train
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.result import OptimizationResult
 from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
@@ -27,7 +30,7 @@ _log = logging.getLogger("mpishard")
 _PREFIX = "optimizer/"
 
 
-class ShardedOptimizerBase(IShardedOptimizer):
+class ShardedOptimizerBase(ShardedOptimizerFiles):
     """An update rule that runs on what each rank owns, with the state that belongs to it.
 
     The model wrapper owns the policy and the collectives; this one the rule, its state, the
@@ -44,24 +47,38 @@ class ShardedOptimizerBase(IShardedOptimizer):
     ------
     TypeError
         For None, or arguments of another type.
+    ValueError
+        For an optimizer that is not gradient based.
     """
 
     model_class: ClassVar[type[ShardedModelBase]]
 
     def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration) -> None:
+        kind = type(wrapped_optimizer).__name__
+        if isinstance(wrapped_optimizer, IShardedOptimizer):
+            raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
+        if isinstance(wrapped_optimizer, IOptimizer) and not isinstance(
+            wrapped_optimizer, IGradientBasedOptimizer
+        ):
+            raise ValueError(
+                f"{type(self).__name__} reduces gradients, and {kind} is not gradient based "
+                "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+            )
         if not isinstance(wrapped_optimizer, Optimizer):
             raise TypeError(
-                "wrapped_optimizer must be an optimizer of mpishard.optimizers, got "
-                f"{type(wrapped_optimizer).__name__}"
+                f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
             )
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         self._optimizer = wrapped_optimizer
         self._config = config
+        self._awaiting: StateBytes | None = None
+        self._last_weight: float | None = None
         self._model: ShardedModelBase | None = None
         self._state: dict[str, Array] = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
+        self._frozen: frozenset[str] = frozenset()
         self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
@@ -94,7 +111,10 @@ class ShardedOptimizerBase(IShardedOptimizer):
 
     def reset(self) -> None:
         """Forget state and step count; the next step starts anew, with any model."""
+        self._optimizer.reset()
         self._model = None
+        self._awaiting = None
+        self._last_weight = None
         self._state = {}
         self._steps = 0
 
@@ -128,13 +148,16 @@ class ShardedOptimizerBase(IShardedOptimizer):
         return self.step_report(model, x, y).loss
 
     def step_report(
-        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int = 0
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
         """As `step`, with the loss's weight and the gradient's norm. Collective.
 
-        ``sample_start`` is the index in the global batch of this rank's first sample.
+        ``sample_start`` is the index in the global batch of this rank's first sample; where it is
+        not given, models with dropout ask the ranks for it.
         """
         self.bind(model)
+        if model.engine.program.frozen != self._frozen:  # another optimizer has trained it since
+            model.engine.freeze(self._frozen)
         return model.engine.step(x, y, self._apply, sample_start=sample_start)
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
@@ -157,6 +180,79 @@ class ShardedOptimizerBase(IShardedOptimizer):
         ]  # fmt: skip
         self._optimizer.update_all(ranges, context)
         self._steps += 1
+        self._last_weight = report.weight
+
+    @property
+    def last_computed_gradients(self) -> Array:
+        """What this rank holds of the last step's gradient, its pieces end to end; a copy.
+
+        The mean over the samples of all ranks, before clipping; the pieces are those that the
+        rank owns of each unit, also where parameters are replicated, for nobody else keeps them.
+        It is read where the step left it, so it is there until the model computes another
+        gradient.
+
+        Raises
+        ------
+        ShardingError
+            Where the last thing that happened to the model was no `step` of this optimizer.
+        """
+        model, weight = self._model, self._last_weight
+        if model is None or weight is None or self._last_version != model.engine.version:
+            raise ShardingError(
+                "there is no gradient of a last step: it is there after step, until the model's "
+                "parameters change or a round of accumulate() begins"
+            )
+        gradients = model.engine.gradients.owned(model.engine.own_pieces)
+        xp = array_namespace(gradients[0])
+        return xp.concatenate(gradients) / weight
+
+    def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
+        """One update with a given gradient of the mean loss. Collective.
+
+        Parameters
+        ----------
+        gradients : Array
+            Shape (parameter_count,), the same on every rank; each takes its pieces.
+        model : ShardedModelBase
+            As for `step`.
+
+        Raises
+        ------
+        ValueError
+            For another length, or vectors that differ between ranks; on every rank.
+        NonFiniteLossError
+            On every rank, where the gradient is not finite and that is not allowed.
+        """
+        self.bind(model)
+        self._last_weight = None
+        model.engine.apply(model.agreed(gradients, "apply_gradients"), self._apply)
+
+    def synchronize_optimizer_state(self) -> None:
+        """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
+
+        Raises
+        ------
+        NotImplementedError
+            Where state is sharded: each part exists once, so there is nothing to make equal.
+        """
+        if self.model_class.policy.shards_state:
+            raise NotImplementedError(
+                f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
+                "that nobody else has, so there is nothing to synchronise"
+            )
+        for vector in self._state.values():
+            self.backend.broadcast(vector, root=0)
+        self._steps = int(self.backend.broadcast(np.array([self._steps]), root=0)[0])
+
+    def _synchronize_parameters(self, model: Any) -> None:
+        """Give a plain model on every rank the mean of all ranks' parameters. Collective.
+
+        Nothing is done for None, and for a sharded model, whose steps keep its parameters.
+        """
+        if model is None or isinstance(model, IShardedModel):
+            return
+        parameters = model.get_parameters().copy()
+        model.set_parameters(self.backend.all_reduce(parameters, ReductionOperation.AVERAGE))
 
     def bind(self, model: ShardedModelBase) -> None:
         """Make state for ``model``; one optimizer trains one model until `reset`.
@@ -192,11 +288,29 @@ class ShardedOptimizerBase(IShardedOptimizer):
             )
         entries = model.parameter_entries
         check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        self._frozen = self._optimizer.frozen_names(trainable) | {
+            e.name for e in entries if not e.trainable
+        }
+        if self._awaiting is not None:
+            self._require_fit(self._awaiting, model)
+        if model.engine.program.frozen != self._frozen:
+            model.engine.freeze(self._frozen)
         if model.engine.policy.shards_state:
             self._owners = {"sum_over_owners": self.backend.all_reduce}
         self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
+        self._take_awaited(model)
+
+    def should_early_stop(self) -> bool:
+        """Whether any rank wants training to end now. Collective.
+
+        Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
+        may override; where one says yes, all stop. `optimize` asks at every evaluation.
+        """
+        mine = np.array([int(bool(self._optimizer.should_early_stop()))])
+        return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train: epochs of shuffled global batches dealt over the ranks. Collective.
@@ -213,6 +327,8 @@ class ShardedOptimizerBase(IShardedOptimizer):
             raise TypeError(
                 f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
             )
+        if self._optimizer.algorithm_options is not None:
+            input_data = self._optimizer.algorithm_options.applied(input_data)
         input_data.check()
         model = input_data.model
         if not isinstance(model, ShardedModelBase):
@@ -220,68 +336,7 @@ class ShardedOptimizerBase(IShardedOptimizer):
         self.bind(model)
         return train(self, model, input_data)
 
-    # ------------------------------------------------------------------------------- checkpoints
-
-    def checkpoint_view(self, model: ShardedModelBase) -> _StateView:
-        """The state of ``model`` in the form that checkpoints read and write."""
-        self.bind(model)
-        return _StateView(self, model)
-
     @property
     def state(self) -> Mapping[str, Array]:
         """The rank's state vectors, by name; each as long as what the rank updates."""
         return self._state
-
-
-@dataclass(frozen=True, slots=True)
-class _StateView:
-    """A model's optimizer state as a checkpoint sees it: ranges of the flat vector."""
-
-    optimizer: ShardedOptimizerBase
-    model: ShardedModelBase
-
-    @property
-    def checkpoint_backend(self) -> CommunicationBackend:
-        return self.model.backend
-
-    @property
-    def checkpoint_dtype(self) -> Any:
-        return self.model.dtype
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return self.model.checkpoint_parameters()
-
-    @property
-    def _prefix(self) -> str:
-        # The rule's name is part of the kind, so that another rule's state is refused unread.
-        return f"{_PREFIX}{type(self.optimizer.wrapped_optimizer).__name__}/"
-
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        return self._ranges(self.model.engine.state_pieces_to_write)
-
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        return self._ranges(self.model.engine.updated_pieces)
-
-    def _ranges(self, pieces: Sequence[Piece]) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        return {
-            self._prefix + name: [(p.start, vector[p.in_shard]) for p in pieces]
-            for name, vector in self.optimizer.state.items()
-        }
-
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
-        return {
-            "settings": self.optimizer.wrapped_optimizer.fingerprint(),
-            "optimizer_steps": self.optimizer.steps,
-        }
-
-    def restored(self, metadata: Mapping[str, Any]) -> None:
-        saved = metadata["settings"]
-        changed = [
-            f"{name} was {saved.get(name)} and is {value}"
-            for name, value in self.optimizer.wrapped_optimizer.fingerprint().items()
-            if saved.get(name) != value
-        ]
-        if changed and self.model.rank == 0:
-            _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
-        self.optimizer._steps = int(metadata["optimizer_steps"])
-        self.model.engine.step_number = self.optimizer.steps

@@ -6,9 +6,10 @@ import itertools
 from dataclasses import replace
 
 from mpishard.communication import InMemoryCommunicationBackend
-from mpishard.optimizers.data import OptimizationInputData, OptimizationResult
+from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.ddp import DDPOptimizer
 from mpishard.optimizers.optimizer import Optimizer
+from mpishard.optimizers.result import OptimizationResult
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["optimize_single"]
@@ -26,6 +27,8 @@ def optimize_single(optimizer: Optimizer, input_data: OptimizationInputData) -> 
     """
     if not isinstance(input_data, OptimizationInputData):
         raise TypeError(f"optimize needs an OptimizationInputData, got {type(input_data).__name__}")
+    if input_data.model is None:
+        input_data = replace(input_data, model=optimizer.model)
     input_data.check()
     plain = input_data.model
     with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:

@@ -43,8 +43,7 @@ def test_training_goes_on_around_what_is_frozen(
     backend: Any, problems: Any, what: str, strategy: str, path: str
 ) -> None:
     entries = problems.MODELS["mlp"](0).parameter_table.entries
-    names = names_of(entries, FROZEN[what])
-    mask = mask_of(entries, names, entries[-1].stop)
+    mask = mask_of(entries, names_of(entries, FROZEN[what]), entries[-1].stop)
 
     def update(theta: Any, g: Any, state: Any, step: int) -> Any:
         g = g * mask
@@ -53,10 +52,11 @@ def test_training_goes_on_around_what_is_frozen(
 
     expected = problems.train_sequentially("mlp", update)
     for unit_size in problems.UNIT_SIZES:
+        options = {f"{prefix}*": {"frozen": True} for prefix in FROZEN[what]}
         model, optimizer = problems.build(
-            backend, "mlp", strategy, "adamw", unit_size, {"clip_global_norm": 0.05}
-        )
-        model.engine.freeze(names)
+            backend, "mlp", strategy, "adamw", unit_size,
+            {"clip_global_norm": 0.05, "parameter_options": options},
+        )  # fmt: skip
         for step in range(5):
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
         np.testing.assert_allclose(
@@ -71,8 +71,8 @@ def test_a_frozen_unit_has_no_gradient_no_state_and_sends_nothing(
 ) -> None:
     sent, held = [], []
     for prefixes in ((), FROZEN["first layers"]):
-        model, optimizer = problems.build(backend, "mlp", strategy, "adamw", 1)
-        model.engine.freeze(names_of(model.parameter_entries, prefixes))
+        options = {"parameter_options": {f"{prefix}*": {"frozen": True} for prefix in prefixes}}
+        model, optimizer = problems.build(backend, "mlp", strategy, "adamw", 1, options)
         backend.traffic.reset()
         optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
         sent.append(backend.all_reduce(np.array([backend.traffic.total_bytes]))[0])
@@ -95,9 +95,9 @@ def test_a_frozen_unit_has_no_gradient_no_state_and_sends_nothing(
 
 @in_worlds(2)
 def test_state_holds_what_is_trained_alone(backend: Any, problems: Any) -> None:
-    model, optimizer = problems.build(backend, "mlp", "fsdp", "adamw", 10**6)
+    options = {"parameter_options": {"*.bias": {"frozen": True}}}
+    model, optimizer = problems.build(backend, "mlp", "fsdp", "adamw", 10**6, options)
     names = names_of(model.parameter_entries, FROZEN["biases"])
-    model.engine.freeze(names)
     optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
     trained = sum(e.size for e in model.parameter_entries if e.name not in names)
     state = backend.all_reduce(np.array([optimizer.state["first_moment"].size]))
@@ -138,6 +138,35 @@ def test_a_layer_may_declare_a_parameter_that_is_not_trained(backend: Any, probl
         model.train(*problems.local_batch(backend, "mlp", step))
     np.testing.assert_array_equal(model.get_parameters()[15:18], fixed)
     assert model.compute_gradients(*problems.batch("mlp", 0))[15:18].tolist() == [0, 0, 0]
+
+
+@in_worlds(1, 2)
+def test_two_optimizers_may_train_parts_in_turn(backend: Any, problems: Any) -> None:
+    model, first = problems.build(
+        backend, "mlp", "fsdp", "sgd", 1, {"parameter_options": {"linear0.*": {"frozen": True}}}
+    )
+    second = problems.STRATEGIES["fsdp"][1](
+        problems.RULES["sgd"](parameter_options={"linear[12].*": {"frozen": True}}),
+        model.sharding_configuration,
+    )
+    stop = model.parameter_entries[1].stop
+    for step, (optimizer, moved) in enumerate([(first, slice(stop, None)), (second, slice(stop))]):
+        before = model.get_parameters()
+        optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        changed = model.get_parameters() != before
+        assert changed[moved].all()
+        assert changed.sum() == changed[moved].size
+
+
+@in_worlds(2)
+def test_something_must_be_left_to_train(backend: Any, problems: Any) -> None:
+    model, optimizer = problems.build(
+        backend, "mlp", "fsdp", "sgd", 1, {"parameter_options": {"*": {"frozen": True}}}
+    )
+    with pytest.raises(ValueError, match="frozen"):
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    with pytest.raises(ValueError, match="all 6 parameters are frozen"):
+        model.engine.freeze(frozenset(e.name for e in model.parameter_entries))
 
 
 def test_nothing_is_frozen_in_the_middle_of_a_round(problems: Any) -> None:

@@ -269,7 +269,8 @@ def test_metadata_says_what_is_sharded(
     policy = problems.STRATEGIES[strategy][0].policy
     sharded, layered = policy.shards_parameters, kind != "function"
     properties = model.get_model_metadata().properties
-    assert properties == {
+    of_plain = problems.MODELS[kind](0).get_model_metadata().properties
+    assert properties == of_plain | {
         "IsDistributed": True,
         "Strategy": strategy.upper().replace("ZERO", "ZeRO-"),
         "WorldSize": 3,
@@ -413,3 +414,77 @@ def test_release_gives_the_parameters_back(
     assert plain.get_parameters().tobytes() == trained.tobytes()
     again = FSDPModel(plain, ShardingConfiguration(backend))
     assert again.get_parameters().tobytes() == trained.tobytes()
+
+
+# --------------------------------------------------------------- what the wrapped model is asked
+
+
+@by_kind
+@by_strategy
+@in_worlds(1, 3)
+def test_shapes_chunks_and_metadata_are_the_wrapped_model_s(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, _ = problems.build(backend, kind, strategy, unit_size=1)
+    plain = problems.MODELS[kind](0)
+    assert model.get_input_shape() == plain.get_input_shape()
+    assert model.get_output_shape() == plain.get_output_shape()
+    assert model.get_dynamic_shape_info() == plain.get_dynamic_shape_info()
+    chunks = list(model.get_parameter_chunks())
+    assert [chunk.size for chunk in chunks] == [unit.length for unit in model.units]
+    assert np.concatenate(chunks).tobytes() == plain.get_parameters().tobytes()
+    model.set_parameter_chunks([2 * chunk for chunk in chunks])
+    close(model.get_parameters(), 2 * plain.get_parameters())
+    assert model.supports_parameter_initialization
+    vector = np.ones(3)
+    assert model.sanitize_parameters(vector) is vector
+    metadata = model.get_model_metadata()
+    assert metadata.name == plain.get_model_metadata().name
+    assert metadata.complexity == model.parameter_count
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
+@by_strategy
+@in_worlds(1, 2)
+def test_a_sharded_model_has_the_graph_of_the_plain_one(
+    backend: Any, problems: Any, kind: str, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, kind, strategy)
+    optimizer.step(model, *problems.local_batch(backend, kind, 0))
+    x, _ = problems.batch(kind, 1)
+    assert model.supports_jit_compilation
+    inputs: list[Any] = []
+    node = model.export_computation_graph(inputs)
+    close(node.evaluate({inputs[0]: x}), model.predict(x))
+    with pytest.raises(TypeError):
+        model.export_computation_graph(None)
+
+
+@in_worlds(2)
+def test_a_black_box_has_no_graph_and_no_features(backend: Any, problems: Any) -> None:
+    model, _ = problems.build(backend, "function", "ddp")
+    with pytest.raises(NotImplementedError, match="IJitCompilable"):
+        model.export_computation_graph([])
+    for call in (
+        model.get_active_feature_indices,
+        lambda: model.set_active_feature_indices([0]),
+        model.get_feature_importance,
+        lambda: model.is_feature_used(0),
+    ):
+        with pytest.raises(RuntimeError, match="IFeature"):
+            call()
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_closed_model_lets_its_memory_go(backend: Any, problems: Any, strategy: str) -> None:
+    with problems.build(backend, "mlp", strategy, "adamw")[0] as model:
+        model.train(*problems.local_batch(backend, "mlp", 0))
+        ledger = model.memory
+        backend.barrier()
+    backend.barrier()
+    gc.collect()
+    assert ledger.total == 0
+    model.close()
+    with pytest.raises(ShardingError, match="closed"):
+        model.predict(problems.batch("mlp", 0)[0])

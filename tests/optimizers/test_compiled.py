@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from mpishard import settings
-from mpishard.optimizers import SGD, AdamW, Cosine, Optimizer, Segment, UpdateContext, WarmUp
+from mpishard.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Cosine,
+    Lion,
+    Optimizer,
+    RMSprop,
+    Segment,
+    UpdateContext,
+    WarmUp,
+)
 from mpishard.optimizers import compiled as module
 
 LENGTH = 1_001  # not a multiple of any vector's length
@@ -28,6 +40,14 @@ RULES = {
     "adamw": AdamW(),
     "adamw, decay": AdamW(SCHEDULE, 0.8, 0.95, 1e-3, weight_decay=0.2),
     "adamw, betas of 0": AdamW(0.3, 0.0, 0.0),
+    "adam": Adam(SCHEDULE),
+    "adam, decay": Adam(SCHEDULE, 0.8, 0.95, 1e-3, weight_decay=0.2),
+    "adagrad": Adagrad(SCHEDULE, weight_decay=0.1),
+    "rmsprop": RMSprop(SCHEDULE),
+    "rmsprop, momentum": RMSprop(0.01, momentum=0.7, weight_decay=0.1),
+    "lion": Lion(SCHEDULE),
+    "lion, decay": Lion(SCHEDULE, 0.8, weight_decay=0.3),
+    "clipped": Adam(SCHEDULE, weight_decay=0.2, clip_value=0.05),
     "options": AdamW(
         SCHEDULE,
         weight_decay=0.2,

@@ -1,30 +1,50 @@
-"""Update rules against the textbook, whatever the range is cut into."""
+"""Update rules against PyTorch and the papers, whatever the range is cut into."""
 
 from __future__ import annotations
 
+import functools
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mpishard.optimizers import SGD, AdamW, Constant, Cosine, Segment, UpdateContext, WarmUp
+from mpishard.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Constant,
+    Cosine,
+    Lion,
+    OwnedRange,
+    RMSprop,
+    Segment,
+    UpdateContext,
+    WarmUp,
+)
 
 STEPS = 20
 LENGTH = 100_000  # several chunks
+TORCH = json.loads(Path(__file__).with_name("torch_reference.json").read_text())
 
 
+@functools.cache
 def gradients(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal(LENGTH)
 
 
-def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),)):
-    """Parameters after 20 updates, each range between cuts updated on its own."""
-    p = np.linspace(-1, 1, LENGTH).astype(dtype)
+def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
+    """Parameters after 20 updates, the ranges between cuts updated as those of one rank."""
+    p = np.linspace(first, 1, LENGTH).astype(dtype)
     state = {name: np.zeros(LENGTH, dtype) for name in rule.needed_state()}
     bounds = [0, *cuts, LENGTH]
     for step in range(STEPS):
         g = (gradients(step) * 8).astype(dtype)
-        context = UpdateContext(step + 1, rule.learning_rate(step), 1 / 8)
+        g.flags.writeable = False
+        ranges = []
         for start, stop in pairwise(bounds):
             mine = slice(start, stop)
             segments = [
@@ -32,28 +52,108 @@ def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),)):
                 for a, b, name in options_at
                 if a < stop and start < b
             ]
-            rule.update(p[mine], g[mine], {k: v[mine] for k, v in state.items()}, segments, context)
+            own_state = {k: v[mine] for k, v in state.items()}
+            ranges.append(OwnedRange(p[mine], g[mine], own_state, segments))
+        rule.update_all(ranges, UpdateContext(step + 1, rule.learning_rate(step), 1 / 8))
     return p
 
 
-def textbook_sgd(momentum=0.0, nesterov=False, decay=0.0, rate=0.1):
+def textbook_sgd(momentum=0.0, nesterov=False, decay=0.0, rate=0.1, clip=np.inf):
     p, v = np.linspace(-1, 1, LENGTH), np.zeros(LENGTH)
     for step in range(STEPS):
-        g = gradients(step) + decay * p
+        g = np.clip(gradients(step), -clip, clip) + decay * p
         v = momentum * v + g
         p = p - rate * (g + momentum * v if nesterov else v)
     return p
 
 
-def textbook_adamw(rate=1e-3, b1=0.9, b2=0.999, epsilon=1e-8, decay=0.0):
+def textbook_adamw(rate=1e-3, b1=0.9, b2=0.999, epsilon=1e-8, decay=0.0, clip=np.inf):
     p, m, v = np.linspace(-1, 1, LENGTH), np.zeros(LENGTH), np.zeros(LENGTH)
     for step in range(STEPS):
-        t, g = step + 1, gradients(step)
+        t, g = step + 1, np.clip(gradients(step), -clip, clip)
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g**2
-        p = p - rate * decay * p
-        p = p - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
+        now = rate(step) if callable(rate) else rate
+        p = p - now * decay * p
+        p = p - now * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
     return p
+
+
+def textbook_lion(rate=1e-4, b1=0.9, b2=0.99, decay=0.0, clip=np.inf):
+    """Chen et al., 2023, algorithm 2."""
+    p, m = np.linspace(-1, 1, LENGTH), np.zeros(LENGTH)
+    for step in range(STEPS):
+        g = np.clip(gradients(step), -clip, clip)
+        c = b1 * m + (1 - b1) * g
+        p = p - rate * (np.sign(c) + decay * p)
+        m = b2 * m + (1 - b2) * g
+    return p
+
+
+def textbook_lamb(
+    places, rate=1e-3, b1=0.9, b2=0.999, epsilon=1e-6, decay=0.0, clip=np.inf, first=-1.0
+):
+    """You et al., 2020, algorithm 2, parameter by parameter."""
+    p = np.linspace(first, 1, LENGTH)
+    m, v = np.zeros(LENGTH), np.zeros(LENGTH)
+    decays = decay if isinstance(decay, dict) else dict.fromkeys((n for *_, n in places), decay)
+    for step in range(STEPS):
+        t, g = step + 1, np.clip(gradients(step), -clip, clip)
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        r = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + epsilon)
+        for start, stop, name in places:
+            x = p[start:stop]
+            u = r[start:stop] + decays[name] * x
+            x -= rate * np.linalg.norm(x) / np.linalg.norm(u) * u
+    return p
+
+
+# ------------------------------------------------------------------------------------- PyTorch's
+
+NAMES = {
+    "lr": "learning_rate",
+    "alpha": "beta2",
+    "eps": "epsilon",
+    "momentum": "momentum",
+    "nesterov": "nesterov",
+    "centered": "centered",
+    "weight_decay": "weight_decay",
+}
+RULES = {rule.__name__: rule for rule in (SGD, Adagrad, RMSprop, Adam, AdamW)}
+
+
+def of_torch(rule, settings):
+    given = {NAMES[name]: value for name, value in settings.items() if name != "betas"}
+    given |= dict(zip(("beta1", "beta2"), settings.get("betas", ()), strict=False))
+    return RULES[rule](**given)
+
+
+@pytest.mark.parametrize("numba", ["auto", "off"])
+@pytest.mark.parametrize("label", TORCH["rules"])
+def test_twenty_steps_of_pytorch(label, numba, monkeypatch):
+    monkeypatch.setenv("MPISHARD_NUMBA", numba)
+    case = TORCH["rules"][label]
+    rule = of_torch(case["rule"], case["settings"])
+    p, curvatures = np.array(TORCH["start"]), np.array(TORCH["curvatures"])
+    state = {name: np.zeros_like(p) for name in rule.needed_state()}
+    for step, noise in enumerate(TORCH["noise"]):
+        g = (curvatures * p + noise) * 8
+        context = UpdateContext(step + 1, rule.learning_rate(step), 1 / 8)
+        rule.update(p, g, state, [Segment("w", 0, len(p))], context)
+    assert len(TORCH["noise"]) == STEPS
+    np.testing.assert_allclose(p, case["theta"], rtol=0, atol=1e-12)
+
+
+def test_the_reference_has_every_rule_and_tells_them_apart():
+    found = TORCH["rules"].values()
+    assert {case["rule"] for case in found} == set(RULES)
+    ends = [case["theta"] for case in found]
+    same = [(a, b) for i, a in enumerate(ends) for b in ends[:i] if np.allclose(a, b, atol=1e-9)]
+    assert len(same) == 1  # Adam and AdamW, without decay
+
+
+# ------------------------------------------------------------------------------------ the papers'
 
 
 @pytest.mark.parametrize(
@@ -62,18 +162,103 @@ def textbook_adamw(rate=1e-3, b1=0.9, b2=0.999, epsilon=1e-8, decay=0.0):
         (SGD(0.1), textbook_sgd()),
         (SGD(0.1, 0.9), textbook_sgd(0.9)),
         (SGD(0.1, 0.9, nesterov=True, weight_decay=0.3), textbook_sgd(0.9, True, 0.3)),
+        (SGD(0.1, 0.9, clip_value=0.3), textbook_sgd(0.9, clip=0.3)),
         (AdamW(), textbook_adamw()),
+        (Adam(), textbook_adamw()),
+        (Adam(clip_value=0.3), textbook_adamw(clip=0.3)),
         (
             AdamW(0.01, 0.8, 0.95, 1e-3, weight_decay=0.2),
             textbook_adamw(0.01, 0.8, 0.95, 1e-3, 0.2),
         ),
+        (Lion(), textbook_lion()),
+        (Lion(1e-3, 0.8, 0.95, weight_decay=0.2), textbook_lion(1e-3, 0.8, 0.95, 0.2)),
+        (Lion(1e-3, clip_value=0.3), textbook_lion(1e-3, clip=0.3)),
     ],
 )
 def test_twenty_steps(rule, expected):
     np.testing.assert_allclose(run(rule), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", [SGD(0.1, 0.9, weight_decay=0.1), AdamW(weight_decay=0.1)])
+PLACES = ((0, 4_000, "a.weight"), (4_000, 4_003, "a.bias"), (4_003, LENGTH, "b.weight"))
+CUTS = [(), (4_001,), (10, 4_002, 4_003, 8_000), tuple(range(0, LENGTH, 9_973))[1:]]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_lamb_sees_whole_parameters(cuts):
+    rule = LAMB(0.01, weight_decay=0.2, clip_value=1.5, parameter_options={
+        "*.bias": {"weight_decay": 0}
+    })  # fmt: skip
+    decay = {"a.weight": 0.2, "a.bias": 0.0, "b.weight": 0.2}
+    expected = textbook_lamb(PLACES, 0.01, decay=decay, clip=1.5)
+    found = run(rule, cuts, options_at=PLACES)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_lamb_adds_the_norms_of_all_owners_up_in_one_vector():
+    """Two ranks by hand: what one gives as its sums is what the other lacks."""
+    halves = (0, 50_000, LENGTH)
+    names = [name for *_, name in PLACES]
+    expected = textbook_lamb(PLACES)
+    p = np.linspace(-1, 1, LENGTH)
+    rule, moments = LAMB(), [np.zeros(LENGTH), np.zeros(LENGTH)]
+    for step in range(STEPS):
+        g = gradients(step)
+        sums = []
+
+        def update(start, stop, sum_over_owners, into, step=step, g=g):
+            mine = slice(start, stop)
+            state = dict(zip(rule.needed_state(), (v[mine].copy() for v in moments), strict=True))
+            segments = [
+                Segment(n, max(a, start) - start, min(b, stop) - start)
+                for a, b, n in PLACES
+                if a < stop and start < b
+            ]
+            context = UpdateContext(step + 1, 1e-3, 1.0, sum_over_owners, names)
+            rule.update_all([OwnedRange(into[mine], g[mine], state, segments)], context)
+            return mine, state
+
+        for start, stop in pairwise(halves):
+            update(start, stop, lambda v, sums=sums: sums.append(v.copy()) or v, p.copy())
+        assert [s.shape for s in sums] == [(3, 2)] * 2
+        for start, stop in pairwise(halves):
+            mine, state = update(start, stop, lambda v, sums=sums: sum(sums), p)
+            for whole, name in zip(moments, rule.needed_state(), strict=True):
+                whole[mine] = state[name]
+    np.testing.assert_allclose(p, expected, rtol=0, atol=1e-12)
+
+
+def test_lamb_moves_a_parameter_of_zeros():
+    p, state = np.zeros(4), {name: np.zeros(4) for name in LAMB.state_names}
+    context = UpdateContext(1, 0.5, 1.0)
+    LAMB(0.5).update(p, np.ones(4), state, [Segment("w", 0, 4)], context)
+    np.testing.assert_allclose(p, -0.5, rtol=1e-5)
+    p[:] = 0
+    LAMB(0.5).update(p, np.zeros(4), state | {"first_moment": np.zeros(4)}, [Segment("w", 0, 4)],
+                     context)  # fmt: skip
+    assert (p == 0).all()
+
+
+def test_lamb_takes_norms_in_float64():
+    p = np.full(LENGTH, 1e-30, np.float32)  # whose squares are 0 in float32
+    state = {name: np.zeros(LENGTH, np.float32) for name in LAMB.state_names}
+    g = np.ones(LENGTH, np.float32)
+    LAMB(0.5).update(p, g, state, [Segment("w", 0, LENGTH)], UpdateContext(1, 0.5, 1.0))
+    np.testing.assert_allclose(p, 0.5e-30, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------ cuts and options
+
+ELEMENTWISE = [
+    SGD(0.1, 0.9, weight_decay=0.1),
+    Adagrad(weight_decay=0.1),
+    RMSprop(momentum=0.5, centered=True, weight_decay=0.1, clip_value=0.5),
+    Adam(weight_decay=0.1, clip_value=0.5),
+    AdamW(weight_decay=0.1),
+    Lion(weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("rule", ELEMENTWISE, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_cuts_change_no_bit(rule, dtype):
     whole = run(rule, dtype=dtype)
@@ -83,7 +268,6 @@ def test_cuts_change_no_bit(rule, dtype):
 
 
 def test_options_by_name():
-    places = ((0, 4_000, "a.weight"), (4_000, 4_003, "a.bias"), (4_003, LENGTH, "b.weight"))
     rule = AdamW(weight_decay=0.2, parameter_options={
         "*.bias": {"weight_decay": 0}, "b.*": {"learning_rate_scale": 0.5, "weight_decay": 0.1}
     })  # fmt: skip
@@ -92,22 +276,31 @@ def test_options_by_name():
         textbook_adamw()[4_000:4_003],
         textbook_adamw(rate=5e-4, decay=0.1)[4_003:],
     ])  # fmt: skip
-    for cuts in [(), (4_001,), (10, 4_002, 4_003, 8_000)]:
-        np.testing.assert_allclose(run(rule, cuts, options_at=places), expected, rtol=0, atol=1e-12)
+    for cuts in CUTS[:3]:
+        found = run(rule, cuts, options_at=PLACES)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def test_schedules():
-    warm = WarmUp(4, Cosine(1.0, 10, minimum=0.1))
-    assert [warm(k) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert warm(9) == pytest.approx(0.55)
-    assert warm(14) == warm(99) == pytest.approx(0.1)
-    assert SGD(Constant(0.3)).learning_rate(7) == 0.3
+def test_rates_by_name():
+    schedule = WarmUp(3, Cosine(0.01, 9))
+    rule = AdamW(Cosine(1e-3, 7), parameter_options={
+        "b.*": {"learning_rate": schedule}, "a.bias": {"learning_rate": 2e-3},
+        "*": {"learning_rate_scale": 0.5},
+    })  # fmt: skip
+    expected = np.concatenate([
+        textbook_adamw(rate=lambda step: 0.5 * Cosine(1e-3, 7)(step))[:4_000],
+        textbook_adamw()[4_000:4_003],
+        textbook_adamw(rate=lambda step: 0.5 * schedule(step))[4_003:],
+    ])  # fmt: skip
+    found = run(rule, (10, 4_002, 4_003, 8_000), options_at=PLACES)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_clip_factor():
     assert SGD(clip_global_norm=2.0).clip_factor(1.9) == 1.0
     assert SGD(clip_global_norm=2.0).clip_factor(8.0) == 0.25
     assert SGD().clip_factor(1e9) == 1.0
+    assert SGD(clip_value=2.0).clip_factor(1e9) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -120,13 +313,18 @@ def test_clip_factor():
         (lambda: AdamW(epsilon=0), "epsilon must be above 0"),
         (lambda: AdamW(weight_decay=-1), "weight_decay must be 0 or more"),
         (lambda: AdamW(clip_global_norm=0), "clip_global_norm must be above 0"),
-        (lambda: AdamW(parameter_options={"*": {"decay": 1}}), "known are weight_decay"),
-        (lambda: AdamW(parameter_options={"*": {"weight_decay": -1}}), "must be 0 or more"),
-        (lambda: Cosine(1.0, 0), "steps must be 1 or more"),
-        (lambda: Cosine(1.0, 5, minimum=2.0), "minimum must be in"),
-        (lambda: WarmUp(-1, Constant(1.0)), "steps must be 0 or more"),
+        (lambda: LAMB(clip_value=-1), "clip_value must be above 0 or None, got -1"),
+        (lambda: LAMB(clip_value=1, clip_global_norm=2), "two ways to clip; choose one"),
+        (lambda: LAMB(beta1=1), "beta1 must be"),
+        (lambda: Lion(beta2=1), "beta2 must be"),
+        (lambda: Adagrad(epsilon=-1), "epsilon must be above 0"),
+        (lambda: RMSprop(momentum=-1), "momentum must be"),
     ],
 )
 def test_mistakes(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_constant_schedule():
+    assert SGD(Constant(0.3)).learning_rate(7) == 0.3

@@ -1,0 +1,147 @@
+"""``mpishard verify``: whether a model's sharded training is its training in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mpishard import settings
+from mpishard.cli import verify_rank, verify_reference
+from mpishard.cli.bench_report import show
+from mpishard.cli.launcher import find_launcher, loaded_library
+from mpishard.cli.verify_job import VerifyJob
+from mpishard.cli.verify_report import Verdict, default_tolerance
+from mpishard.cli.verify_rules import RULES
+from mpishard.distributed import DistributedStrategy
+from mpishard.errors import MPIUnavailableError
+
+__all__ = ["verify"]
+
+_STRATEGIES = [strategy.value for strategy in DistributedStrategy]
+
+
+class _Backend(StrEnum):
+    AUTO = "auto"
+    MPI = "mpi"
+    MEMORY = "memory"
+
+
+class _Type(StrEnum):
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="package.module:factory or file.py:factory. factory(seed) returns (model, x, y) "
+            "or (model, x, y, loss); it may take dtype too.",
+        ),
+    ],
+    strategy: Annotated[
+        str, typer.Option(help=f"One of {', '.join(_STRATEGIES)}.")
+    ] = DistributedStrategy.FSDP.value,
+    ranks: Annotated[int, typer.Option("-n", min=1, metavar="N", help="Number of ranks.")] = 2,
+    backend: Annotated[
+        _Backend,
+        typer.Option(help="mpi: processes; memory: threads; auto: mpi where it can be started."),
+    ] = _Backend.AUTO,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
+    learning_rate: Annotated[float, typer.Option(help="Of the optimizer.")] = 1e-3,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 5,
+    batch_size: Annotated[
+        int,
+        typer.Option(min=0, show_default=False, help="Samples of the global batch; default 8 N."),
+    ] = 0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(show_default=False, help="Relative error; default 1e-10, float32: 1e-4."),
+    ] = None,
+    dtype: Annotated[
+        _Type | None, typer.Option(show_default=False, help="Of the model; default its own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Given to the factory.")] = 0,
+) -> None:
+    """Train TARGET's model on N ranks and alone, and compare every rank's parameters.
+
+    Exit code 0 where all agree, 1 where they do not, 2 where nothing can be compared.
+    """
+    _check(strategy, optimizer, learning_rate, tolerance)
+    way = _way(backend)
+    with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
+        job = VerifyJob(
+            Path(folder), target, strategy.lower(), optimizer, ranks, steps,
+            batch_size or 8 * ranks, seed, learning_rate, dtype and dtype.value,
+        )  # fmt: skip
+        job.write()
+        alone = f"from {verify_reference.__name__} import main; main()"
+        if _run([sys.executable, "-c", alone, folder]) != 0:
+            raise typer.Exit(2)
+        worker = [verify_rank.__file__, folder, way]
+        launcher = ["-m", "mpishard", "run", "-n", str(ranks)] if way == "mpi" else []
+        code = _run([sys.executable, *launcher, *worker])
+        comparison = verify_rank.Comparison.read(job.folder)
+    if code != 0 or comparison is None:
+        typer.echo(
+            f"mpishard verify: alone the model trains, and {strategy} on {ranks} ranks ended with "
+            f"exit code {code}: see above", err=True,
+        )  # fmt: skip
+        raise typer.Exit(1)
+    verdict = Verdict(comparison, tolerance or default_tolerance(str(comparison.dtype)))
+    kind = "MPI ranks" if way == "mpi" else "thread-ranks"
+    typer.echo(f"{target}: {strategy} on {ranks} {kind} against training alone, {steps} steps of "
+               f"{optimizer}, {comparison.dtype}")  # fmt: skip
+    show(verdict.table())
+    for line in verdict.lines():
+        typer.echo(line)
+    raise typer.Exit(0 if verdict.is_equal else 1)
+
+
+def _check(strategy: str, optimizer: str, learning_rate: float, tolerance: float | None) -> None:
+    if strategy.lower() not in _STRATEGIES:
+        _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}; got {strategy!r}")
+    if optimizer not in RULES:
+        _refuse(f"--optimizer must be one of {', '.join(RULES)}; got {optimizer!r}")
+    if not 0 < learning_rate < float("inf"):
+        _refuse(f"--learning-rate must be above 0, got {learning_rate}")
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        _refuse(f"--tolerance must be above 0, got {tolerance}")
+    launcher = settings.launcher_variable()
+    if launcher is not None:
+        _refuse(f"this process is a rank already ({launcher} is set): start verify without mpirun")
+
+
+def _way(backend: _Backend) -> str:
+    if backend is _Backend.MEMORY:
+        return "memory"
+    try:
+        find_launcher(loaded_library())
+    except MPIUnavailableError as error:
+        if backend is _Backend.MPI:
+            _refuse(f"--backend mpi: {error}")
+        typer.echo(f"mpishard verify: threads, for MPI cannot be started here: {error}", err=True)
+        return "memory"
+    return "mpi"
+
+
+def _run(command: list[str]) -> int:
+    """The exit code of a command that has this process's output. Ctrl-C reaches it too."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # it ends its own ranks first
+            raise typer.Exit(settings.EXIT_INTERRUPT) from None
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mpishard verify: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,144 @@
+"""What every rank does for ``mpishard verify``: train sharded, and compare with the reference."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.cli.verify_job import VerifyJob, checksum, relative_error
+from mpishard.cli.verify_reference import Reference
+from mpishard.cli.verify_rules import RULES
+from mpishard.cli.verify_target import Problem, build_problem, load_factory
+from mpishard.communication import CommunicationBackend
+from mpishard.data import take
+from mpishard.distributed import as_distributed, launch
+from mpishard.sharding import ParameterEntry, ShardingConfiguration
+
+__all__ = ["Comparison", "compare"]
+
+_FILE = "comparison.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Relative errors of every rank against the reference; ``inf`` where something is not finite.
+
+    Parameters
+    ----------
+    names, shapes : Array
+        Of the parameters, as text.
+    dtype : Array
+        Name of their dtype, of shape ().
+    built, parameters : Array
+        As the factory made them, shape (ranks, parameters); after each step, shape
+        (ranks, steps, parameters).
+    losses : Array
+        Shape (ranks, steps).
+    gradients : Array
+        Of the rank's own samples alone, shape (ranks, steps compared, parameters).
+    inputs : Array
+        Whether the rank's samples are others, shape (ranks, steps).
+    predictions : Array
+        Shape (ranks,); NaN where there are none.
+    """
+
+    names: Array
+    shapes: Array
+    dtype: Array
+    built: Array
+    parameters: Array
+    losses: Array
+    gradients: Array
+    inputs: Array
+    predictions: Array
+
+    def write(self, folder: Path) -> None:
+        """Leave it for `read`."""
+        np.savez(folder / _FILE, **asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Comparison | None:
+        """What was written to ``folder``; None where the ranks did not come so far."""
+        path = folder / _FILE
+        if not path.is_file():
+            return None
+        with np.load(path) as found:
+            return cls(**found)
+
+
+def compare(
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem, reference: Reference
+) -> Comparison:
+    """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
+    start = problem.model.get_parameters()
+    entries = problem.entries(start.size)
+    # Several units, in a small model too.
+    unit_size = min(1024, max(1, start.size // 4))
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
+    model = as_distributed(problem.model, config, job.strategy)
+    if problem.loss is not None:
+        model.engine.loss = problem.loss
+    optimizer = as_distributed(RULES[job.optimizer].make(job.learning_rate), config, job.strategy)
+    parameters, losses, gradients, inputs = [], [], [], []
+    for step in range(job.steps):
+        x, y, begin = job.read_share(problem, step, backend.rank)
+        inputs.append(checksum(x, y) != reference.inputs[step, backend.rank])
+        if step < len(reference.gradients):
+            own = model.compute_gradients(x, y, problem.loss)
+            gradients.append(
+                _gradient_errors(entries, own, reference.gradients[step, backend.rank])
+            )
+        loss = optimizer.step_report(model, x, y, sample_start=begin).loss
+        known = not np.isnan(reference.losses[step])
+        losses.append(relative_error(loss, reference.losses[step]) if known else 0.0)
+        full = model.gather_full_parameters()
+        parameters.append(_errors(entries, full, reference.parameters[step + 1]))
+    last = take(problem.x, job.batch(job.steps - 1, problem.samples))
+    predicted = np.nan
+    if reference.predictions.size:
+        predicted = relative_error(model.predict(last), reference.predictions)
+    mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
+            predicted)  # fmt: skip
+    return Comparison(
+        np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
+        np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
+    )  # fmt: skip
+
+
+def _errors(entries: tuple[ParameterEntry, ...], actual: Array, expected: Array) -> list[float]:
+    if actual.shape != expected.shape:
+        return [np.inf] * len(entries)
+    return [relative_error(actual[e.start : e.stop], expected[e.start : e.stop]) for e in entries]
+
+
+def _gradient_errors(
+    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array
+) -> list[float]:
+    """Relative to the largest element of the whole gradient."""
+    floor = float(np.max(np.abs(expected)))
+    return [
+        relative_error(actual[e.start : e.stop], expected[e.start : e.stop], floor)
+        for e in entries
+    ]  # fmt: skip
+
+
+def _run(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
+    problem = build_problem(factory, job.seed, job.dtype)
+    comparison = compare(backend, job, problem, Reference.read(job.folder))
+    if backend.rank == 0:
+        comparison.write(job.folder)
+
+
+def main() -> None:
+    """Be one rank of a job, or all of them as threads: ``verify_rank.py FOLDER mpi|memory``."""
+    job = VerifyJob.read(Path(sys.argv[1]))
+    launch(_run, job, load_factory(job.target), backend=sys.argv[2], world_size=job.world_size)
+
+
+if __name__ == "__main__":
+    main()

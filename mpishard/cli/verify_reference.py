@@ -1,0 +1,138 @@
+"""Sequential training that ``mpishard verify`` compares with, in a process of its own.
+
+Nothing here comes from mpishard's engine, stores or update rules: the user's model computes its
+gradient on the whole batch, and the textbook's rule moves the whole vector.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.cli.verify_job import VerifyJob, checksum
+from mpishard.cli.verify_rules import RULES, TextbookStep
+from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
+from mpishard.data import take
+
+__all__ = ["Reference", "main", "train_alone"]
+
+_FILES = ("parameters", "losses", "gradients", "inputs", "predictions")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What sequential training gave.
+
+    Parameters
+    ----------
+    parameters : Array
+        Before the first step and after each, shape (steps + 1, length).
+    losses : Array
+        Mean over the batch before each update, shape (steps,); NaN where the model tells none.
+    gradients : Array
+        Of each rank's part of a batch alone, shape (steps compared, ranks, length).
+    inputs : Array
+        Checksums of each rank's samples, shape (steps, ranks).
+    predictions : Array
+        For the last batch, after training; of size 0 where the model has no ``predict``.
+    """
+
+    parameters: Array
+    losses: Array
+    gradients: Array
+    inputs: Array
+    predictions: Array
+
+    def write(self, folder: Path) -> None:
+        """Leave it for `read`."""
+        for name in _FILES:
+            np.save(folder / f"{name}.npy", getattr(self, name))
+
+    @classmethod
+    def read(cls, folder: Path) -> Reference:
+        """What was written to ``folder``; nothing is loaded before it is looked at."""
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _FILES))
+
+
+def train_alone(job: VerifyJob, problem: Problem) -> Reference:
+    """Train ``problem`` in this process, one step after the other.
+
+    Raises
+    ------
+    TargetError
+        Where the loss or a gradient is not finite, or a gradient is no vector of that length.
+    """
+    model = problem.model
+    theta = model.get_parameters().copy()
+    rule = RULES[job.optimizer]
+    entries = problem.entries(theta.size)
+    parts = [slice(entry.start, entry.stop) for entry in entries]
+    trained = np.concatenate([np.full(entry.size, entry.trainable) for entry in entries])
+    state: dict[str, Array] = {}
+    parameters, losses, gradients, inputs = [theta], [], [], []
+    for step in range(job.steps):
+        shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.world_size)]
+        inputs.append([checksum(*share) for share in shares])
+        if step < job.gradient_steps(theta):
+            gradients.append([_gradient(problem, *share)[1] for share in shares])
+        indices = job.batch(step, problem.samples)
+        loss, g = _gradient(problem, take(problem.x, indices), take(problem.y, indices))
+        if not np.isfinite(g).all() or math.isinf(loss):
+            raise TargetError(
+                f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
+                "lower --learning-rate, or look at the data"
+            )
+        direction = rule.direction(TextbookStep(theta, g, state, step + 1, parts))
+        theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
+        model.set_parameters(theta.copy())
+        parameters.append(theta)
+        losses.append(loss)
+    last = take(problem.x, job.batch(job.steps - 1, problem.samples))
+    return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
+
+
+def _gradient(problem: Problem, x: Array, y: Array) -> tuple[float, Array]:
+    """Mean loss, NaN where it is not told, and its gradient; 0 without samples."""
+    model = problem.model
+    length = model.get_parameters().size
+    if len(x) == 0:
+        return 0.0, np.zeros(length)
+    loss = problem.loss or getattr(model, "default_loss_function", None)
+    if problem.loss is None and hasattr(model, "compute_loss_and_gradients"):
+        value, gradient = model.compute_loss_and_gradients(x, y)
+    else:
+        gradient = model.compute_gradients(x, y, *[problem.loss] * (problem.loss is not None))
+        value = loss(model.predict(x), y) if loss is not None else math.nan
+    if np.shape(gradient) != (length,):
+        raise TargetError(
+            f"the gradient of {type(model).__name__} must have the shape ({length},) of its "
+            f"parameters\nit is a {type(gradient).__name__} of shape {np.shape(gradient)}"
+        )
+    return float(value), np.array(gradient)
+
+
+def _predict(model: object, x: Array) -> Array:
+    predict = getattr(model, "predict", None)
+    if predict is None:
+        return np.zeros(0)
+    try:
+        found = np.asarray(predict(x))
+    except NotImplementedError:  # it was made without
+        return np.zeros(0)
+    return found if found.dtype.kind in "fiub" else np.zeros(0)
+
+
+def main() -> None:
+    """Train alone, in the process that was started for it; exit code 2 for what is no target."""
+    job = VerifyJob.read(Path(sys.argv[1]))
+    try:
+        problem = build_problem(load_factory(job.target), job.seed, job.dtype)
+        train_alone(job, problem).write(job.folder)
+    except TargetError as error:
+        sys.stderr.write(f"mpishard verify: {error}\n")
+        raise SystemExit(2) from None

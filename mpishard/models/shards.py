@@ -1,0 +1,146 @@
+"""What a rank holds of a sharded model, and all of it together."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.contracts import ILayeredModel, IShardedModel
+from mpishard.errors import ShardingError
+from mpishard.models.engine import Engine
+from mpishard.sharding import Piece
+
+__all__ = ["Shards"]
+
+
+class Shards(IShardedModel):
+    """The part of a sharded model that looks at shards, and gathers them."""
+
+    _remembered: tuple[weakref.ref[Any], int] | None = None
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The one way in which the parameters change."""
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of what this rank holds, its pieces end to end; all where replicated."""
+        return np.concatenate(self.engine.parameters.owned(self._held_pieces))
+
+    @property
+    def _held_pieces(self) -> tuple[Piece, ...]:
+        return self.engine.holdings.pieces(sharded=self.engine.policy.shards_parameters)
+
+    # What subclasses know of a rank's shard.
+
+    @property
+    def _local_shard(self) -> Array:
+        return self.local_parameter_shard
+
+    @property
+    def _shard_start_index(self) -> int:
+        return self._only_range[0]
+
+    @property
+    def _shard_size(self) -> int:
+        start, stop = self._only_range
+        return stop - start
+
+    @property
+    def _only_range(self) -> tuple[int, int]:
+        ranges = self.owned_ranges
+        if len(ranges) > 1:
+            raise ShardingError(
+                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
+                "and size: owned_ranges lists them"
+            )
+        return ranges[0]
+
+    @property
+    def _cached_full_parameters(self) -> Array | None:
+        """What was gathered last, while somebody holds it and parameters have not changed."""
+        full, version = self._remembered or (None, -1)
+        return full() if full is not None and version == self.engine.version else None
+
+    def _invalidate_cache(self) -> None:
+        self._remembered = None
+
+    def _update_local_shard_from_full(self, full: Array) -> None:
+        """Take this rank's part of ``full``, which is the same on every rank. Collective."""
+        self.engine.take(full)
+
+    @property
+    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
+        if not self.engine.policy.shards_parameters:
+            return ((0, self.parameter_count),)
+        return tuple((piece.start, piece.stop) for piece in self._held_pieces)
+
+    @contextlib.contextmanager
+    def unsharded(self, root: int | None = None) -> Iterator[Any]:
+        """The plain model with all parameters, for sampling, plotting, export. Collective.
+
+        Parameters
+        ----------
+        root : int, optional
+            The only rank that gets it; the others get None. Default: every rank gets one.
+
+        Yields
+        ------
+        object or None
+            A plain model, let go on exit. Changes to its parameters are not taken back.
+        """
+        if root is not None and not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside [0, {self.world_size})")
+        full = self.engine.gather() if root is None else self._gather_on(root)
+        if full is None:
+            yield None
+            return
+        model = self.wrapped_model
+        if hasattr(model, "with_parameters"):
+            model = model.with_parameters(full)
+        else:
+            model = copy.deepcopy(model)
+            model.set_parameters(full)
+        del full
+        try:
+            yield model
+        finally:
+            if isinstance(model, ILayeredModel):
+                model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
+
+    def _gather_on(self, root: int) -> Array | None:
+        """All parameters on one rank: each unit's pieces travel to it alone."""
+        store = self.engine.parameters
+        full = None
+        if self.rank == root:
+            full = np.empty(self.parameter_count, self.engine.holdings.dtype)
+        if not self.engine.policy.shards_parameters:
+            if full is not None:
+                np.concatenate(store.owned(self._held_pieces), out=full)
+            return full
+        for piece, owned in zip(
+            self.engine.holdings.pieces(), store.owned(self.engine.holdings.pieces()), strict=True
+        ):
+            unit = self.engine.backend.gather(owned, root=root)
+            if full is not None:
+                full[piece.unit.start : piece.unit.stop] = unit
+        return full
+
+    def gather_full_parameters(self) -> Array:
+        """All parameters in layer order, a new vector on every rank. Collective."""
+        full = self.engine.gather()
+        self._remembered = (weakref.ref(full), self.engine.version)
+        return full
+
+    def get_parameters(self) -> Array:
+        """As `gather_full_parameters`. Collective."""
+        return self.gather_full_parameters()

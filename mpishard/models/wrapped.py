@@ -1,0 +1,144 @@
+"""What a sharded model passes on to the model that it wraps."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mpishard.arrays import Array
+from mpishard.checkpoint.consensus import gather_texts, share_text
+from mpishard.contracts import (
+    DynamicShapeInfo,
+    IFullModel,
+    ILossFunction,
+    ModelMetadata,
+)
+from mpishard.errors import MissingInterfaceError, MissingMemberError
+from mpishard.models.engine import Engine
+
+__all__ = ["WrappedMembers"]
+
+
+class WrappedMembers(IFullModel):
+    """Members whose answer is the wrapped model's; a black box need not have them."""
+
+    @property
+    @abstractmethod
+    def wrapped_model(self) -> Any:
+        """The user's model."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The one way in which the parameters change."""
+
+    @abstractmethod
+    def unsharded(self, root: int | None = None) -> AbstractContextManager[Any]:
+        """The plain model with all parameters. Collective."""
+
+    @property
+    def default_loss_function(self) -> ILossFunction | None:
+        return getattr(self.wrapped_model, "default_loss_function", None)
+
+    def sanitize_parameters(self, parameters: Array) -> Array:
+        sanitize = getattr(self.wrapped_model, "sanitize_parameters", None)
+        return parameters if sanitize is None else sanitize(parameters)
+
+    def get_parameter_chunks(self) -> Iterator[Array]:
+        """Yield the parameters unit by unit, so that none but one is whole. Collective."""
+        store = self.engine.parameters
+        for unit in self.engine.program.units:
+            try:
+                chunk = store.unshard(unit).copy()
+            finally:
+                store.reshard(unit)
+            yield chunk
+
+    # ------------------------------------------------------------------------------------ shapes
+
+    def get_input_shape(self) -> list[int]:
+        shape: list[int] = self._ask("get_input_shape", [])
+        return shape
+
+    def get_output_shape(self) -> list[int]:
+        shape: list[int] = self._ask("get_output_shape", [])
+        return shape
+
+    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        info: DynamicShapeInfo = self._ask("get_dynamic_shape_info", DynamicShapeInfo())
+        return info
+
+    def _ask(self, name: str, otherwise: Any) -> Any:
+        member = getattr(self.wrapped_model, name, None)
+        return otherwise if member is None else member()
+
+    # ---------------------------------------------------------------------------------- features
+
+    def get_active_feature_indices(self) -> Iterable[int]:
+        indices: Iterable[int] = self._feature_member("get_active_feature_indices")()
+        return indices
+
+    def set_active_feature_indices(self, indices: Iterable[int]) -> None:
+        """Use these features and no others. Collective.
+
+        Raises
+        ------
+        MissingInterfaceError
+            Where the wrapped model is not aware of its features.
+        ValueError
+            Where the ranks name different features, on every rank; nothing has changed then.
+        """
+        set_indices = self._feature_member("set_active_feature_indices")
+        mine = sorted(int(index) for index in indices)
+        texts = gather_texts(self.engine.backend, json.dumps(mine))
+        differs = any(text != texts[0] for text in texts)
+        found = share_text(self.engine.backend, "; ".join(texts) if differs else "")
+        if found:
+            raise ValueError(f"every rank must name the same features; by rank, {found}")
+        set_indices(mine)
+
+    def is_feature_used(self, index: int) -> bool:
+        return bool(self._feature_member("is_feature_used")(index))
+
+    def get_feature_importance(self) -> dict[str, float]:
+        """Importance by feature name. Collective."""
+        self._feature_member("get_feature_importance", "IFeatureImportance")
+        with self.unsharded() as model:
+            importance: dict[str, float] = model.get_feature_importance()
+        return importance
+
+    def _feature_member(self, name: str, interface: str = "IFeatureAware") -> Any:
+        member = getattr(self.wrapped_model, name, None)
+        if member is None:
+            raise MissingInterfaceError(
+                f"{type(self.wrapped_model).__name__} does not implement {interface}"
+            )
+        return member
+
+    # ------------------------------------------------------------------------------------- graphs
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        return bool(getattr(self.wrapped_model, "supports_jit_compilation", False))
+
+    def export_computation_graph(self, input_nodes: list[Any]) -> Any:
+        """The graph of the plain model, with the parameters of now in it. Collective."""
+        if input_nodes is None:
+            raise TypeError("input_nodes must be a list, got None")
+        if not self.supports_jit_compilation:
+            raise MissingMemberError(
+                f"{type(self.wrapped_model).__name__} does not implement IJitCompilable: it has no "
+                "computation graph to export"
+            )
+        with self.unsharded() as model:
+            return model.export_computation_graph(input_nodes)
+
+    # ----------------------------------------------------------------------------------- metadata
+
+    def get_model_metadata(self) -> ModelMetadata:
+        """What the wrapped model says about itself."""
+        name = type(self.wrapped_model).__name__
+        return self._ask("get_model_metadata", None) or ModelMetadata(name, model_type=name)

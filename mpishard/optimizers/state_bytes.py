@@ -1,0 +1,163 @@
+"""An optimizer's state as bytes that fit every world size and strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.communication import CommunicationBackend
+from mpishard.sharding import ParameterEntry, Piece
+
+__all__ = ["StateBytes", "gather_state"]
+
+_HEADER = "mpishard.optimizer"
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Settings, step count, and each state tensor under ``<state name>/<parameter name>``.
+
+    The format is that of safetensors; settings and step count are JSON in its header.
+
+    Parameters
+    ----------
+    rule : str
+        Name of the rule's class.
+    settings : mapping
+        What its ``fingerprint`` gave.
+    steps : int
+        Updates made.
+    tensors : mapping of str to array
+        NumPy arrays in the parameters' shapes; frozen parameters have none.
+    """
+
+    rule: str
+    settings: Mapping[str, Any]
+    steps: int
+    tensors: Mapping[str, np.ndarray[Any, Any]]
+
+    def to_bytes(self) -> bytes:
+        """The same bytes for the same content."""
+        header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
+        # One key: safetensors writes several in no fixed order.
+        metadata = {_HEADER: json.dumps(header, sort_keys=True)}
+        return safetensors.numpy.save(dict(self.tensors), metadata)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StateBytes:
+        """What `to_bytes` gave.
+
+        Raises
+        ------
+        TypeError
+            For what are no bytes.
+        ValueError
+            Where they are something else, or torn.
+        """
+        if not isinstance(data, bytes | bytearray):
+            raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
+        data = bytes(data)
+        try:
+            tensors = safetensors.numpy.load(data)
+            # The reader of headers takes files only; the format begins with the header's length.
+            length = int.from_bytes(data[:8], "little")
+            header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
+        except (safetensors.SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"these {len(data)} bytes are not what an optimizer's serialize() gave: {error}"
+            ) from None
+        return cls(header["rule"], header["settings"], int(header["steps"]), tensors)
+
+    def require_rule(self, rule: str, state_names: Sequence[str]) -> None:
+        """Refuse another rule's state.
+
+        Raises
+        ------
+        ValueError
+            Naming both rules, or the state vectors that differ.
+        """
+        held = sorted({name.partition("/")[0] for name in self.tensors})
+        if self.rule != rule or held != sorted(state_names):
+            raise ValueError(
+                f"these bytes hold the state {held} of {self.rule}, and {rule} needs "
+                f"{sorted(state_names)}"
+            )
+
+    def require_parameters(
+        self, entries: Sequence[ParameterEntry], state_names: Sequence[str], dtype: np.dtype[Any]
+    ) -> None:
+        """Refuse the state of another model.
+
+        Raises
+        ------
+        ValueError
+            Naming the first tensor that is missing, too many, or of another shape or dtype.
+        """
+        expected = {f"{n}/{e.name}": (e.shape, dtype.name) for n in state_names for e in entries}
+        given = {name: (array.shape, array.dtype.name) for name, array in self.tensors.items()}
+        wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} state tensors do not fit the model, first {wrong[0]!r}: expected "
+                f"{expected.get(wrong[0], 'none')}, got {given.get(wrong[0], 'none')}"
+            )
+
+    def fill(
+        self, state: Mapping[str, Array], pieces: Sequence[Piece], entries: Sequence[ParameterEntry]
+    ) -> None:
+        """Write into state vectors what lies in ``pieces``, as long as their parts end to end."""
+        for name, vector in state.items():
+            xp = array_namespace(vector)
+            for entry in entries:
+                flat = self.tensors[f"{name}/{entry.name}"].reshape(-1)
+                for piece in pieces:
+                    first, last = max(entry.start, piece.start), min(entry.stop, piece.stop)
+                    if first < last:
+                        at = piece.offset - piece.start
+                        vector[at + first : at + last] = xp.asarray(
+                            flat[first - entry.start : last - entry.start]
+                        )
+
+
+def gather_state(
+    backend: CommunicationBackend,
+    state: Mapping[str, Array],
+    pieces: Sequence[Piece],
+    entries: Sequence[ParameterEntry],
+) -> dict[str, np.ndarray[Any, Any]]:
+    """All ranks' state in the parameters' shapes, on every rank. Collective.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        How the ranks talk.
+    state : mapping of str to Array
+        This rank's vectors.
+    pieces : sequence of Piece
+        What this rank gives of them; together the ranks give every element of ``entries`` once.
+    entries : sequence of ParameterEntry
+        The parameters that have state.
+    """
+    mine = np.array([[p.start, p.stop] for p in pieces], np.int64).reshape(-1, 2)
+    ranges = backend.all_gather(mine).tolist()
+    length = max((stop for _, stop in ranges), default=0)
+    tensors = {}
+    for name, vector in state.items():
+        host = to_host(vector)
+        parts = [host[p.in_shard] for p in pieces] or [host[:0]]
+        together = backend.all_gather(np.concatenate(parts))
+        full = np.empty(length, host.dtype)
+        position = 0
+        for start, stop in ranges:
+            full[start:stop] = together[position : position + stop - start]
+            position += stop - start
+        for entry in entries:
+            tensors[f"{name}/{entry.name}"] = full[entry.start : entry.stop].reshape(entry.shape)
+    return tensors

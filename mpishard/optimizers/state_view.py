@@ -1,0 +1,61 @@
+"""A model's optimizer state as a checkpoint sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.arrays import Array
+from mpishard.models.engine import Engine
+from mpishard.sharding import Piece
+
+__all__ = ["StateView"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """Ranges of the flat vector, and settings and step count beside them.
+
+    Parameters
+    ----------
+    engine : Engine
+        Says which ranges this rank updates.
+    rule : str
+        Name of the rule's class. It is part of the kinds, so that another rule's state is
+        refused unread.
+    state : mapping of str to Array
+        This rank's state vectors.
+    metadata : mapping
+        ``settings`` and ``optimizer_steps``.
+    go_on : callable
+        Called with the saved steps and settings once the vectors have been read.
+    """
+
+    engine: Engine
+    rule: str
+    state: Mapping[str, Array]
+    metadata: Mapping[str, Any]
+    go_on: Callable[[int, Mapping[str, Any]], None]
+
+    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """What this rank writes: its own, and of replicas a part."""
+        return self._ranges(self.engine.state_pieces_to_write)
+
+    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """All that this rank updates."""
+        return self._ranges(self.engine.updated_pieces)
+
+    def _ranges(self, pieces: Sequence[Piece]) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        return {
+            f"optimizer/{self.rule}/{name}": [(p.start, vector[p.in_shard]) for p in pieces]
+            for name, vector in self.state.items()
+        }
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Settings and step count."""
+        return self.metadata
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Go on from the saved step."""
+        self.go_on(int(metadata["optimizer_steps"]), metadata["settings"])

@@ -1,0 +1,132 @@
+"""Which evaluation was the best, when to stop, and the best parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpishard.arrays import Array
+from mpishard.models import ShardedModelBase
+from mpishard.observe.ledger import MemoryCategory
+
+__all__ = ["BestParameters", "EarlyStopping"]
+
+
+@dataclass
+class EarlyStopping:
+    """What the evaluations so far say: which was the best, and whether to go on.
+
+    The best is the one with the lowest score. Early stopping asks for more: an evaluation counts
+    as an improvement where its score lies at least ``tolerance`` below that of the last
+    improvement, and training is to stop after ``patience`` evaluations in a row that were none
+    (after Prechelt, "Early Stopping - But When?", in "Neural Networks: Tricks of the Trade", 1998,
+    where several such criteria are compared). A score that is not a number is never the best and
+    never an improvement.
+
+    Parameters
+    ----------
+    patience : int or None
+        Evaluations without improvement after which to stop; None: never.
+    tolerance : float
+        Least improvement that counts, in units of the score.
+
+    Examples
+    --------
+    >>> stopping = EarlyStopping(patience=2, tolerance=0.1)
+    >>> [stopping.observe(step, score) for step, score in enumerate([1.0, 0.95, 0.92])]
+    [True, True, True]
+    >>> stopping.is_exhausted, stopping.best_step
+    (True, 2)
+    """
+
+    patience: int | None = None
+    tolerance: float = 0.0
+    best_score: float = math.inf
+    best_step: int | None = None
+    reference: float = math.inf
+    waited: int = 0
+
+    def observe(self, step: int, score: float) -> bool:
+        """Take note of an evaluation after ``step`` updates; whether it is the best so far."""
+        if score < self.reference and self.reference - score >= self.tolerance:
+            self.reference = score
+            self.waited = 0
+        else:
+            self.waited += 1
+        if not score < self.best_score:
+            return False
+        self.best_score, self.best_step = score, step
+        return True
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether patience is at its end."""
+        return self.patience is not None and self.waited >= self.patience
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as JSON knows it."""
+        return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Go on from what `position` gave."""
+        for name, value in position.items():
+            setattr(self, name, value)
+
+
+class BestParameters:
+    """The parameters as they were at the best evaluation, of which this rank holds its pieces.
+
+    Each rank keeps what it owns, 1/N of the parameters under every strategy; nothing is gathered.
+    It is also the `CheckpointState` that a checkpoint holds of them.
+
+    Parameters
+    ----------
+    model : ShardedModelBase
+        Whose parameters to keep.
+    """
+
+    KIND = "training/best_parameters"
+
+    def __init__(self, model: ShardedModelBase) -> None:
+        self._engine = model.engine
+        self._pieces = model.engine.holdings.pieces()
+        self._kept: Array | None = None
+
+    @property
+    def _vector(self) -> Array:
+        if self._kept is None:
+            length = sum(piece.length for piece in self._pieces)
+            self._kept = self._engine.holdings.allocate(MemoryCategory.BEST_PARAMETERS, length)
+        return self._kept
+
+    def keep(self) -> None:
+        """Copy what this rank owns now. Communicates nothing."""
+        owned = self._engine.parameters.owned(self._pieces)
+        for piece, values in zip(self._pieces, owned, strict=True):
+            self._vector[piece.in_shard] = values
+
+    def put_back(self) -> None:
+        """Make what was kept the model's parameters again. Collective."""
+        engine = self._engine
+        owned = engine.parameters.owned(self._pieces)
+        for piece, target in zip(self._pieces, owned, strict=True):
+            target[...] = self._vector[piece.in_shard]
+        engine.parameters.publish(self._pieces)
+        engine.program.changed(engine.parameters)
+
+    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """The rank's pieces; no kind before anything was kept."""
+        return {} if self._kept is None else self.arrays_to_read()
+
+    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+        """The rank's pieces, to be filled."""
+        return {self.KIND: [(p.start, self._vector[p.in_shard]) for p in self._pieces]}
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Nothing beside the array: the loop's position has the rest."""
+        return {}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Nothing is cached, so nothing is left to do."""

@@ -1,0 +1,391 @@
+"""``mpishard verify``: finds what depends on a rank, says where, and refuses what is no target."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import mpishard as ms
+from mpishard.cli import app
+from mpishard.cli.verify_job import VerifyJob, relative_error
+from mpishard.cli.verify_rank import Comparison, compare
+from mpishard.cli.verify_reference import train_alone
+from mpishard.cli.verify_report import Verdict, default_tolerance
+from mpishard.cli.verify_rules import RULES
+from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
+from mpishard.distributed import DistributedStrategy
+from mpishard.testing.worlds import in_worlds
+
+ALONE = None
+STRATEGIES = [strategy.value for strategy in DistributedStrategy]
+
+
+def data() -> tuple[Any, Any]:
+    generator = np.random.default_rng(1)
+    x = generator.standard_normal((50, 5))
+    return x, np.sin(x[:, :2])
+
+
+def squares(scale: Any = lambda: 1.0, shift: float = 0.0) -> Any:
+    """Least squares, whose gradient some process may get wrong."""
+
+    def fun(theta: Any, x: Any, y: Any) -> Any:
+        error = x @ theta - y[:, 0]
+        return float(np.mean(error**2)), scale() * 2 * x.T @ error / len(x)
+
+    return ms.FunctionModel(fun, np.linspace(-1, 1, 5) + shift, lambda theta, x: x @ theta)
+
+
+def of(rank: int | None, culprit: int, fault: Any, right: Any) -> Any:
+    return fault if rank == culprit else right
+
+
+class WithLoss:
+    """A black box that is told its loss."""
+
+    def __init__(self) -> None:
+        self.theta = np.zeros(5)
+
+    def get_parameters(self) -> Any:
+        return self.theta.copy()
+
+    def set_parameters(self, theta: Any) -> None:
+        self.theta = theta
+
+    def predict(self, x: Any) -> Any:
+        return (x @ self.theta)[:, None]
+
+    def compute_gradients(self, x: Any, y: Any, loss: Any = None) -> Any:
+        assert isinstance(loss, ms.nn.MSE)
+        return 2 * x.T @ (self.predict(x) - y)[:, 0] / len(x)
+
+
+# What each process makes; the argument is its rank, None for the one that trains alone.
+RIGHT = {
+    "mlp": lambda rank: Problem(ms.nn.MLP([5, 7, 6, 2], activation="tanh", seed=0), *data()),
+    "function": lambda rank: Problem(squares(), *data()),
+    "loss": lambda rank: Problem(WithLoss(), data()[0], data()[1][:, :1], ms.nn.MSE()),
+}
+WRONG = {
+    "gradient": (
+        lambda rank: Problem(squares(lambda: of(rank, 1, 1 + 1e-6, 1.0)), *data()),
+        "step 1: the gradient that rank 1 computed of its own samples is not what",
+    ),
+    "late": (
+        lambda rank: Problem(squares(_late(rank)), *data()),
+        "step 3: the gradient that rank 1 computed of its own samples is not what",
+    ),
+    "first parameters": (
+        lambda rank: Problem(squares(shift=of(rank, 1, 1e-3, 0.0)), *data()),
+        "rank 1 got other first parameters than a process alone: factory(seed) must depend on",
+    ),
+    "data": (
+        lambda rank: Problem(squares(), data()[0], data()[1] + of(rank, 1, 1e-3, 0.0)),
+        "rank 1 got other data than a process alone",
+    ),
+    "prediction": (
+        lambda rank: Problem(_predicts(of(rank, 1, 1.001, 1.0)), *data()),
+        "the parameters agree, and the predictions of rank 1 differ",
+    ),
+    "no mean": (
+        lambda rank: Problem(_sums(), *data()),
+        "step 1: each rank's gradient of its own samples is right, and the update is not",
+    ),
+}
+
+
+def _late(rank: int | None) -> Any:
+    calls = []
+
+    def scale() -> float:
+        calls.append(1)
+        return of(rank, 1, 1.001, 1.0) if len(calls) > 4 else 1.0  # two calls in a step
+
+    return scale
+
+
+def _predicts(factor: float) -> Any:
+    model = squares()
+    model._predict = lambda theta, x: factor * (x @ theta)
+    return model
+
+
+def _sums() -> Any:
+    def fun(theta: Any, x: Any, y: Any) -> Any:
+        error = x @ theta - y[:, 0]
+        return float(np.sum(error**2)), 2 * x.T @ error
+
+    return ms.FunctionModel(fun, np.zeros(5))
+
+
+def job(world_size: int, **options: Any) -> VerifyJob:
+    settings = {"strategy": "fsdp", "optimizer": "sgd", "steps": 4, "batch_size": 16, "seed": 0,
+                "learning_rate": 1e-3} | options  # fmt: skip
+    return VerifyJob(Path(), "unused", world_size=world_size, **settings)
+
+
+def verdict_of(backend: Any, make: Any, **options: Any) -> Verdict:
+    """On every rank; each trains the reference for itself."""
+    mine = job(backend.world_size, **options)
+    reference = train_alone(mine, make(ALONE))
+    found = compare(backend, mine, make(backend.rank), reference)
+    return Verdict(found, default_tolerance(str(found.dtype)))
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [*((strategy, "sgd") for strategy in STRATEGIES), *(("fsdp", rule) for rule in RULES)],
+)
+@in_worlds(1, 3)
+def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimizer: str) -> None:
+    verdict = verdict_of(backend, RIGHT[kind], strategy=strategy, optimizer=optimizer)
+    assert verdict.is_equal, verdict.lines()
+    c = verdict.comparison
+    assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+    assert c.parameters.shape[:2] == (backend.world_size, 4)
+    assert c.predictions.max() < 1e-12
+    assert verdict.lines()[-1].startswith("EQUAL: all ")
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(2, 3)
+def test_what_depends_on_the_rank_is_found(backend: Any, kind: str, strategy: str) -> None:
+    make, reason = WRONG[kind]
+    verdict = verdict_of(backend, make, strategy=strategy)
+    assert not verdict.is_equal
+    *_, found, last = verdict.lines()
+    assert reason in found
+    assert last.startswith("DIFFERENT: 0 of 1 " if kind == "prediction" else "DIFFERENT: ")
+
+
+def test_float32_has_a_tolerance_of_its_own() -> None:
+    def make(rank: int | None) -> Problem:
+        return Problem(ms.nn.MLP([5, 7, 2], seed=0, dtype="float32"), *data())
+
+    (verdict,) = ms.run_in_threads(1, verdict_of, make)
+    assert verdict.is_equal
+    assert verdict.tolerance == 1e-4
+    assert default_tolerance("float64") == 1e-10
+
+
+def test_the_reference_knows_nothing_of_our_rules(monkeypatch: Any) -> None:
+    wrong = replace(RULES["sgd"], make=lambda rate: ms.optimizers.SGD(1.001 * rate, 0.9))
+    monkeypatch.setitem(RULES, "sgd", wrong)
+    verdicts = ms.run_in_threads(2, verdict_of, RIGHT["mlp"])
+    assert "Then the fault is mpishard's" in verdicts[1].lines()[-2]
+
+
+def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
+    parameters = np.zeros((2, 3, 3))
+    parameters[1, 2, 1] = 0.5
+    parameters[0, 1, 2] = parameters[0, 2, 2] = 0.25
+    c = Comparison(
+        np.array(["a", "b", "c"]), np.array(["(1,)"] * 3), np.array("float64"), np.zeros((2, 3)),
+        parameters, np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool),
+        np.full(2, np.nan),
+    )  # fmt: skip
+    table = Verdict(c, 1e-10).table()
+    rows = list(zip(*(column._cells for column in table.columns), strict=True))
+    assert rows == [
+        ("b", "(1,)", "5.0e-01", "1", "3"), ("c", "(1,)", "2.5e-01", "0", "2"),
+        ("a", "(1,)", "0.0e+00", "0", ""),
+    ]  # fmt: skip
+
+
+def test_errors_are_relative_to_what_is_large() -> None:
+    assert relative_error(np.array([1e6 + 1, 0]), np.array([1e6, 0])) == 1e-6
+    assert relative_error(np.array([1e-3]), np.array([0.0])) == 1e-3
+    assert relative_error(np.array([1.0]), np.array([np.nan])) == np.inf
+    assert relative_error(np.ones(3), np.ones(2)) == np.inf
+    assert relative_error(np.array([2e-9]), np.array([1e-9]), floor=1e-9) == 1.0
+
+
+def test_shares_are_uneven_and_complete() -> None:
+    for world_size in (1, 2, 3, 5):
+        mine = job(world_size)
+        for step in range(5):
+            parts = [mine.share(step, 16, rank) for rank in range(world_size)]
+            assert [p.start for p in parts] + [16] == [0, *(p.stop for p in parts)]
+            sizes = [p.stop - p.start for p in parts]
+            assert world_size == 1 or len(set(sizes)) > 1
+            assert (0 in sizes) == (step % 3 == 2 and world_size > 1)
+        assert len(set(mine.batch(0, 50))) == 16
+        assert sorted(mine.batch(1, 9)) == list(range(9))
+
+
+# ------------------------------------------------------------------------------------- targets
+
+
+FILE = """
+import os, threading
+import numpy as np
+import mpishard as ms
+
+NUMBER = 3
+
+def factory(seed, dtype="float64"):
+    x = np.random.default_rng(seed).standard_normal((20, 3)).astype(dtype)
+    model = ms.nn.MLP([3, 4, 1], seed=seed, dtype=dtype)
+    return model, x, np.sin(x[:, :1])
+
+def fault(seed):
+    def fun(theta, x, y):
+        error = x @ theta - y[:, 0]
+        name = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+        wrong = name == "1" or threading.current_thread().name == "rank-1"
+        return float(np.mean(error**2)), (1 + wrong * 1e-5) * 2 * x.T @ error / len(x)
+    x = np.random.default_rng(seed).standard_normal((20, 3))
+    return ms.FunctionModel(fun, np.ones(3)), x, x[:, :1]
+
+def diverges(seed):
+    return ms.FunctionModel(lambda t, x, y: (np.inf, t), np.ones(3)), np.ones(4), np.ones(4)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my models.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def verify(*arguments: str, cwd: Any = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mpishard", "verify", *arguments], cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.spawned
+def test_a_job_of_threads(file: str) -> None:
+    ended = verify(f"{file}:factory", "-n", "3", "--backend", "memory", "--optimizer", "adamw",
+                   "--dtype", "float32", "--strategy", "zero1", "--seed", "4")  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    first, heads, *_, last = ended.stdout.splitlines()
+    assert "zero1 on 3 thread-ranks against training alone, 5 steps of adamw, float32" in first
+    assert heads.split() == ["parameter", "shape", "error", "on", "rank", "above", "from", "step"]
+    assert last.startswith("EQUAL: all 4 parameters on 3 ranks are within 1e-04")
+
+
+@pytest.mark.spawned
+def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
+    pytest.importorskip("mpi4py")
+    ended = verify(f"{file}:fault", "--backend", "mpi")
+    assert ended.returncode == 1, ended.stderr
+    assert "the gradient that rank 1 computed of its own samples" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("DIFFERENT: 1 of 1 parameters exceed 1e-10")
+
+
+@pytest.mark.spawned
+def test_a_target_that_is_none_ends_with_2_and_two_lines(tmp_path: Path) -> None:
+    ended = verify("nowhere.py:factory", "--backend", "memory", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"mpishard verify: there is no file nowhere.py\nlooked for it from {tmp_path}\n"
+    )
+
+
+def test_targets_are_files_and_modules(file: str) -> None:
+    assert load_factory(f"{file}:factory")(0)[1].shape == (20, 3)
+    assert load_factory("mpishard.layout:ShardLayout") is ms.ShardLayout
+    assert build_problem(load_factory(f"{file}:factory"), 0, "float32").model.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("factory", "package.module:factory or file.py:factory, got 'factory'\nfactory"),
+        ("FILE:", "package.module:factory or file.py:factory, got"),
+        ("FILE:factroy", "has no 'factroy'\nits functions are factory, fault, diverges"),
+        ("FILE:NUMBER", "'NUMBER' of .* is a int and no function\nfactory"),
+        ("no.such:factory", "there is no module 'no'\nlooked for it in"),
+        ("mpishard.nowhere:factory", "there is no module 'mpishard.nowhere'\n"),
+    ],
+)
+def test_refuses_targets(file: str, target: str, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        load_factory(target.replace("FILE", file))
+
+
+def test_an_import_that_fails_inside_the_target_is_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import not_there_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        load_factory(f"{path}:factory")
+
+
+class Nothing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "message"),
+    [
+        (3, None, "must return .model, x, y. or .*\nit returned int"),
+        ((1, 2), None, "it returned a tuple of 2"),
+        ((Nothing(), *data()), None,
+         "has no get_parameters and no set_parameters and no compute_gradients\n"),
+        ((squares(), [1.0], np.ones(1)), None, "cannot be trained on\nx must be an array"),
+        ((squares(), np.ones((3, 5)), np.ones(2)), None, "x has 3 and y has 2"),
+        ((squares(), *data(), np.sum), None, "must be a loss of mpishard.nn\nit is a"),
+        ((squares(), *data()), "float32",
+         "--dtype float32: the model of factory.seed. has float64 parameters\nwrite def factory"),
+    ],
+)  # fmt: skip
+def test_refuses_what_factories_return(given: Any, dtype: Any, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        build_problem(lambda seed: given, 0, dtype)
+
+
+def test_refuses_a_model_that_is_sharded() -> None:
+    def wrap(backend: Any) -> None:
+        model = ms.as_distributed(squares(), backend)
+        with pytest.raises(TargetError, match="is sharded already, as FSDPModel\nreturn the plain"):
+            build_problem(lambda seed: (model, *data()), 0, None)
+
+    ms.run_in_threads(1, wrap)
+
+
+def test_training_alone_that_diverges_is_told(file: str) -> None:
+    problem = build_problem(load_factory(f"{file}:diverges"), 0, None)
+    with pytest.raises(TargetError, match=r"step 1 of training alone.*not finite\nlower --learn"):
+        train_alone(job(2), problem)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "zero9"], "one of ddp, zero1, zero2, zero3, fsdp; got 'zero9'"),
+        (["--optimizer", "lbfgs"], "--optimizer must be one of sgd, adagrad"),
+        (["--learning-rate", "0"], "--learning-rate must be above 0, got 0.0"),
+        (["--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
+        (["-n", "0"], "Invalid value for '-n'"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--dtype", "float16"], "'float16' is not one of 'float32', 'float64'"),
+        (["--backend", "nccl"], "'nccl' is not one of 'auto', 'mpi', 'memory'"),
+    ],
+)
+def test_refuses_options(arguments: list[str], message: str) -> None:
+    ended = CliRunner().invoke(app, ["verify", "file.py:factory", *arguments])
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.stderr.replace("│", " ").split())
+    assert ended.stdout == ""
+
+
+def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    ended = CliRunner().invoke(app, ["verify", "file.py:factory"])
+    assert ended.exit_code == 2
+    assert "PMI_SIZE is set" in ended.stderr
