@@ -14,10 +14,14 @@ import numpy as np
 
 __all__ = [
     "Array",
+    "address",
     "array_namespace",
+    "beside",
     "chunk_length",
+    "copy_into",
     "is_device_array",
     "reuse_freed_memory",
+    "synchronize",
     "to_device",
     "to_host",
 ]
@@ -59,6 +63,48 @@ def to_device(array: np.ndarray[Any, Any]) -> Array:
     copy = cupy.empty(array.shape, array.dtype)
     copy.set(array)
     return copy
+
+
+def address(array: Array) -> int:
+    """Where ``array`` begins, in host or GPU memory."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def beside(array: Array, other: Array) -> Array:
+    """``array`` where ``other`` lies, on the host or the current GPU: itself, or a copy."""
+    if isinstance(other, np.ndarray):
+        return to_host(array)
+    xp = array_namespace(other)
+    if not is_device_array(array):
+        return xp.asarray(array)
+    # To copy is what CuPy does across devices; to compute across them it only does with a warning.
+    return array if array.data.device_id == xp.cuda.runtime.getDevice() else array.copy()
+
+
+def copy_into(target: Array, source: Array) -> None:
+    """``target[...] = source``, each on the host or the current GPU.
+
+    Parameters
+    ----------
+    target : Array
+        On a GPU, C-contiguous.
+    source : Array
+        Of the same shape.
+    """
+    if is_device_array(target) == is_device_array(source):
+        target[...] = source
+    elif isinstance(target, np.ndarray):
+        contiguous = source.dtype == target.dtype and target.flags.c_contiguous
+        target[...] = source.get(out=target) if contiguous else source.get()
+    else:
+        target.set(np.ascontiguousarray(source, dtype=target.dtype))
+
+
+def synchronize(array: Array) -> None:
+    """Wait until the GPU has done what this thread asked it to; nothing for a host array."""
+    xp = array_namespace(array)
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
 
 
 @functools.cache  # once in a process

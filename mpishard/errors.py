@@ -11,6 +11,7 @@
     |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
+    |-- DeviceUnavailableError (RuntimeError)  a GPU was asked for; CuPy or the GPU is not there
     |-- NonFiniteLossError (ArithmeticError)
     |-- MissingInterfaceError (RuntimeError)  a model was asked what its kind does not know
     |   `-- MissingMemberError (NotImplementedError)  a user's model lacks a member
@@ -28,6 +29,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationError",
+    "DeviceUnavailableError",
     "MPIUnavailableError",
     "MissingInterfaceError",
     "MissingLossError",
@@ -93,6 +95,10 @@ class ShardingError(MpishardError, RuntimeError):
 
 class StructureOnlyError(ShardingError):
     """Raised when parameters are asked of a model whose wrapper holds them now."""
+
+
+class DeviceUnavailableError(MpishardError, RuntimeError):
+    """Raised when a GPU is asked for and CuPy is not installed, or finds none."""
 
 
 class NonFiniteLossError(MpishardError, ArithmeticError):

@@ -17,6 +17,8 @@ __all__ = [
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
+    "cuda_aware",
+    "cuda_aware_hint",
     "is_slurm_allocation",
     "is_slurm_step",
     "launched_world_size",
@@ -138,6 +140,7 @@ def check() -> None:
     mpi_timeout()
     mpi_warning()
     numba_is_allowed()
+    cuda_aware()
 
 
 def mpi_timeout() -> float:
@@ -205,6 +208,28 @@ def numba_is_allowed() -> bool:
     if text not in ("auto", "off"):
         raise ValueError(f"MPISHARD_NUMBA must be auto or off; got {text!r}")
     return text == "auto"
+
+
+def cuda_aware() -> bool:
+    """MPISHARD_CUDA_AWARE: ``1`` hands MPI pointers to GPU memory; ``0``, the default, never.
+
+    A library that is not built for it crashes or reads rubbish, so nothing else switches it on.
+    """
+    text = os.environ.get("MPISHARD_CUDA_AWARE", "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"MPISHARD_CUDA_AWARE must be 0 or 1; got {text!r}")
+    return text == "1"
+
+
+_CUDA_HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "OMPI_MCA_opal_cuda_support", "MV2_USE_CUDA")
+
+
+def cuda_aware_hint() -> str | None:
+    """The variable that says that the MPI library can read GPU memory; None where none does."""
+    for name in _CUDA_HINTS:
+        if os.environ.get(name, "").lower() in ("1", "true", "yes"):
+            return f"{name}={os.environ[name]}"
+    return None
 
 
 def virtual_nodes() -> int:

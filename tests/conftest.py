@@ -36,7 +36,9 @@ import pytest
 from mpishard import settings
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.patience import yield_processor
-from mpishard.errors import PeerError
+from mpishard.devices import Device, load_cupy
+from mpishard.errors import DeviceUnavailableError, PeerError
+from mpishard.testing.cupy_stand_in import installed
 
 _VERDICT_BYTES = 8192
 
@@ -118,6 +120,10 @@ _verdicts_key = pytest.StashKey[Verdicts]()
 
 def _is_under_mpi(config) -> bool:
     return config.getoption("with_mpi") and settings.launcher_variable() is not None
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run the tests of GPUs on real ones")
 
 
 def pytest_configure(config):
@@ -242,6 +248,20 @@ def path(request, monkeypatch) -> str:
     for name, value in _PATHS[request.param].items():
         monkeypatch.setenv(name, value)
     return request.param
+
+
+@pytest.fixture
+def gpu(request):
+    """CuPy: with ``--gpu`` the real one, or a skip that says what it lacks; else a stand-in."""
+    if request.config.getoption("gpu"):
+        try:
+            Device.parse("cuda")
+        except DeviceUnavailableError as error:
+            pytest.skip(str(error))
+        yield load_cupy()
+        return
+    with installed(device_count=2) as cupy:
+        yield cupy
 
 
 @pytest.fixture

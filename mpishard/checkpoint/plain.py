@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import Array, copy_into, to_host
 from mpishard.checkpoint.snapshot import load, save
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry
@@ -38,9 +38,8 @@ class PlainModelFiles(ICheckpointableModel):
     def deserialize(self, data: bytes) -> None:
         """Take parameters from what `serialize` gave, also of a sharded model."""
         vector = self._flat_vector()
-        vector[...] = packed_vector(
-            named_arrays_of(data), self.checkpoint_parameters(), vector.dtype
-        )
+        records = self.checkpoint_parameters()
+        copy_into(vector, packed_vector(named_arrays_of(data), records, vector.dtype))
 
     def save_model(self, path: PathLike) -> None:
         """Write the parameters to a checkpoint directory.

@@ -98,10 +98,19 @@ class Lane:
 
 
 class ScratchPool:
-    """Byte buffers that grow and are kept, one for each operation under way."""
+    """Byte buffers that grow and are kept, one for each operation under way.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    make : callable
+        Makes a buffer of so many bytes.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
+    ) -> None:
         self._free: list[Bytes] = []
+        self._make = make
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +124,7 @@ class ScratchPool:
             self._free = [buffer for buffer in self._free if buffer is not best]
             if best.size >= nbytes:
                 return best
-        return np.empty(nbytes, np.uint8)
+        return self._make(nbytes)
 
     def give(self, buffer: Bytes) -> None:
         """Return a buffer that nothing reads or writes any more."""

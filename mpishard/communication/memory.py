@@ -14,10 +14,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import (
+    Array,
+    address,
+    array_namespace,
+    beside,
+    copy_into,
+    is_device_array,
+    synchronize,
+)
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
@@ -219,16 +225,21 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------------- collectives
 
-    def _open(self, call: Call, value: Any) -> Steps:
-        """First meeting of a collective: check the calls, give back the ranks' values."""
+    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
+        """First meeting of a collective: check the calls, give back the ranks' values.
+
+        The others may use ``arrays`` from here on, and those of `_exchange` from there on.
+        """
+        _finish(arrays)
         arrival = self._joined().meet(call, 0, self._rank, (call, value))
         yield arrival
         pairs = [left[0] for left in arrival.meeting.values]
         self._verify([peer for peer, _ in pairs])
         return [other for _, other in pairs]
 
-    def _exchange(self, call: Call, value: Any, phase: int = 1) -> Steps:
+    def _exchange(self, call: Call, value: Any, *arrays: Array, phase: int = 1) -> Steps:
         """The second meeting, or a later one: the ranks' values."""
+        _finish(arrays)
         arrival = self._joined().meet(call, phase, self._rank, value)
         yield arrival
         return [left[0] for left in arrival.meeting.values]
@@ -237,46 +248,47 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)))
+        left = yield from self._open(call, (array, self._places(array, out)), array)
         flat = [a.reshape(-1) for a, _ in left]
         places = [where for _, where in left]
         layout = ShardLayout(int(array.size), self._world_size)
         mine = layout.slice(self._rank)
         piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
         assert call.operation is not None
-        self._reducer.reduce([a[mine] for a in flat], call.operation, piece)
-        pieces = yield from self._exchange(call, piece)
+        near = [beside(a[mine], array) for a in flat]
+        self._reducer.reduce(near, call.operation, piece)
+        pieces = yield from self._exchange(call, piece, piece)
         result = out.reshape(-1)
         out_is_shared = self._out_is_shared(places)
         nodes = Nodes(self.nodes, self._rank)
         for rank, other in enumerate(pieces):
             if not out_is_shared or nodes.agent(rank) == self._rank:
-                result[layout.slice(rank)] = other
+                copy_into(result[layout.slice(rank)], other)
         if self._arrays_are_shared(places) and out_is_shared:
             self._count_shared_reduce(layout.sizes, array.dtype)
             self._count_shared_gather(layout.sizes, array.dtype)
         else:
             self._count_all_reduce(call, layout.sizes)
-        if out_is_shared:
-            yield from self._exchange(call, None, phase=2)
+        # A piece in GPU memory would be used for something else as soon as its rank lets it go.
+        if out_is_shared or any(is_device_array(a) for a in flat):
+            yield from self._exchange(call, None, result, phase=2)
         return out
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)))
+        left = yield from self._open(call, (array, self._places(array, out)), array)
         arrays = [a for a, _ in left]
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         assert call.operation is not None
         xp = array_namespace(array)
         # Of this rank's array the others read all but its own piece.
-        overlaps = xp.may_share_memory(array, out) and _address(array[mine]) != _address(out)
+        overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
         piece = xp.empty(out.size, out.dtype) if overlaps else out
-        self._reducer.reduce(
-            [a[mine].reshape(-1) for a in arrays], call.operation, piece.reshape(-1)
-        )
-        yield from self._exchange(call, None)
+        near = [beside(a[mine].reshape(-1), array) for a in arrays]
+        self._reducer.reduce(near, call.operation, piece.reshape(-1))
+        yield from self._exchange(call, None, piece)
         if piece is not out:
             out[...] = piece.reshape(out.shape)
         if self._arrays_are_shared([where for _, where in left]):
@@ -287,7 +299,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)))
+        left = yield from self._open(call, (array, self._places(array, out)), array)
         arrays = [a for a, _ in left]
         lengths = [a.shape[0] for a in arrays]
         out_is_shared = self._out_is_shared([where for _, where in left])
@@ -304,9 +316,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             start += other.shape[0]
             if out_is_shared and nodes.agent(rank) != self._rank:
                 continue  # another rank of this node writes it
-            if other is not array or _address(part) != _address(array):
-                part[...] = other
-        yield from self._exchange(call, None)
+            if other is not array or address(part) != address(array):
+                copy_into(part, other)
+        yield from self._exchange(call, None, target)
         if askew:
             out[...] = target
         if out_is_shared:
@@ -317,40 +329,45 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        arrays = yield from self._open(call, array)
+        arrays = yield from self._open(call, array, *([] if array is None else [array]))
         sent = arrays[root]
         if self._rank != root:
             if array is None:
                 array = array_namespace(sent).empty(sent.shape, sent.dtype)
-            array[...] = sent
-        yield from self._exchange(call, None)
+            copy_into(array, sent)
+        assert array is not None
+        yield from self._exchange(call, None, array)
         self._count_broadcast(array, root)
         return array
 
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        values = yield from self._open(call, (array, counts) if self._rank == root else None)
+        given = [array] if self._rank == root and array is not None else []
+        values = yield from self._open(
+            call, (array, counts) if self._rank == root else None, *given
+        )
         sent, pieces = values[root]
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
-        yield from self._exchange(call, None)
+        yield from self._exchange(call, None, piece)
         self._count_scatter(sent if self._rank == root else None, piece)
         return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        arrays = yield from self._open(call, array)
+        arrays = yield from self._open(call, array, array)
         result = None
         if self._rank == root:
-            result = array_namespace(array).concatenate(arrays, axis=0)
-        yield from self._exchange(call, None)
+            near = [beside(a, array) for a in arrays]
+            result = array_namespace(array).concatenate(near, axis=0)
+        yield from self._exchange(call, None, array)
         self._count_gather(array, root)
         return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        values = yield from self._open(call, parts)
+        values = yield from self._open(call, parts, *parts)
         received = [sent[self._rank].copy() for sent in values]
-        yield from self._exchange(call, None)
+        yield from self._exchange(call, None, *received)
         self._count_all_to_all(parts)
         return received
 
@@ -385,6 +402,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _send(self, array: Array, destination: int, tag: int) -> None:
         world = self._joined()
         message = array.copy()
+        synchronize(message)
         with world.changed:
             queue = world.messages.setdefault((self._rank, destination, tag), deque())
             queue.append(message)
@@ -424,14 +442,19 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             message = queue.popleft()
             if not queue:
                 del world.messages[key]
-        return message
+        near = beside(message, message)
+        if near is not message:
+            synchronize(near)  # the message's memory is free after this
+        return near
+
+
+def _finish(arrays: Sequence[Array]) -> None:
+    """Wait for what a GPU still does to or with them, before other ranks touch them."""
+    for array in arrays:
+        synchronize(array)
 
 
 def _overlap_askew(array: Array, out: Array, part: Array) -> bool:
     """Whether ``array`` lies in ``out``, and not just where its ``part`` of it is."""
     overlap = bool(array_namespace(out).may_share_memory(array, out))
-    return overlap and _address(array) != _address(part)
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+    return overlap and address(array) != address(part)

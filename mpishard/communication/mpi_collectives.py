@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace, is_device_array, to_host
+from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
 from mpishard.communication.group import Group
@@ -155,11 +155,6 @@ class MPICollectives(SharedCollectives):
     # -------------------------------------------------------------------------------- reductions
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        if is_device_array(array):
-            host = to_host(array)
-            yield from self._steps_all_reduce(call, host, host)
-            out.set(host)
-            return out
         with self._turn(0) as first, self._turn(1) as second:
             assert call.operation is not None
             result = out.reshape(-1)
@@ -191,6 +186,7 @@ class MPICollectives(SharedCollectives):
             if self.world_size > 1:
                 yield second
                 parts = self._parts(result, sizes, starts, itemsize=result.itemsize)
+                synchronize(result)
                 request = second.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts)
                 yield self._post(second, request, result)
             self._count_all_reduce(call, sizes)
@@ -199,11 +195,6 @@ class MPICollectives(SharedCollectives):
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        if is_device_array(array):
-            host = np.empty(out.shape, out.dtype)
-            yield from self._steps_reduce_scatter(call, to_host(array), counts, host)
-            out.set(host)
-            return out
         with self._turn(0) as turn:
             assert call.operation is not None
             row = int(np.prod(array.shape[1:], dtype=np.int64))
@@ -277,7 +268,7 @@ class MPICollectives(SharedCollectives):
             outgoing[self.rank] = 0
             incoming = [length] * self.world_size
             incoming[self.rank] = 0
-            buffer = self._pool.take(length * itemsize * (self.world_size - 1))
+            buffer = self._take_beside(array, length * itemsize * (self.world_size - 1))
             request = turn.comm.Ialltoallv(
                 self._parts(array, outgoing, [s + low for s in starts], itemsize=itemsize),
                 self._parts(buffer, incoming, starts_of(incoming), itemsize=itemsize),
@@ -295,19 +286,23 @@ class MPICollectives(SharedCollectives):
                 for rank in range(self.world_size)
             ]
             self._reducer.reduce(contributions, operation, piece[low : low + length])
-            self._pool.give(buffer)
+            if not is_device_array(buffer):
+                self._pool.give(buffer)
+
+    def _take_beside(self, array: Array, nbytes: int) -> Array:
+        """A buffer where ``array`` lies: of the pool, or of CuPy, which has its own."""
+        if is_device_array(array):
+            return array_namespace(array).empty(nbytes, np.uint8)
+        return self._pool.take(nbytes)
 
     # ---------------------------------------------------------------------------------- movement
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        if is_device_array(array):
-            host = yield from self._steps_all_gather(call, to_host(array), None)
-            return _to_device(host, array, out)
         with self._turn(0) as turn:
             headers = yield from self._open(call, turn, array, self._places(array, out))
             rows = [c.shape[0] for c in headers.calls if c.shape is not None]
             if out is None:
-                out = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+                out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
             row = int(np.prod(array.shape[1:], dtype=np.int64))
             sizes = [count * row for count in rows]
             starts = starts_of(sizes)
@@ -324,6 +319,7 @@ class MPICollectives(SharedCollectives):
                 mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
                 if not same_start(mine, array):
                     mine[...] = array.reshape(-1)
+                synchronize(mine)
                 yield turn
                 request = turn.comm.Iallgatherv(
                     self._talk.mpi.IN_PLACE,
@@ -334,11 +330,6 @@ class MPICollectives(SharedCollectives):
             return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        if array is not None and is_device_array(array):
-            host = yield from self._steps_broadcast(call, to_host(array), root)
-            if self.rank != root:
-                array.set(host)
-            return array
         with self._turn(0) as turn:
             payload = array if self.rank == root else None
             headers = yield from self._open(call, turn, payload)
@@ -358,9 +349,6 @@ class MPICollectives(SharedCollectives):
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        if array is not None and is_device_array(array):
-            host = yield from self._steps_scatter(call, to_host(array), counts, root)
-            return _to_device(host, array, None)
         with self._turn(0) as first, self._turn(1) as second:
             headers = yield from self._open(call, first)
             sent = headers.calls[root]
@@ -396,9 +384,6 @@ class MPICollectives(SharedCollectives):
             return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        if is_device_array(array):
-            host = yield from self._steps_gather(call, to_host(array), root)
-            return None if host is None else _to_device(host, array, None)
         with self._turn(0) as turn:
             headers = yield from self._open(call, turn, array)
             result = parts = None
@@ -424,9 +409,6 @@ class MPICollectives(SharedCollectives):
             return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        if is_device_array(parts[0]):
-            hosts = yield from self._steps_all_to_all(call, [to_host(part) for part in parts])
-            return [_to_device(host, parts[0], None) for host in hosts]
         with self._turn(0) as first, self._turn(1) as second:
             yield from self._open(call, first)
             dtype = parts[0].dtype
@@ -480,11 +462,3 @@ def _as_bytes(array: Array) -> Array:
 def _overlap_askew(array: Array, out: Array) -> bool:
     """Whether two arrays of one shape share memory and are not the same."""
     return bool(np.may_share_memory(array, out)) and not same_start(array, out)
-
-
-def _to_device(host: Array, like: Array, out: Array | None) -> Array:
-    """``host`` on the device of ``like``, in ``out`` or a new array."""
-    if out is None:
-        out = array_namespace(like).empty(host.shape, host.dtype)
-    out.set(host)
-    return out

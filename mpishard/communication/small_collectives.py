@@ -18,8 +18,8 @@ from mpishard.arrays import Array
 from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import INLINE_BYTES, make_row
 from mpishard.communication.mailbox import SLOTS, Mailbox
-from mpishard.communication.mpi_collectives import MPICollectives
 from mpishard.communication.reduction import FixedReducer, ReductionOperation, check_reducible
+from mpishard.communication.staging import StagedCollectives
 from mpishard.layout import ShardLayout
 
 __all__ = ["SmallCollectives"]
@@ -71,7 +71,7 @@ class Plan:
         return reducer
 
 
-class SmallCollectives(MPICollectives):
+class SmallCollectives(StagedCollectives):
     """The part of the MPI backend that is quick about little."""
 
     def __init__(self) -> None:

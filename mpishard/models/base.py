@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.arrays import Array, array_namespace, beside, chunk_length, to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     ILossFunction,
@@ -21,6 +21,7 @@ from mpishard.contracts import (
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
+from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
 from mpishard.models.shards import Shards
 from mpishard.models.step import StepReport, Update
@@ -98,6 +99,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         self._engine: Engine | None = build_engine(
             program, self.policy, self._config, self.default_loss_function
         )
+        say_what_is_ignored(self._config, program.device)
         deal(self.engine)
         self._take_over()
 
@@ -270,7 +272,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
-            target -= learning_rate * vector[piece.start : piece.stop]
+            target -= learning_rate * beside(vector[piece.start : piece.stop], target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.published_pieces)
         engine.changed()
@@ -295,7 +297,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def _agreed(self, vector: Array, name: str) -> Array:
         array_namespace(vector)
         shape = vector.shape
-        vector = np.ascontiguousarray(vector, dtype=self.dtype)
+        vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
         # A rank with a wrong length joins with a mark of its own, so that all refuse together.
         mark = zlib.crc32(vector) if shape == (self.parameter_count,) else -1
         marks = self.backend.all_gather(np.array([mark]))
@@ -363,7 +365,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         length = sum(piece.length for piece in self.engine.updated_pieces)
         state = {}
         for name in names:
-            vector = self.engine.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+            vector = self.engine.stage.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
             vector.fill(0)
             state[name] = vector
         return state

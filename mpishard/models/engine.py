@@ -17,6 +17,7 @@ from mpishard.contracts import ILossFunction
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
+from mpishard.models.offload import OffloadedGradients, UpdateStage
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
@@ -54,6 +55,7 @@ class Engine:
         program: Program,
         parameters: ParameterStore,
         make_gradients: Callable[[Holdings], GradientStore],
+        stage: UpdateStage,
         policy: Policy,
         loss: ILossFunction | None,
         config: ShardingConfiguration,
@@ -67,6 +69,7 @@ class Engine:
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self._config = config
         self._make_gradients = make_gradients
+        self.stage = stage
         self.replicas = Replicas(parameters, policy)
         self._samples = 0  # of all ranks, in the round so far; counted where the program is random
         self._accumulates: bool = False
@@ -107,7 +110,7 @@ class Engine:
         trained = [(e.start, e.stop) for e in entries if e.name not in names]
         self.published_pieces = own
         self.updated_pieces = pieces_within(updated, trained) if names else updated
-        self._own_pieces = pieces_within(own, trained) if names else own
+        self.own_pieces = pieces_within(own, trained) if names else own
 
     @property
     def state_pieces_to_write(self) -> tuple[Piece, ...]:
@@ -115,7 +118,7 @@ class Engine:
 
         Together the ranks write each element once.
         """
-        own = {(piece.start, piece.stop) for piece in self._own_pieces}
+        own = {(piece.start, piece.stop) for piece in self.own_pieces}
         return tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
 
     @property
@@ -158,6 +161,7 @@ class Engine:
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
+        self.holdings.device.use()  # of the thread that calls
         self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
@@ -194,7 +198,7 @@ class Engine:
             total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self._own_pieces))
+        norm_part = squared_norm(self.gradients.owned(self.own_pieces))
         message = np.array([*self._local[:2], norm_part])
         total, total_weight, squared = self._totals(message, loss)
         if total_weight == 0:
@@ -202,7 +206,7 @@ class Engine:
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
         try:
-            self._change(rule, self._updates(self.gradients.owned(self.updated_pieces)), report)
+            self._change(rule, self.gradients.owned(self.updated_pieces), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         if self.policy.shards_state:
@@ -210,17 +214,40 @@ class Engine:
         self._end_round()
         return report
 
-    def _change(self, rule: Rule, updates: list[Update], report: StepReport) -> None:
-        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
-        with contextlib.nullcontext() if self.observer is None else self.observer(updates):
-            rule(updates, report)
+    def apply(self, gradient: Array, rule: Rule) -> None:
+        """Update with a given gradient of the mean loss instead of computing one.
 
-    def _updates(self, gradients: list[Array]) -> list[Update]:
+        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+
+        Raises
+        ------
+        ShardingError
+            Where replicas have drifted apart.
+        NonFiniteLossError
+            On every rank, where the gradient is not finite.
+        """
+        self.replicas.require_equal("apply_gradients")
+        trained = [
+            gradient[e.start : e.stop] for e in self.program.entries
+            if e.name not in self.program.frozen
+        ]  # fmt: skip
+        norm = math.sqrt(squared_norm(trained))
+        if not math.isfinite(norm):
+            self._refuse_nonfinite("the given gradient")
+        pieces = [gradient[p.start : p.stop] for p in self.updated_pieces]
+        self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
+        if self.policy.shards_state:
+            self.parameters.publish(self.published_pieces)
+        self._end_round()
+
+    def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
+        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
         pieces = self.updated_pieces
-        return [
-            Update(*given)
-            for given in zip(pieces, self.parameters.owned(pieces), gradients, strict=True)
-        ]
+        parameters = self.parameters.owned(pieces)
+        with self.stage.staged(parameters, gradients) as (own, reduced):
+            updates = [Update(*given) for given in zip(pieces, own, reduced, strict=True)]
+            with contextlib.nullcontext() if self.observer is None else self.observer(updates):
+                rule(updates, report)
 
     def _end_round(self) -> None:
         self.changed()
@@ -242,7 +269,7 @@ class Engine:
 
     def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
-        assert isinstance(self.gradients, ReplicatedGradients)
+        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self._accumulates:
             return StepReport(self._mean(loss, weight), weight, None)
         total, total_weight = float(self._local[0]), float(self._local[1])
@@ -255,7 +282,7 @@ class Engine:
         report = StepReport(
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
-        self._change(rule, self._updates(gradients), report)
+        self._change(rule, gradients, report)
         self.replicas.drift(total_weight)
         self._end_round()
         return report
@@ -343,6 +370,7 @@ class Engine:
 
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
+        self.holdings.device.use()
         self.program.check_pair(x, y, loss or self.loss)
         holdings = self.gradients.holdings
         sink = ReplicatedGradients(holdings)
@@ -365,6 +393,7 @@ class Engine:
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        self.holdings.device.use()
         self.program.check(x)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, x)
@@ -374,6 +403,7 @@ class Engine:
 
         Without a gradient, but where a black box tells its loss only together with one.
         """
+        self.holdings.device.use()
         self.program.check_pair(x, y, self.loss)
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
@@ -382,6 +412,7 @@ class Engine:
                 self.parameters, x, y, None, Context(training=False)
             )
             return total, weight
+        y = self.program.device.put(y)
         total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
         return total, weight
 
@@ -397,12 +428,14 @@ class Engine:
 
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
+        self.holdings.device.use()
         self.parameters.take(full)
         self.changed()
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
-        full = np.empty(self.program.length, self.program.dtype)
+        self.holdings.device.use()
+        full = self.holdings.device.namespace.empty(self.program.length, self.program.dtype)
         with self._leaving_no_unit():
             for unit in self.program.units:
                 full[unit.start : unit.stop] = self.parameters.unshard(unit)

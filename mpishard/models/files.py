@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 
 from mpishard import checkpoint
-from mpishard.arrays import Array
+from mpishard.arrays import Array, to_host
 from mpishard.checkpoint.plain import named_arrays, named_arrays_of, packed_vector
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
@@ -49,7 +49,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def serialize(self) -> bytes:
         """The named parameters in safetensors format, the same bytes on every rank. Collective."""
         self.engine.replicas.require_equal("serialize()")
-        full = self.engine.gather()
+        full = to_host(self.engine.gather())
         return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
 
     def deserialize(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ class GradientWires:
     """
 
     def __init__(self, holdings: Holdings, length: int, count: int) -> None:
-        slots = holdings.allocate_slots(length, count, _WIRE)
+        slots = holdings.on_host.allocate_slots(length, count, _WIRE)
         if slots is None:
             book = holdings.ledger.allocate
             self._free = [book(MemoryCategory.SCRATCH, length, _WIRE) for _ in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
+from mpishard.devices import HOST, Device
 from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
@@ -46,6 +47,10 @@ class Holdings:
         Whether memory that a node's ranks share may be used. To allocate it is collective.
     frozen : frozenset of int
         Indices of the units of which nothing is trained: they have no gradient.
+    device : Device
+        Where the model computes.
+    is_on_host : bool
+        Whether what is held lies in host memory all the same.
     """
 
     units: tuple[Unit, ...]
@@ -55,6 +60,13 @@ class Holdings:
     ledger: MemoryLedger
     arena: bool = True
     frozen: frozenset[int] = frozenset()
+    device: Device = HOST
+    is_on_host: bool = False
+
+    @property
+    def on_host(self) -> Holdings:
+        """The same, held in host memory: pinned where a GPU computes, so that copies are fast."""
+        return replace(self, is_on_host=True)
 
     @property
     def trained_units(self) -> tuple[Unit, ...]:
@@ -86,15 +98,21 @@ class Holdings:
 
     def allocate(self, category: MemoryCategory, length: int) -> Array:
         """An uninitialised vector, booked under ``category``."""
-        return self.ledger.allocate(category, length, self.dtype)
+        if not (self.is_on_host and self.device.is_gpu):
+            return self.ledger.allocate(category, length, self.dtype, self.device)
+        array = self.device.pinned(length, self.dtype)
+        self.ledger.book(category, array, array.nbytes)
+        return array
 
     def allocate_arena(self, length: int, dtype: DTypeLike | None = None) -> Array | None:
         """Zeros that the ranks of this node share, shape (length,); None where they cannot.
 
-        Collective. They take no memory until they are first written, and nothing is booked.
+        Collective. They take no memory until they are first written, and nothing is booked. GPU
+        memory is never shared, and host memory that is shared is not pinned.
         """
-        dtype = self.dtype if dtype is None else dtype
-        return self.backend.allocate_shared(length, dtype) if self.arena else None
+        if not self.arena or (self.device.is_gpu and not self.is_on_host):
+            return None
+        return self.backend.allocate_shared(length, self.dtype if dtype is None else dtype)
 
     def allocate_slots(
         self, length: int, count: int, dtype: DTypeLike | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.contracts import ILossFunction
+from mpishard.devices import Device
 from mpishard.errors import MissingMemberError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
@@ -47,6 +48,7 @@ class OpaqueProgram(Program):
             )
         self._model = model
         self.dtype = vector.dtype
+        self.device = Device.of(vector)
         self.units = build_units([int(vector.size)], 1)
         self.kept = frozenset({0})
         table = getattr(model, "parameter_table", None)
@@ -73,7 +75,7 @@ class OpaqueProgram(Program):
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
 
     def fill(self, unit: Unit, out: Array) -> None:
-        out[...] = self._model.get_parameters()
+        copy_into(out, self._model.get_parameters())
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self.changed(parameters)
@@ -130,10 +132,10 @@ class OpaqueProgram(Program):
                 target.fill(0)
         elif is_empty:
             gradient, samples = tape
-            array_namespace(target).multiply(gradient, samples, out=target)
+            array_namespace(target).multiply(beside(gradient, target), samples, out=target)
         else:
             gradient, samples = tape
-            target += gradient * samples
+            target += beside(gradient, target) * samples
         gradients.reduce(unit)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, copy_into
 from mpishard.communication import Work
 from mpishard.layout import ShardLayout
 from mpishard.models.holdings import Holdings, aligned
@@ -38,7 +37,7 @@ class ParameterStore(ABC):
     """
 
     held: tuple[Piece, ...]
-    once_per_node: ClassVar[bool] = False
+    once_per_node: bool = False
 
     def __init__(self, holdings: Holdings) -> None:
         self.holdings = holdings
@@ -46,12 +45,15 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def fill(self, unit: Unit, full: Array | None) -> None:
-        """Take a unit's first values from rank 0, where ``full`` holds them. Collective."""
+        """Take a unit's first values from rank 0, where ``full`` holds them. Collective.
+
+        ``full`` is a host array; None on other ranks.
+        """
 
     def take(self, full: Array) -> None:
         """Take values from the full vector, which is the same on every rank. Collective."""
         for piece, target in zip(self.held, self.owned(self.held), strict=True):
-            target[...] = full[piece.start : piece.stop]
+            copy_into(target, full[piece.start : piece.stop])
         self.refresh()
 
     def refresh(self) -> None:
@@ -90,7 +92,7 @@ class ReplicatedParameters(ParameterStore):
     def fill(self, unit: Unit, full: Array | None) -> None:
         target = self._vector[unit.start : unit.stop]
         if full is not None:
-            target[...] = full
+            copy_into(target, full)
         self.backend.broadcast(target, root=0)
 
     def unshard(self, unit: Unit) -> Array:
@@ -233,7 +235,7 @@ class ShardedParameters(ParameterStore):
     def fill(self, unit: Unit, full: Array | None) -> None:
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         piece = self.backend.scatter(full, root=0, counts=counts)
-        self._shard[self.held[unit.index].in_shard] = piece
+        copy_into(self._shard[self.held[unit.index].in_shard], piece)
 
     def prefetch(self, unit: Unit) -> None:
         if unit.index in self._buffers:

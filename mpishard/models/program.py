@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.devices import HOST, Device
 from mpishard.errors import ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
@@ -41,6 +42,8 @@ class Program(ABC):
         Of parameters and gradients.
     entries : tuple of ParameterEntry
         Name, shape and start of each parameter.
+    device : Device
+        Where it computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
     is_random : bool
@@ -55,6 +58,7 @@ class Program(ABC):
     kept: frozenset[int]
     dtype: np.dtype[Any]
     entries: tuple[ParameterEntry, ...]
+    device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False
     is_random: bool = False
     seed: int = 0
@@ -165,6 +169,7 @@ class LayeredProgram(Program):
         self._table: ParameterTable = model.parameter_table
         self._input_shape = infos[0].input_shape
         self.dtype = model.dtype
+        self.device = getattr(model, "device", HOST)
         self.entries = self._table.entries
         self.units = build_units([info.parameter_count for info in infos], minimum_unit_size)
         self._own_unit = [
@@ -280,7 +285,7 @@ class LayeredProgram(Program):
     ) -> tuple[float, float, Any]:
         assert loss is not None
         prediction, tape = self._run(parameters, self._model.as_input(x), context)
-        total, weight, saved = loss.forward(prediction, y)
+        total, weight, saved = loss.forward(prediction, self.device.put(y))
         tape.append((loss, saved))
         return total, weight, tape
 

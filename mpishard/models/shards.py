@@ -9,9 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace, copy_into
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
@@ -33,7 +31,8 @@ class Shards(IShardedModel):
     @property
     def local_parameter_shard(self) -> Array:
         """A copy of what this rank holds, its pieces end to end; all where replicated."""
-        return np.concatenate(self.engine.parameters.owned(self._held_pieces))
+        owned = self.engine.parameters.owned(self._held_pieces)
+        return array_namespace(owned[0]).concatenate(owned)
 
     @property
     def _held_pieces(self) -> tuple[Piece, ...]:
@@ -120,19 +119,22 @@ class Shards(IShardedModel):
     def _gather_on(self, root: int) -> Array | None:
         """All parameters on one rank: each unit's pieces travel to it alone."""
         store = self.engine.parameters
+        holdings = self.engine.holdings
+        holdings.device.use()
         full = None
         if self.rank == root:
-            full = np.empty(self.parameter_count, self.engine.holdings.dtype)
+            full = holdings.device.namespace.empty(self.parameter_count, holdings.dtype)
         if not self.engine.policy.shards_parameters:
             if full is not None:
-                np.concatenate(store.owned(self._held_pieces), out=full)
+                held = self._held_pieces
+                for piece, values in zip(held, store.owned(held), strict=True):
+                    copy_into(full[piece.start : piece.stop], values)
             return full
-        for piece, owned in zip(
-            self.engine.holdings.pieces(), store.owned(self.engine.holdings.pieces()), strict=True
-        ):
+        pieces = holdings.pieces()
+        for piece, owned in zip(pieces, store.owned(pieces), strict=True):
             unit = self.engine.backend.gather(owned, root=root)
             if full is not None:
-                full[piece.unit.start : piece.unit.stop] = unit
+                copy_into(full[piece.unit.start : piece.unit.stop], unit)
         return full
 
     def gather_full_parameters(self) -> Array:

@@ -22,6 +22,12 @@ from mpishard.models.gradient_store import (
     ScatteredGradients,
 )
 from mpishard.models.holdings import Holdings
+from mpishard.models.offload import (
+    Offload,
+    OffloadedGradients,
+    OffloadedParameters,
+    UpdateStage,
+)
 from mpishard.models.opaque_program import OpaqueProgram
 from mpishard.models.parameter_store import (
     NodeParameters,
@@ -137,7 +143,7 @@ def require_same_on_all_ranks(
     structure = repr(
         ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in program.entries])
     ).encode()
-    manner = f"{strategy}/{program.dtype.name}".encode()
+    manner = f"{strategy}/{program.dtype.name}/{program.device.kind}".encode()
     mine = [program.length, len(program.units), zlib.crc32(structure), zlib.crc32(manner)]
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
@@ -148,7 +154,7 @@ def require_same_on_all_ranks(
     counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
     raise ValueError(
         f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-        + ("" if counts_differ else " (units, names, shapes, strategy or dtype differ)")
+        + ("" if counts_differ else " (units, names, shapes, strategy, dtype or device differ)")
     )
 
 
@@ -173,15 +179,30 @@ def build_engine(
             shards_state=policy.shards_state,
         )
     reuse_freed_memory()
+    device = program.device.for_rank(config.communication_backend.local_rank)
+    device.use()
     holdings = Holdings(
         program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger(),
-        arena,
+        arena, device=device,
     )  # fmt: skip
+    offload = Offload.of(config, device)
+
+    def compresses() -> bool:
+        return config.enable_gradient_compression
 
     def make_gradients(holdings: Holdings) -> GradientStore:
-        return _gradient_store(holdings, policy, lambda: config.enable_gradient_compression)
+        if offload.gradients:
+            inner = _gradient_store(holdings.on_host, policy, compresses)
+            return OffloadedGradients(inner, holdings)
+        return _gradient_store(holdings, policy, compresses)
 
-    return Engine(program, _parameter_store(holdings, policy), make_gradients, policy, loss, config)
+    parameters: ParameterStore
+    if offload.parameters:
+        parameters = OffloadedParameters(_parameter_store(holdings.on_host, policy), holdings)
+    else:
+        parameters = _parameter_store(holdings, policy)
+    stage = UpdateStage(holdings.on_host if offload.optimizer else holdings)
+    return Engine(program, parameters, make_gradients, stage, policy, loss, config)
 
 
 def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:

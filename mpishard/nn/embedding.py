@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, is_device_array
 from mpishard.contracts import LayerCategory
 from mpishard.nn.initializers import normal
 from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
@@ -105,7 +105,30 @@ class Embedding(Layer):
         first_N[1:] = tokens_N[1:] != tokens_N[:-1]
         starts_U = xp.flatnonzero(first_N)
         dy_ND = dy.reshape(-1, self.width)[order_N]
-        g["weight"][tokens_N[starts_U]] += xp.add.reduceat(dy_ND, starts_U, axis=0)
+        g["weight"][tokens_N[starts_U]] += _sums_of_runs(dy_ND, first_N, starts_U)
+
+
+def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
+    """The sum of each run of rows, shape (U, D); ``first_N`` says where runs begin.
+
+    On a GPU it overwrites ``rows_ND``: neighbours are added in rounds, so that the order is the
+    same in every run of the program. CuPy's own ``add.reduceat`` takes differences of running
+    sums, of which little is left where a run is small beside what came before it.
+    """
+    xp = array_namespace(rows_ND)
+    if not is_device_array(rows_ND):
+        return xp.add.reduceat(rows_ND, starts_U, axis=0)
+    run_N = xp.cumsum(first_N) - 1
+    stops_U = xp.full_like(starts_U, rows_ND.shape[0])
+    stops_U[:-1] = starts_U[1:]
+    row_N = xp.arange(rows_ND.shape[0])
+    place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
+    longest, step = int((stops_U - starts_U).max()), 1
+    while step < longest:
+        left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
+        rows_ND[left] += rows_ND[left + step]
+        step *= 2
+    return rows_ND[starts_U]
 
 
 class PositionalEmbedding(Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.nn.layer import Context, Parameters
 from mpishard.nn.linear import Linear
 from mpishard.nn.sizes import is_size
@@ -40,20 +40,20 @@ class FeatureLinear(Linear):
             )
         self._active = frozenset(int(index) for index in chosen)
 
-    @property
-    def _inactive(self) -> list[int]:
-        return sorted(frozenset(range(self.inputs)) - self._active)
-
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to (..., O); saves x, masked where a feature is inactive."""
-        inactive = self._inactive
-        if inactive:
+        if len(self._active) < self.inputs:
             x = x.copy()
-            x[..., inactive] = 0
+            self._clear_inactive(x)
         return super().forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The input's gradient, 0 for what is inactive."""
         dx, pending = super().backward_input(p, saved, dy)
-        dx[..., self._inactive] = 0
+        self._clear_inactive(dx)
         return dx, pending
+
+    def _clear_inactive(self, x: Array) -> None:
+        inactive = sorted(frozenset(range(self.inputs)) - self._active)
+        if inactive:
+            x[..., array_namespace(x).asarray(inactive)] = 0

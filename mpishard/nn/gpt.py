@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import to_host
+from mpishard.devices import Device
 from mpishard.nn.activations import GELU
 from mpishard.nn.attention import CausalAttention
 from mpishard.nn.composites import Residual, Sequential
@@ -55,6 +56,8 @@ class GPT(Model):
         Of the first parameters.
     dtype : str or numpy.dtype
         Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
     tied_embeddings : bool
         Whether the head's weight is the embedding's.
     dropout : float
@@ -80,6 +83,7 @@ class GPT(Model):
         dtype: Any = "float32",
         tied_embeddings: bool = False,
         dropout: float = 0.0,
+        device: str | Device = "cpu",
     ) -> None:
         chain = gpt_chain(
             vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout
@@ -87,8 +91,9 @@ class GPT(Model):
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
-            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype
-        )
+            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
 
     def generate(
         self,

@@ -144,7 +144,11 @@ class LinearModel(Model):
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
-        return replace(super().get_model_metadata(), feature_count=len(self.feature_names))
+        """As of any model, with `get_feature_importance` where the parameters are here."""
+        metadata = super().get_model_metadata()
+        if self._holder is None:
+            metadata.feature_importance = self.get_feature_importance()
+        return metadata
 
     def clone(self) -> Self:
         """A copy that shares the parameters' array, with a choice of active features of its own."""

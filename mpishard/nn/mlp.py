@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from mpishard.devices import Device
 from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.composites import Sequential
 from mpishard.nn.initializers import glorot_uniform, kaiming_uniform
@@ -40,6 +41,8 @@ class MLP(Model):
         Of the first parameters.
     dtype : str or numpy.dtype
         Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
     loss : Loss, optional
         `MSE` where not given.
 
@@ -57,9 +60,12 @@ class MLP(Model):
         seed: int = 0,
         dtype: Any = "float64",
         loss: Loss | None = None,
+        device: str | Device = "cpu",
     ) -> None:
         chain = mlp_chain(sizes, activation)
-        super().__init__(chain, loss or MSE(), input_shape=(sizes[0],), seed=seed, dtype=dtype)
+        super().__init__(
+            chain, loss or MSE(), input_shape=(sizes[0],), seed=seed, dtype=dtype, device=device
+        )
 
 
 def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:

@@ -19,6 +19,7 @@ from mpishard.contracts import (
     LayerInfo,
     ModelMetadata,
 )
+from mpishard.devices import Device
 from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.nn.composites import Sequential
 from mpishard.nn.graph import ComputationNode
@@ -52,11 +53,18 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         Of the first parameters.
     dtype : str or numpy.dtype
         float32 or float64: parameters, activations, gradients.
+    device : str or Device
+        Where they lie: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``, with CuPy arrays. Plain
+        ``"cuda"`` is the thread's current GPU, and under a sharded wrapper GPU number
+        ``local_rank % device_count``. Inputs and targets may lie on either; parameters, gradients
+        and predictions that the model gives lie on its device.
 
     Raises
     ------
     ValueError
-        For another dtype, or layers whose shapes do not fit each other.
+        For another dtype or device, or layers whose shapes do not fit each other.
+    DeviceUnavailableError
+        For a GPU, where CuPy is not installed or finds none.
     """
 
     def __init__(
@@ -67,17 +75,21 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         input_shape: tuple[int, ...],
         seed: int = 0,
         dtype: Any = "float64",
+        device: str | Device = "cpu",
     ) -> None:
         self._dtype = np.dtype(dtype)
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
+        self._device = Device.parse(device)
         self.chain = chain
         self.seed = seed
         self._loss = loss
         self._specs = dict(chain.walk_parameters())
         self._table = ParameterTable(self._specs.items())
         self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
-        self._vector = ParameterVector(self._table.length, self._dtype, self._initialize_range)
+        self._vector = ParameterVector(
+            self._table.length, self._dtype, self._initialize_range, device=self._device
+        )
         self._holder: str | None = None
 
     # ---------------------------------------------------------------------------------- structure
@@ -124,6 +136,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return dtype
 
     @property
+    def device(self) -> Device:
+        """Where parameters, activations and gradients lie."""
+        return self._device
+
+    @property
     def default_loss_function(self) -> ILossFunction | None:
         return self._loss
 
@@ -166,7 +183,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             value = spec.initializer(parameter_generator(self.seed, entry.name), entry.shape)
             first, last = max(start, entry.start), min(stop, entry.stop)
             part = value.reshape(-1)[first - entry.start : last - entry.start]
-            out[first - start : last - start] = array_namespace(out).asarray(part)
+            out[first - start : last - start] = part
 
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
@@ -192,7 +209,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         for entry in self._table.entries:
             chunk = np.empty(entry.size, self._dtype)
             self.fill_parameters(entry.start, chunk)
-            yield chunk.reshape(entry.shape)
+            yield self._device.put(chunk.reshape(entry.shape))
 
     def set_parameters(self, parameters: Array) -> None:
         if self._holder is not None:
@@ -224,10 +241,10 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 raise ValueError(
                     f"{entry.name} of shape {entry.shape} got a chunk of shape {chunk.shape}"
                 )
-            vector[entry.start : entry.stop] = chunk.reshape(-1)
+            vector[entry.start : entry.stop] = to_host(chunk).reshape(-1)
         if next(given, None) is not None:
             raise ValueError(f"more chunks than the {len(self._table.entries)} parameters")
-        self._vector.replace(vector)
+        self._vector.replace(self._device.put(vector))
 
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
@@ -250,7 +267,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
                 f"{type(self).__name__} has {self._table.length} parameters; got a vector of "
                 f"shape {parameters.shape}"
             )
-        return parameters.astype(self._dtype, copy=False)
+        return self._device.put(parameters).astype(self._dtype, copy=False)
 
     def deep_copy(self) -> Self:
         """A copy with parameters of its own; a model that is structure only stays so."""
@@ -268,6 +285,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     def as_input(self, x: Array) -> Array:
         self.chain.check_input(x)
+        x = self._device.put(x)
         return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
 
     def _prediction_shape(self, x: Array) -> tuple[int, ...]:
@@ -314,6 +332,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             )
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
+        y = self._device.put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 

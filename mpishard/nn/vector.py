@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, copy_into
+from mpishard.devices import HOST, Device
 
 __all__ = ["ParameterVector", "VectorPart"]
 
@@ -22,9 +23,12 @@ class ParameterVector:
     dtype : numpy.dtype
         Of the elements.
     initialize : callable
-        ``initialize(start, out)`` writes the first values of the range that begins at ``start``.
+        ``initialize(start, out)`` writes the first values of the range that begins at ``start``
+        into a host array.
     values : Array, optional
         What it holds from the beginning, shape (length,); not a copy.
+    device : Device
+        Where it is made.
     """
 
     def __init__(
@@ -33,18 +37,20 @@ class ParameterVector:
         dtype: np.dtype[Any],
         initialize: Callable[[int, Array], None],
         values: Array | None = None,
+        device: Device = HOST,
     ) -> None:
         self.length = length
         self.dtype = dtype
         self._initialize = initialize
         self._values = values
+        self._device = device
 
     def get(self) -> Array:
         """The vector itself, shape (length,), made if need be."""
         if self._values is None:
             values = np.empty(self.length, self.dtype)
             self._initialize(0, values)
-            self._values = values
+            self._values = self._device.put(values)
         return self._values
 
     def replace(self, values: Array) -> None:
@@ -52,15 +58,18 @@ class ParameterVector:
         self._values = values
 
     def fill(self, start: int, out: Array) -> None:
-        """Write the range that begins at ``start`` into ``out``, without making the vector."""
+        """Write the range that begins at ``start`` into ``out``, without making the vector.
+
+        ``out`` is a host array.
+        """
         if self._values is None:
             self._initialize(start, out)
         else:
-            out[...] = self._values[start : start + int(out.size)]
+            copy_into(out, self._values[start : start + int(out.size)])
 
     def holding(self, values: Array | None) -> ParameterVector:
         """Another vector of this length and dtype, with ``values`` or first values."""
-        return ParameterVector(self.length, self.dtype, self._initialize, values)
+        return ParameterVector(self.length, self.dtype, self._initialize, values, self._device)
 
     def copy(self) -> ParameterVector:
         """A vector of its own, with the values that this one has."""
@@ -74,7 +83,7 @@ class VectorPart(ParameterVector):
         def initialize(first: int, out: Array) -> None:
             whole.fill(start + first, out)
 
-        super().__init__(length, whole.dtype, initialize)
+        super().__init__(length, whole.dtype, initialize, device=whole._device)
         self._whole = whole
         self._start = start
 

@@ -10,9 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, is_device_array
+from mpishard.devices import HOST, Device
 
-__all__ = ["MemoryCategory", "MemoryLedger"]
+__all__ = ["MemoryCategory", "MemoryLedger", "Place"]
+
+
+class Place(StrEnum):
+    """Which memory it is."""
+
+    HOST = "host"
+    DEVICE = "device"  # of a GPU
 
 
 class MemoryCategory(StrEnum):
@@ -38,33 +46,39 @@ class MemoryLedger:
         # The last view of shared memory may be let go by another thread, or by the garbage
         # collector while this one holds the lock.
         self._lock = threading.RLock()
-        self._held: Counter[MemoryCategory] = Counter()
-        self._peak: Counter[MemoryCategory] = Counter()
+        # By category, and by category and place.
+        self._held: Counter[_Key] = Counter()
+        self._peak: Counter[_Key] = Counter()
 
-    def allocate(self, category: MemoryCategory, length: int, dtype: np.dtype[Any]) -> Array:
-        """An uninitialised 1-D array of ``length`` elements, counted under ``category``."""
-        array = np.empty(length, dtype)
+    def allocate(
+        self, category: MemoryCategory, length: int, dtype: np.dtype[Any], device: Device = HOST
+    ) -> Array:
+        """An uninitialised vector of ``length`` elements on ``device``, under ``category``."""
+        array = device.namespace.empty(length, dtype)
         self.book(category, array, array.nbytes)
         return array
 
     def book(self, category: MemoryCategory, array: Array, nbytes: int) -> None:
         """Count ``nbytes`` of ``array`` until it is garbage: this rank's part of shared memory."""
+        place = Place.DEVICE if is_device_array(array) else Place.HOST
         with self._lock:
-            self._held[category] += nbytes
-            self._peak[category] = max(self._peak[category], self._held[category])
-        weakref.finalize(array, self._free, category, nbytes).atexit = False
+            for key in (category, (category, place)):
+                self._held[key] += nbytes
+                self._peak[key] = max(self._peak[key], self._held[key])
+        weakref.finalize(array, self._free, category, place, nbytes).atexit = False
 
-    def _free(self, category: MemoryCategory, nbytes: int) -> None:
+    def _free(self, category: MemoryCategory, place: Place, nbytes: int) -> None:
         with self._lock:
             self._held[category] -= nbytes
+            self._held[category, place] -= nbytes
 
-    def held(self, category: MemoryCategory) -> int:
-        """Bytes held now."""
-        return self._held[category]
+    def held(self, category: MemoryCategory, place: Place | str | None = None) -> int:
+        """Bytes held now; in ``place``, ``"host"`` or ``"device"``, or both together."""
+        return self._held[_key(category, place)]
 
-    def peak(self, category: MemoryCategory) -> int:
-        """Most bytes held at once since construction or `reset_peaks`."""
-        return self._peak[category]
+    def peak(self, category: MemoryCategory, place: Place | str | None = None) -> int:
+        """Most bytes held at once since construction or `reset_peaks`, as `held`."""
+        return self._peak[_key(category, place)]
 
     def reset_peaks(self) -> None:
         """Start measuring peaks from what is held now."""
@@ -73,8 +87,19 @@ class MemoryLedger:
     @property
     def total(self) -> int:
         """Bytes held in all categories together."""
-        return sum(self._held.values())
+        return sum(self.as_dict().values())
 
     def as_dict(self) -> dict[str, int]:
         """Bytes held now, by category name; categories that hold nothing are left out."""
-        return {str(category): held for category, held in self._held.items() if held}
+        return {
+            str(key): held
+            for key, held in tuple(self._held.items())
+            if held and isinstance(key, MemoryCategory)
+        }
+
+
+_Key = MemoryCategory | tuple[MemoryCategory, Place]
+
+
+def _key(category: MemoryCategory, place: Place | str | None) -> _Key:
+    return category if place is None else (category, Place(place))

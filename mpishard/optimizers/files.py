@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,12 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
                 f"this {type(self).__name__} has no state yet: it is made at the first step, or "
                 "by bind(model)"
             )
+        self.bind(self._model)
         return self._model
+
+    @abstractmethod
+    def bind(self, model: ShardedModelBase) -> None:
+        """Make state for ``model``."""
 
     def _stateful_entries(self, model: ShardedModelBase) -> list[ParameterEntry]:
         return [e for e in model.parameter_entries if e.name not in self._frozen]
@@ -67,9 +73,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         entries = self._stateful_entries(model)
         tensors = gather_state(self.backend, self._state, pieces, entries)
         rule = self._optimizer
-        return StateBytes(
-            type(rule).__name__, rule.fingerprint(), self._steps, tensors
-        ).to_bytes()
+        return StateBytes(type(rule).__name__, rule.fingerprint(), self._steps, tensors).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from what `serialize` gave, anywhere. Collective.

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.contracts import IShardedOptimizer
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication import ReductionOperation
+from mpishard.contracts import (
+    IGradientBasedOptimizer,
+    IOptimizer,
+    IShardedModel,
+    IShardedOptimizer,
+)
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.data import OptimizationInputData
+from mpishard.optimizers.files import ShardedOptimizerFiles
 from mpishard.optimizers.loop import train
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 from mpishard.optimizers.result import OptimizationResult
-from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration
+from mpishard.optimizers.state_bytes import StateBytes
+from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
-
-_log = logging.getLogger("mpishard")
-
-_PREFIX = "optimizer/"
 
 
 class ShardedOptimizerBase(ShardedOptimizerFiles):
@@ -53,27 +54,14 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
 
     model_class: ClassVar[type[ShardedModelBase]]
 
-    def __init__(self, wrapped_optimizer: Optimizer, config: ShardingConfiguration) -> None:
-        kind = type(wrapped_optimizer).__name__
-        if isinstance(wrapped_optimizer, IShardedOptimizer):
-            raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
-        if isinstance(wrapped_optimizer, IOptimizer) and not isinstance(
-            wrapped_optimizer, IGradientBasedOptimizer
-        ):
-            raise ValueError(
-                f"{type(self).__name__} reduces gradients, and {kind} is not gradient based "
-                "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
-            )
-        if not isinstance(wrapped_optimizer, Optimizer):
-            raise TypeError(
-                f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
-            )
+    def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
+        rule = _rule(wrapped_optimizer, type(self).__name__)
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
-        self._optimizer = wrapped_optimizer
+        self._optimizer = rule
         self._config = config
         self._awaiting: StateBytes | None = None
-        self._last_weight: float | None = None
+        self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
         self._model: ShardedModelBase | None = None
         self._state: dict[str, Array] = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
@@ -114,7 +102,7 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         self._optimizer.reset()
         self._model = None
         self._awaiting = None
-        self._last_weight = None
+        self._last_gradient = None
         self._state = {}
         self._steps = 0
 
@@ -156,9 +144,11 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         not given, models with dropout ask the ranks for it.
         """
         self.bind(model)
-        if model.engine.program.frozen != self._frozen:  # another optimizer has trained it since
-            model.engine.freeze(self._frozen)
-        return model.engine.step(x, y, self._apply, sample_start=sample_start)
+        self._last_gradient = None
+        report = model.engine.step(x, y, self._apply, sample_start=sample_start)
+        if report.gradient_norm is not None:
+            self._last_gradient = report.weight, model.engine.version
+        return report
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
@@ -180,7 +170,6 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         ]  # fmt: skip
         self._optimizer.update_all(ranges, context)
         self._steps += 1
-        self._last_weight = report.weight
 
     @property
     def last_computed_gradients(self) -> Array:
@@ -196,15 +185,17 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         ShardingError
             Where the last thing that happened to the model was no `step` of this optimizer.
         """
-        model, weight = self._model, self._last_weight
-        if model is None or weight is None or self._last_version != model.engine.version:
+        model = self._model
+        weight, version = self._last_gradient or (0.0, -1)
+        if model is None or version != model.engine.version:
             raise ShardingError(
                 "there is no gradient of a last step: it is there after step, until the model's "
                 "parameters change or a round of accumulate() begins"
             )
         gradients = model.engine.gradients.owned(model.engine.own_pieces)
-        xp = array_namespace(gradients[0])
-        return xp.concatenate(gradients) / weight
+        if not gradients:
+            return np.zeros(0, model.dtype)
+        return array_namespace(gradients[0]).concatenate(gradients) / weight
 
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """One update with a given gradient of the mean loss. Collective.
@@ -224,8 +215,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             On every rank, where the gradient is not finite and that is not allowed.
         """
         self.bind(model)
-        self._last_weight = None
-        model.engine.apply(model.agreed(gradients, "apply_gradients"), self._apply)
+        self._last_gradient = None
+        model.engine.apply(model._agreed(gradients, "apply_gradients"), self._apply)
 
     def synchronize_optimizer_state(self) -> None:
         """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
@@ -265,6 +256,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             For another strategy or backend than this one's, or a second model.
         """
         if model is self._model:
+            if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
+                model.engine.freeze(self._frozen)
             return
         if not isinstance(model, ShardedModelBase):
             raise TypeError(
@@ -340,3 +333,20 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
     def state(self) -> Mapping[str, Array]:
         """The rank's state vectors, by name; each as long as what the rank updates."""
         return self._state
+
+
+def _rule(candidate: object, wrapper: str) -> Optimizer:
+    """``candidate`` where a sharded optimizer can run it."""
+    kind = type(candidate).__name__
+    if isinstance(candidate, IShardedOptimizer):
+        raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
+    if isinstance(candidate, IOptimizer) and not isinstance(candidate, IGradientBasedOptimizer):
+        raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
+            f"{wrapper} updates by reduced gradients, and {kind} is not gradient based "
+            "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+        )
+    if not isinstance(candidate, Optimizer):
+        raise TypeError(
+            f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
+        )
+    return candidate

@@ -1,76 +1,99 @@
-"""Arrays in GPU memory go through host buffers under MPI. The GPU is a stand-in here."""
+"""GPU arrays between ranks: in memory, and under MPI through the host or by their pointers."""
 
-import sys
-import types
+import logging
 
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.mpi
+from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.testing.worlds import in_worlds
 
 
-class DeviceArray:
-    """What the backend may ask of a CuPy array: to be described, read and written as a whole."""
-
-    def __init__(self, host):
-        self._host = np.array(host)
-
-    dtype = property(lambda self: self._host.dtype)
-    shape = property(lambda self: self._host.shape)
-    ndim = property(lambda self: self._host.ndim)
-    size = property(lambda self: self._host.size)
-    nbytes = property(lambda self: self._host.nbytes)
-    flags = property(lambda self: self._host.flags)
-
-    def get(self):
-        return self._host.copy()
-
-    def set(self, host):
-        assert host.shape == self._host.shape
-        assert host.dtype == self._host.dtype
-        self._host[...] = host
+@pytest.fixture(params=["0", "1"], ids=["staged", "aware"])
+def way(request, monkeypatch):
+    """How MPI gets them; in memory there is no difference."""
+    monkeypatch.setenv("MPISHARD_CUDA_AWARE", request.param)
+    return request.param
 
 
-@pytest.fixture
-def device(monkeypatch):
-    cupy = types.ModuleType("cupy")
-    cupy.ndarray = DeviceArray
-    cupy.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    return DeviceArray
+def use_device_of(backend, gpu):
+    gpu.cuda.Device(backend.local_rank % gpu.cuda.runtime.getDeviceCount()).use()
 
 
+@in_worlds(1, 2, 3)
 @pytest.mark.parametrize("length", [3, 1000])
-def test_collectives(backend, device, length):
+def test_collectives(backend, gpu, way, length):
+    use_device_of(backend, gpu)
+    if way == "1" and isinstance(backend, InMemoryCommunicationBackend):
+        pytest.skip("for MPI")
     rank, world = backend.rank, backend.world_size
-    ones = device(np.ones(length))
-    assert backend.all_reduce(ones) is ones
-    assert (ones.get() == world).all()
-    out = device(np.zeros(length))
-    assert backend.all_reduce(device(np.ones(length)), out=out) is out
-    assert (out.get() == world).all()
-    piece = backend.reduce_scatter(device(np.ones((world, 2))))
-    assert piece.get().tolist() == [[world, world]]
-    whole = backend.all_gather(device(np.full(rank + 1, rank)))
-    assert whole.get().tolist() == [peer for peer in range(world) for _ in range(peer + 1)]
-    target = device(np.zeros(world * length))
-    assert backend.all_gather(device(np.ones(length)), out=target) is target
-    assert (target.get() == 1).all()
-    sent = device(np.full(length, 7.0)) if rank == 0 else device(np.zeros(length))
-    assert backend.broadcast(sent) is sent
-    assert (sent.get() == 7).all()
-    part = backend.scatter(device(np.arange(world)) if rank == 0 else None)
-    assert (part.get() if rank == 0 else part).tolist() == [rank]
-    gathered = backend.gather(device(np.array([rank])))
-    assert gathered is None if rank else gathered.get().tolist() == list(range(world))
-    received = backend.all_to_all([device(np.array([rank, peer])) for peer in range(world)])
-    assert [array.get().tolist() for array in received] == [[peer, rank] for peer in range(world)]
+
+    def device(host):
+        return gpu.asarray(host)
+
+    for _ in range(2):  # buffers are used again
+        ones = device(np.ones(length))
+        assert backend.all_reduce(ones) is ones
+        assert (ones.get() == world).all()
+        out = device(np.zeros(length))
+        assert backend.all_reduce(device(np.ones(length)), out=out) is out
+        assert (out.get() == world).all()
+        rows = device(np.arange(world * length, dtype=float).reshape(world, length))
+        piece = backend.reduce_scatter(rows)
+        assert (piece.get() == world * rows.get()[rank : rank + 1]).all()
+        assert backend.reduce_scatter(rows, out=rows[rank : rank + 1]) is not None
+        assert (rows.get()[rank] == piece.get()[0]).all()
+        whole = backend.all_gather(device(np.full((rank + 1) * length, rank)))
+        wanted = [peer for peer in range(world) for _ in range((peer + 1) * length)]
+        assert whole.get().tolist() == wanted
+        target = device(np.zeros(world * length))
+        mine = target[rank * length : (rank + 1) * length]
+        mine.fill(rank + 1)
+        assert backend.all_gather(mine, out=target) is target
+        assert (target.get().reshape(world, length) == 1 + np.arange(world)[:, None]).all()
+        sent = device(np.full(length, 7.0)) if rank == 0 else device(np.zeros(length))
+        assert backend.broadcast(sent) is sent
+        assert (sent.get() == 7).all()
+        part = backend.scatter(device(np.arange(world)) if rank == 0 else None)
+        assert (part.get() if hasattr(part, "get") else part).tolist() == [rank]
+        gathered = backend.gather(device(np.full(length, rank)))
+        assert (
+            gathered is None
+            if rank
+            else (gathered.get().reshape(world, -1)[:, 0]).tolist() == [*range(world)]
+        )
+        received = backend.all_to_all([device(np.array([rank, peer])) for peer in range(world)])
+        assert [array.get().tolist() for array in received] == [
+            [peer, rank] for peer in range(world)
+        ]
 
 
-def test_messages(backend, device):
+@in_worlds(2, 3)
+def test_messages(backend, gpu):
+    use_device_of(backend, gpu)
     rank, world = backend.rank, backend.world_size
-    if world == 1:
-        pytest.skip("needs two ranks")
     for length in (3, 5000):
-        backend.send(device(np.full(length, rank)), (rank + 1) % world)
-        assert (backend.receive((rank - 1) % world, length).get() == (rank - 1) % world).all()
+        backend.send(gpu.full(length, float(rank)), (rank + 1) % world)
+        received = backend.receive((rank - 1) % world, length)
+        assert received.data.device_id == gpu.cuda.runtime.getDevice()
+        assert (received.get() == (rank - 1) % world).all()
+
+
+@pytest.mark.mpi
+def test_staging_is_said_once_and_reuses_pinned_memory(backend, gpu, caplog):
+    caplog.set_level(logging.INFO, "mpishard")
+    if backend.world_size == 1:
+        pytest.skip("needs two ranks")
+    for _ in range(3):
+        backend.all_reduce(gpu.full(1000, 1.0))
+    said = [record for record in caplog.records if "pinned host buffers" in record.message]
+    assert len(said) == (backend.rank == 0)
+    assert backend.scratch_bytes >= 8000
+    if getattr(gpu, "__stand_in__", False):
+        assert gpu.cuda.pinned_bytes == 8000
+
+
+def test_the_switch_is_checked(monkeypatch):
+    monkeypatch.setenv("MPISHARD_CUDA_AWARE", "yes")
+    with pytest.raises(ValueError, match="MPISHARD_CUDA_AWARE must be 0 or 1"):
+        InMemoryCommunicationBackend(0, 1, "switch").initialize()

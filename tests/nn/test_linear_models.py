@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from autograd import grad
 
+from mpishard.errors import StructureOnlyError
 from mpishard.nn import FeatureLinear, LinearModel, LinearRegression, LogisticRegression
 from mpishard.testing.gradients import check_gradients, check_layer_gradients
 
@@ -189,13 +190,17 @@ def test_targets_that_are_a_vector_are_told_how_to_be_a_column():
         LinearRegression(3).compute_loss_and_gradients(X, X[:, 0])
 
 
-def test_metadata_knows_the_number_of_features():
-    metadata = LinearRegression(3).get_model_metadata()
-    assert (metadata.name, metadata.feature_count, metadata.complexity) == (
-        "LinearRegression",
-        3,
-        4,
-    )
+def test_metadata_knows_the_features():
+    model = LinearRegression(3, seed=1)
+    metadata = model.get_model_metadata()
+    assert (metadata.feature_count, metadata.complexity) == (3, 4)
+    assert metadata.feature_importance == model.get_feature_importance()
+    model.release_parameters("somebody")
+    assert not model.get_model_metadata().feature_importance
+    with pytest.raises(StructureOnlyError, match="held by somebody"):
+        model.get_feature_importance()
+    restored = model.with_parameters(np.ones(4))
+    assert restored.get_feature_importance() == dict.fromkeys(model.feature_names, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Where arrays lie: in host memory, or on one of the node's GPUs.
+
+CuPy is imported here, when the first GPU is asked for, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, beside, is_device_array, to_host
+from mpishard.errors import DeviceUnavailableError
+
+__all__ = ["HOST", "Device", "load_cupy"]
+
+
+def load_cupy() -> ModuleType:
+    """``cupy``.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        Where it is not installed.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Mend: "
+            "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
+        ) from error
+    return cupy  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Host memory (``"cpu"``), or a GPU: ``"cuda:1"``, or ``"cuda"`` for the thread's own.
+
+    The thread's own is CuPy's current device. A sharded wrapper makes that GPU number
+    ``local_rank % device_count``, so that the ranks of a node share its GPUs evenly.
+
+    Parameters
+    ----------
+    kind : {"cpu", "cuda"}
+        Which sort of memory.
+    index : int, optional
+        Which GPU.
+    """
+
+    kind: str = "cpu"
+    index: int | None = None
+
+    @classmethod
+    def parse(cls, text: str | Device) -> Device:
+        """The device called ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a `Device` is itself.
+
+        Raises
+        ------
+        ValueError
+            For another name, or a GPU that this machine does not have.
+        DeviceUnavailableError
+            Where CuPy is not installed, or finds no GPU.
+        """
+        if isinstance(text, Device):
+            return text
+        match = re.fullmatch(r"cpu|cuda(?::(\d+))?", str(text))
+        if match is None:
+            raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<number>', got {text!r}")
+        if text == "cpu":
+            return HOST
+        index = None if match[1] is None else int(match[1])
+        count = _device_count()
+        if index is not None and index >= count:
+            raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
+                             f"{count - 1}")  # fmt: skip
+        return cls("cuda", index)
+
+    @classmethod
+    def of(cls, array: Array) -> Device:
+        """Where ``array`` lies."""
+        return cls("cuda", int(array.data.device_id)) if is_device_array(array) else HOST
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.kind == "cuda"
+
+    @property
+    def namespace(self) -> ModuleType:
+        """The module whose functions work on arrays that lie there: ``numpy`` or ``cupy``."""
+        return load_cupy() if self.is_gpu else np
+
+    def for_rank(self, local_rank: int) -> Device:
+        """The GPU of the node's rank ``local_rank`` where no number was asked for."""
+        if not self.is_gpu or self.index is not None:
+            return self
+        return Device("cuda", local_rank % _device_count())
+
+    def use(self) -> None:
+        """Make it the calling thread's device; without a number, and on the host, nothing."""
+        if self.index is not None:
+            load_cupy().cuda.Device(self.index).use()
+
+    def put(self, array: Array) -> Array:
+        """``array`` as it lies there: itself, or a copy."""
+        if not self.is_gpu:
+            return to_host(array)
+        self.use()
+        if is_device_array(array):
+            return beside(array, array)
+        copy = self.namespace.empty(array.shape, array.dtype)
+        copy.set(np.ascontiguousarray(array))
+        return copy
+
+    def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
+        """Host memory of shape (length,) that a GPU reads and writes at full speed."""
+        if not self.is_gpu:
+            return np.empty(length, dtype)
+        nbytes = length * dtype.itemsize
+        memory = load_cupy().cuda.alloc_pinned_memory(max(1, nbytes))
+        return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+
+    def __str__(self) -> str:
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+HOST = Device()
+
+
+@functools.cache
+def _count_of(cupy: ModuleType) -> int:
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceUnavailableError(
+            f"device='cuda' was asked for, and CUDA finds no GPU ({error}); nvidia-smi shows what "
+            "the driver sees, CUDA_VISIBLE_DEVICES what this process may use"
+        ) from error
+    if count == 0:
+        raise DeviceUnavailableError("device='cuda' was asked for, and this process may use no GPU")
+    return count
+
+
+def _device_count() -> int:
+    return _count_of(load_cupy())
