@@ -17,9 +17,8 @@ import argparse
 from pathlib import Path
 
 import autograd.numpy as anp  # noqa: TID253
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 
 CELLS = 20  # along each side
 TIME_STEPS = 30  # to each picture
