@@ -12,9 +12,8 @@ does not fit into memory. The two are one training, on any number of ranks:
 import argparse
 from pathlib import Path
 
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 
 BATCH = 200
 TEST = 400
@@ -64,6 +63,7 @@ def main(backend, arguments):
     with added.unsharded(root=0) as plain:
         if plain is not None:
             plot(arguments.output / "loop.png", plain, losses, losses_added)
+    return losses_added[-1], accuracy, apart
 
 
 def plot(path, plain, losses, losses_added):

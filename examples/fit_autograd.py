@@ -17,9 +17,8 @@ import argparse
 from pathlib import Path
 
 import autograd.numpy as anp  # noqa: TID253
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 
 CELLS = 20  # along each side
 TIME_STEPS = 30  # to each picture
@@ -103,14 +102,15 @@ def main(backend, arguments):
             throughput_unit="experiments",
         )
     )
-    with model.unsharded(root=0) as plain:
-        if plain is None:
-            return
-        found = plain.parameters_tree()["log_field"]
-        print(f"{arguments.experiments} experiments on {backend.world_size} rank(s), "
-              f"{result.iterations} steps: the field is recovered to "
-              f"{relative_error(found):.1%}, from {relative_error(0 * found):.1%}")  # fmt: skip
+    start, found = start["log_field"], model.gather_full_parameters().reshape(CELLS, CELLS)
+    backend.print(
+        f"{arguments.experiments} experiments on {backend.world_size} rank(s), "
+        f"{result.iterations} steps: the field is recovered to {relative_error(found):.1%}, "
+        f"from {relative_error(start):.1%}"
+    )
+    if backend.rank == 0:
         plot(arguments.output / "field.png", found, seen[0], result.loss_history)
+    return relative_error(found)
 
 
 def plot(path, found, seen, losses):

@@ -4,6 +4,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,14 @@ def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     assert [str(page) for page in pages if f" {page}\n" not in menu] == []
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--serv", 2)])
+def test_the_script_says_how_it_is_used(option, code):
+    ended = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "docs.sh"), option],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert "usage: scripts/docs.sh [--serve]" in ended.stdout + ended.stderr

@@ -340,3 +340,30 @@ def test_documented_defaults_hold_only_where_options_are_passed():
 def test_option_class_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def data(**options):
+    given = {"x_train": X, "y_train": Y, "epochs": 400, "progress": False}
+    return ms.OptimizationInputData(model=mlp(), **(given | options))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_options_end_the_training(wrap):
+    def train(options, **settings):
+        rule = SGD.from_options(options)
+        if not wrap:
+            return rule.optimize(data(**settings))
+        return ms.run_in_threads(
+            2, lambda backend: ms.as_distributed(rule, backend).optimize(data(**settings))
+        )[0]
+
+    options = OptimizationAlgorithmOptions(tolerance=0.0)
+    assert train(options).iterations == 100
+    assert train(options, max_steps=7).iterations == 7
+    assert train(options, max_steps=700).iterations == 100
+    # No loss falls by 1: after the first evaluation none is better.
+    never = OptimizationAlgorithmOptions(tolerance=1e3, early_stopping_patience=3)
+    assert train(never).iterations == 4
+    assert train(never, patience=5).iterations == 100  # the data's own patience, without tolerance
+    quiet = OptimizationAlgorithmOptions(tolerance=1e3, use_early_stopping=False)
+    assert train(quiet).iterations == 100
