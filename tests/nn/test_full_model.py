@@ -202,6 +202,7 @@ def test_what_is_no_saved_model(tmp_path, monkeypatch):
         (lambda: model.deserialize(other.serialize()), ValueError),
         (lambda: model.deserialize(None), TypeError),
         (lambda: model.save_model(""), ValueError),
+        (lambda: model.load_model(" "), ValueError),
         (lambda: model.save_model(tmp_path / "torn" / "manifest.json" / "x"), OSError),
     ):
         with pytest.raises(error):
