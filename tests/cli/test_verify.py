@@ -68,9 +68,17 @@ class WithLoss:
         return 2 * x.T @ (self.predict(x) - y)[:, 0] / len(x)
 
 
+def dropout() -> Any:
+    chain = ms.nn.Sequential(
+        ms.nn.Linear(5, 9), ms.nn.Tanh(), ms.nn.Dropout(0.5), ms.nn.Linear(9, 2)
+    )
+    return ms.nn.Model(chain, ms.nn.MSE(), input_shape=(5,), seed=0)
+
+
 # What each process makes; the argument is its rank, None for the one that trains alone.
 RIGHT = {
     "mlp": lambda rank: Problem(ms.nn.MLP([5, 7, 6, 2], activation="tanh", seed=0), *data()),
+    "dropout": lambda rank: Problem(dropout(), *data()),
     "function": lambda rank: Problem(squares(), *data()),
     "loss": lambda rank: Problem(WithLoss(), data()[0], data()[1][:, :1], ms.nn.MSE()),
 }
