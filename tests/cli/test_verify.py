@@ -85,11 +85,11 @@ RIGHT = {
 WRONG = {
     "gradient": (
         lambda rank: Problem(squares(lambda: of(rank, 1, 1 + 1e-6, 1.0)), *data()),
-        "step 1: the gradient that rank 1 computed of its own samples is not what",
+        "step 1: on rank 1 the gradient of the rank's own samples is not what",
     ),
     "late": (
         lambda rank: Problem(squares(_late(rank)), *data()),
-        "step 3: the gradient that rank 1 computed of its own samples is not what",
+        "step 3: on rank 1 the gradient of the rank's own samples is not what",
     ),
     "first parameters": (
         lambda rank: Problem(squares(shift=of(rank, 1, 1e-3, 0.0)), *data()),
@@ -291,7 +291,7 @@ def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
     pytest.importorskip("mpi4py")
     ended = verify(f"{file}:fault", "--backend", "mpi")
     assert ended.returncode == 1, ended.stderr
-    assert "the gradient that rank 1 computed of its own samples" in ended.stdout
+    assert "on rank 1 the gradient of the rank's own samples" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("DIFFERENT: 1 of 1 parameters exceed 1e-10")
 
 
