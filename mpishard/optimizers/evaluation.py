@@ -37,11 +37,11 @@ class DatasetResult:
         Which samples of ``x`` they belong to, shape (n,), rising.
     """
 
-    x: Any
-    y: Any
+    x: Any = field(repr=False)
+    y: Any = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
-    predictions: np.ndarray[Any, Any] | None = None
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+    indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
 
 
 def evaluate(

@@ -1,6 +1,7 @@
 """Sharded models on a GPU, or on its stand-in: whose arrays lie where, and how many bytes."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -39,6 +40,30 @@ def test_each_rank_computes_on_its_own_gpu(backend, problems, gpu):
         model.compute_gradients(*problems.local_batch(backend, "mlp", 1)),
     ):
         assert array.data.device_id == backend.local_rank % count
+
+
+def test_another_thread_of_a_rank_computes_on_its_gpu_too(problems, gpu):
+    def body(backend):
+        model, _ = trained(backend, problems, "ddp")
+        x, y = problems.batch("mlp", 3)
+        wanted = to_host(model.predict(x))
+        gpu.cuda.get_current_stream().synchronize()
+        found = []
+
+        def elsewhere():
+            found.append(to_host(model.predict(x)))
+            found.append(model.engine.evaluate(x, y))
+            found.append(to_host(model.compute_gradients(x, y)))
+            found.append(to_host(model.gather_full_parameters()))
+            gpu.cuda.get_current_stream().synchronize()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert len(found) == 4
+        np.testing.assert_array_equal(found[0], wanted)
+
+    run_in_threads(2, body)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
