@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
+from mpishard.contracts import IOptimizer
 from mpishard.models import (
     DDPModel,
     FSDPModel,
@@ -121,8 +122,8 @@ def as_distributed(
     config = backend_or_config
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
-    if isinstance(model_or_optimizer, Optimizer):
-        return optimizer_class(model_or_optimizer, config)
+    if isinstance(model_or_optimizer, IOptimizer):
+        return optimizer_class(model_or_optimizer, config)  # which refuses what it cannot run
     return model_class(model_or_optimizer, config)
 
 

@@ -1,4 +1,4 @@
-# Sourced by train.sh and test.sh: makes `.venv` at the top of the repository, whole and up to date.
+# Sourced by train.sh, test.sh and docs.sh: makes `.venv` at the top of the repository, whole and up to date.
 #
 #     prepare_environment EXTRA...     afterwards "$python" is the environment's interpreter
 #

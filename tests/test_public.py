@@ -117,7 +117,8 @@ def test_as_distributed_picks_the_classes():
         for arguments in ((None, backend), (ms.nn.MLP([2, 2]), None)):
             with pytest.raises(TypeError, match="as_distributed needs"):
                 ms.as_distributed(*arguments)
-        with pytest.raises(ValueError, match=r"unknown strategy 'zero9'; there are ddp, fsdp"):
+        message = r"unknown strategy 'zero9'; there are ddp, zero1, zero2, zero3, fsdp"
+        with pytest.raises(ValueError, match=message):
             ms.as_distributed(ms.nn.MLP([2, 2]), backend, "zero9")
 
 

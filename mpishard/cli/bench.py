@@ -155,7 +155,8 @@ def step(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Time training steps; ``alone`` is the same step without communication."""
-    chosen = strategy or list(_STRATEGIES)
+    # zero3 is fsdp by another name.
+    chosen = strategy or [s for s in _STRATEGIES if s != DistributedStrategy.ZERO3]
     for name in chosen:
         if name not in _STRATEGIES:
             _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}")

@@ -9,6 +9,7 @@ from typing import BinaryIO
 __all__ = ["ICheckpointableModel", "IModelSerializer", "PathLike"]
 
 PathLike = str | Path
+"""A path in the file system."""
 
 _LENGTH_BYTES = 8
 _PART_BYTES = 1 << 26

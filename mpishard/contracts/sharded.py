@@ -49,3 +49,4 @@ class IShardedModel(IFullModel):
 
 
 ShardedModel = IShardedModel
+"""`IShardedModel`, as users write it."""

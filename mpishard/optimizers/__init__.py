@@ -3,6 +3,10 @@
 from mpishard.optimizers.adagrad import Adagrad
 from mpishard.optimizers.adam import Adam
 from mpishard.optimizers.adamw import AdamW
+from mpishard.optimizers.algorithm_options import (
+    AdamOptimizerOptions,
+    OptimizationAlgorithmOptions,
+)
 from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.ddp import DDPOptimizer
 from mpishard.optimizers.evaluation import DatasetResult
@@ -31,6 +35,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamOptimizerOptions",
     "AdamW",
     "Constant",
     "Cosine",
@@ -42,6 +47,7 @@ __all__ = [
     "FitType",
     "Lion",
     "OneCycle",
+    "OptimizationAlgorithmOptions",
     "OptimizationInputData",
     "OptimizationResult",
     "Optimizer",

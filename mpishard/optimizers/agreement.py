@@ -57,8 +57,11 @@ def refuse_early(model: ShardedModelBase, data: OptimizationInputData) -> dict[s
             target_of(data.checkpoint)
     given = [getattr(data, f"x_{part}") for part in _PARTS]
     lengths = np.array([[0 if x is None else len(x) for x in given]])
-    everyone = model.backend.all_gather(lengths).T.tolist()
-    return dict(zip(_PARTS, everyone, strict=True))
+    everyone = dict(zip(_PARTS, model.backend.all_gather(lengths).T.tolist(), strict=True))
+    for part, x in zip(_PARTS, given, strict=True):
+        if x is not None and not any(everyone[part]):
+            raise ValueError(f"x_{part} holds no samples on any of {model.world_size} ranks")
+    return everyone
 
 
 def _check_first(model: ShardedModelBase, data: OptimizationInputData, part: str) -> None:

@@ -27,8 +27,9 @@ class DatasetResult:
     x, y : array or data set
         As they were given, not copied; this rank's, where each brings its own.
     stats : mapping of str to float
-        Over the samples of all ranks, and the same on every rank: ``loss``; with `MSE`, ``mse``,
-        ``mae`` and ``r2``; with `CrossEntropy`, ``accuracy``. Empty where nothing was measured.
+        Over the samples of all ranks, and the same on every rank: ``loss``; with `MSE`, `MAE` and
+        `Huber` also ``mse``, ``mae`` and ``r2``; with `CrossEntropy` and `BinaryCrossEntropy`
+        also ``accuracy``. Empty where nothing was measured.
     predictions : NumPy array or None
         Outputs for *this rank's* samples, shape (n, ...), where they were asked for; they are
         never gathered.
@@ -36,11 +37,11 @@ class DatasetResult:
         Which samples of ``x`` they belong to, shape (n,), rising.
     """
 
-    x: Any
-    y: Any
+    x: Any = field(repr=False)
+    y: Any = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
-    predictions: np.ndarray[Any, Any] | None = None
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+    indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
 
 
 def evaluate(

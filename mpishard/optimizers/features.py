@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from mpishard.contracts import IFeatureAware
 from mpishard.models import ShardedModelBase
+from mpishard.nn.linear_models import LinearModel
 from mpishard.optimizers.result import OptimizationResult
 
 __all__ = ["describe_features"]
 
 
 def describe_features(model: ShardedModelBase, result: OptimizationResult) -> None:
-    """Write into ``result`` which features a model uses, if it knows them. Collective."""
+    """Write into ``result`` which features a model uses, if it knows them. Collective.
+
+    Of a linear model also their names, and the intercept, for which it is gathered once.
+    """
     plain = model.wrapped_model
-    own = getattr(type(plain), "get_active_feature_indices", None)
-    if own is None or own is IFeatureAware.get_active_feature_indices:
+    if not isinstance(plain, IFeatureAware) or (
+        type(plain).get_active_feature_indices is IFeatureAware.get_active_feature_indices
+    ):
         return
-    result.selected_feature_indices = sorted(int(i) for i in plain.get_active_feature_indices())
+    indices = sorted(int(index) for index in plain.get_active_feature_indices())
+    result.selected_feature_indices = indices
+    if isinstance(plain, LinearModel):
+        result.selected_features = [plain.feature_names[index] for index in indices]
+        with model.unsharded() as whole:
+            result.best_intercept = whole.intercept

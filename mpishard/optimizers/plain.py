@@ -27,8 +27,8 @@ __all__ = ["PlainOptimizer"]
 class PlainOptimizer(IGradientBasedOptimizer):
     """What a rule does where nobody else runs it: it keeps state and step count itself.
 
-    They are made at the first update and kept until `reset`. A sharded optimizer, `optimize`
-    too, has its own and does not touch these. One instance serves one thread.
+    They are made at the first update and kept until `reset`. A sharded optimizer has its own
+    beside them, and `optimize` one of those. One instance serves one thread.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class PlainOptimizer(IGradientBasedOptimizer):
         return cast("Optimizer", self)  # the one class that derives from this one
 
     def reset(self) -> None:
-        """Forget own state and step count; what sharded optimizers hold is theirs."""
+        """Forget the own state and step count."""
         self._run = OwnRun()
 
     def set_model(self, model: Any) -> None:

@@ -49,10 +49,18 @@ def encoded(name: str, value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` was given."""
+    """What `encoded` was given.
+
+    Raises
+    ------
+    ValueError
+        For a kind of schedule that this release does not have.
+    """
     if isinstance(value, Mapping):
         return {key: decoded(inner) for key, inner in value.items()}
     if isinstance(value, list):
         kind, inner = value
+        if kind not in _KINDS:
+            raise ValueError(f"unknown kind of setting {kind!r}; known are {', '.join(_KINDS)}")
         return _KINDS[kind](**decoded(inner))
     return value

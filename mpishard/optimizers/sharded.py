@@ -54,24 +54,11 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
 
     model_class: ClassVar[type[ShardedModelBase]]
 
-    def __init__(self, wrapped_optimizer: Any, config: ShardingConfiguration) -> None:
-        kind = type(wrapped_optimizer).__name__
-        if isinstance(wrapped_optimizer, IShardedOptimizer):
-            raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
-        if isinstance(wrapped_optimizer, IOptimizer) and not isinstance(
-            wrapped_optimizer, IGradientBasedOptimizer
-        ):
-            raise ValueError(  # noqa: TRY004 - as the mirrored hierarchy has it
-                f"{type(self).__name__} reduces gradients, and {kind} is not gradient based "
-                "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
-            )
-        if not isinstance(wrapped_optimizer, Optimizer):
-            raise TypeError(
-                f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
-            )
+    def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
+        rule = _rule(wrapped_optimizer, type(self).__name__)
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
-        self._optimizer = wrapped_optimizer
+        self._optimizer = rule
         self._config = config
         self._awaiting: StateBytes | None = None
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
@@ -157,9 +144,11 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         not given, models with dropout ask the ranks for it.
         """
         self.bind(model)
-        if model.engine.program.frozen != self._frozen:  # another optimizer has trained it since
-            model.engine.freeze(self._frozen)
-        return model.engine.step(x, y, self._apply, sample_start=sample_start)
+        self._last_gradient = None
+        report = model.engine.step(x, y, self._apply, sample_start=sample_start)
+        if report.gradient_norm is not None:
+            self._last_gradient = report.weight, model.engine.version
+        return report
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
@@ -267,6 +256,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             For another strategy or backend than this one's, or a second model.
         """
         if model is self._model:
+            if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
+                model.engine.freeze(self._frozen)
             return
         if not isinstance(model, ShardedModelBase):
             raise TypeError(
@@ -342,3 +333,20 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
     def state(self) -> Mapping[str, Array]:
         """The rank's state vectors, by name; each as long as what the rank updates."""
         return self._state
+
+
+def _rule(candidate: object, wrapper: str) -> Optimizer:
+    """``candidate`` where a sharded optimizer can run it."""
+    kind = type(candidate).__name__
+    if isinstance(candidate, IShardedOptimizer):
+        raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
+    if isinstance(candidate, IOptimizer) and not isinstance(candidate, IGradientBasedOptimizer):
+        raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
+            f"{wrapper} updates by reduced gradients, and {kind} is not gradient based "
+            "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+        )
+    if not isinstance(candidate, Optimizer):
+        raise TypeError(
+            f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
+        )
+    return candidate

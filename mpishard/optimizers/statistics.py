@@ -13,7 +13,8 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.nn import MSE, CrossEntropy
+from mpishard.nn.cross_entropy import BinaryCrossEntropy, CrossEntropy
+from mpishard.nn.losses import MAE, MSE, Huber
 
 __all__ = ["Statistics", "statistics_for"]
 
@@ -42,9 +43,9 @@ def statistics_for(loss: Any, output_count: int) -> Statistics | None:
     output_count : int
         Elements of one sample's target.
     """
-    if isinstance(loss, CrossEntropy):
-        return Classification(loss.ignore_index)
-    if isinstance(loss, MSE):
+    if isinstance(loss, CrossEntropy | BinaryCrossEntropy):
+        return Classification(getattr(loss, "ignore_index", None))
+    if isinstance(loss, MSE | MAE | Huber):
         return Regression(output_count)
     return None
 
@@ -52,20 +53,27 @@ def statistics_for(loss: Any, output_count: int) -> Statistics | None:
 class Classification(Statistics):
     """``accuracy``: the share of targets whose class has the largest logit.
 
+    Of yes-or-no targets, which have one logit each, that is above 0 for yes; a target above 1/2 is
+    a yes.
+
     Parameters
     ----------
-    ignore_index : int
-        Targets of this value count for nothing.
+    ignore_index : int or None
+        Targets of this value count for nothing; None for yes-or-no targets.
     """
 
-    def __init__(self, ignore_index: int) -> None:
+    def __init__(self, ignore_index: int | None) -> None:
         self._ignored = ignore_index
         self._sums = np.zeros(2)  # right, counted
 
     def add(self, prediction: Array, target: Array) -> None:
-        counted = target != self._ignored
-        right = (prediction.argmax(axis=-1) == target) & counted
-        self._sums += float(right.sum()), float(counted.sum())
+        if self._ignored is None:
+            right = (prediction > 0) == (target > 0.5)
+            self._sums += float(right.sum()), float(right.size)
+        else:
+            counted = target != self._ignored
+            right = (prediction.argmax(axis=-1) == target) & counted
+            self._sums += float(right.sum()), float(counted.sum())
 
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
         right, counted = backend.all_reduce(self._sums.copy())
@@ -107,15 +115,15 @@ class Regression(Statistics):
 
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
         count, mean_K, deviations_K = self._moments
-        row = np.concatenate([[count, self._absolute], self._squared_K, mean_K, deviations_K])
-        rows = backend.all_gather(row[None])
+        mine = np.concatenate([[count, self._absolute], self._squared_K, mean_K, deviations_K])
+        rows = backend.all_gather(mine[None])
         outputs = len(mean_K)
         absolute = float(rows[:, 1].sum())
         squared_K = rows[:, 2 : 2 + outputs].sum(axis=0)
         moments: Moments = 0.0, np.zeros(outputs), np.zeros(outputs)
         for row in rows:
-            means_K, deviations_K = np.split(row[2 + outputs :], 2)
-            moments = _merged(moments, (float(row[0]), means_K, deviations_K))
+            mean_K, deviations_K = np.split(row[2 + outputs :], 2)
+            moments = _merged(moments, (float(row[0]), mean_K, deviations_K))
         samples, _, deviations_K = moments
         if samples == 0 or outputs == 0:
             return dict.fromkeys(("mse", "mae", "r2"), math.nan)

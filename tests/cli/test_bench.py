@@ -33,7 +33,7 @@ def test_step(monkeypatch, tmp_path, model, parameters):
     assert found["world_size"] == 2
     assert found["machine"]["cores"] >= 1
     rows = {row["strategy"]: row for row in found["steps"]}
-    assert list(rows) == ["alone", "ddp", "fsdp"]
+    assert list(rows) == ["alone", "ddp", "zero1", "zero2", "fsdp"]
     size = 4 * rows["ddp"]["parameters"]
     assert parameters is None or size == 4 * parameters
     for row in rows.values():
@@ -42,7 +42,8 @@ def test_step(monkeypatch, tmp_path, model, parameters):
         assert row["resting_bytes"] is None
     # DDP sends 2 (N - 1) S, and every rank its share of three float64 totals.
     assert rows["alone"]["bytes_sent"] == 0
-    assert size * 2 <= rows["ddp"]["bytes_sent"] <= size * 2 + 100
+    for strategy in ("ddp", "zero1", "zero2"):
+        assert size * 2 <= rows[strategy]["bytes_sent"] <= size * 2 + 100
     assert rows["fsdp"]["bytes_sent"] > rows["ddp"]["bytes_sent"]
     assert "ddp" in ended.stdout
 
@@ -105,7 +106,7 @@ def test_a_step_counts_the_bytes_of_all_ranks(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["step", "--strategy", "zero9"], "one of alone, ddp, fsdp; got 'zero9'"),
+        (["step", "--strategy", "zero9"], "zero1, zero2, zero3, fsdp; got 'zero9'"),
         (["step", "--model", "cnn"], "'cnn' is not one of 'mlp', 'gpt'"),
         (
             ["step", "--model", "gpt", "--width", "20"],

@@ -145,3 +145,27 @@ def test_windows_refuse_bad_arguments(
 def test_windows_refuse_an_empty_context() -> None:
     with pytest.raises(ValueError, match="context_length must be 1 or more, got 0"):
         TokenWindows(np.arange(4), 0)
+
+
+def test_what_holds_arrays_by_name_is_refused_with_their_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=VALUES, y=VALUES)
+    with (
+        np.load(tmp_path / "a.npz") as archive,
+        pytest.raises(TypeError, match="by name; pass one of them: x, y"),
+    ):
+        check_dataset(archive, "x_train")
+
+
+def test_samples_that_are_no_arrays_become_some() -> None:
+    class Lists(SortedOnly):
+        def __getitem__(self, indices: np.ndarray[Any, Any]) -> Any:
+            return super().__getitem__(indices).tolist()
+
+    rows = take(Lists(VALUES), np.array([3, 1]))
+    assert rows.tolist() == VALUES[[3, 1]].tolist()
+    assert type(take(Lists(VALUES), np.zeros(0, np.int64))) is np.ndarray
+
+
+def test_a_rank_may_have_no_samples_of_its_own() -> None:
+    assert check_dataset(VALUES[:0], "x", allow_empty=True) == 0
+    assert take(VALUES[:0], np.zeros(0, np.int64)).shape == (0, 3)

@@ -1,4 +1,4 @@
-"""The batch script, with stand-ins for SLURM's programs: docs/slurm.md says what was tried for real."""
+"""The batch script, with stand-ins for SLURM's programs; docs/slurm.md says what was tried."""
 
 import os
 import shutil

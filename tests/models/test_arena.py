@@ -23,7 +23,7 @@ from mpishard.testing.worlds import in_worlds
 
 Backend = InMemoryCommunicationBackend
 by_kind = pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 
 
 def traffic_of_step(backend: Any, problems: Any, model: Any, optimizer: Any, kind: str) -> Any:

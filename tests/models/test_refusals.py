@@ -18,7 +18,7 @@ from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 
 
 # -------------------------------------------------------------------------------------- wrapping

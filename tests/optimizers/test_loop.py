@@ -17,7 +17,7 @@ X = generator.standard_normal((SAMPLES, 5))
 Y = np.sin(X[:, :2])
 X_NEW, Y_NEW = X[:21] + 0.1, Y[:21]
 
-by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 
 
 def plain_model(kind="mlp"):
@@ -287,7 +287,7 @@ def test_a_sharded_optimizer_wraps_a_plain_model(backend, strategy):
     optimizer = ms.as_distributed(rule(), backend, strategy)
     result = optimizer.optimize(data(plain))
     assert result.model.wrapped_model is plain
-    assert result.model.strategy == strategy.upper()
+    assert result.model.strategy == strategy.upper().replace("ZERO", "ZeRO-")
     close(result.model.get_parameters(), by_hand()[1])
 
 

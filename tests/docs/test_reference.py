@@ -1,0 +1,67 @@
+"""The reference has every public name; scripts/docs.sh, which is slower, has mkdocs build it."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import mpishard
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+# What mkdocstrings is told to show, of which it shows what stands in __all__.
+SHOWN = [
+    importlib.import_module(name)
+    for page in PAGES
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+]
+
+
+def is_documented(room, name):
+    """Whether mkdocstrings finds a docstring: of a constant, the string behind it."""
+    value = getattr(room, name)
+    if (inspect.isclass(value) or inspect.isroutine(value)) and value.__name__ == name:
+        return bool(inspect.getdoc(value))
+    files = Path(room.__file__)
+    texts = files.parent.rglob("*.py") if files.name == "__init__.py" else [files]
+    pattern = re.compile(rf'^{name}\b[^\n]* = [^\n]*\n(?:[ )\]}}][^\n]*\n)*"""', re.MULTILINE)
+    return any(pattern.search(text.read_text()) for text in texts)
+
+
+def test_every_room_has_a_page():
+    rooms = {f"mpishard.{found.name}" for found in pkgutil.iter_modules(mpishard.__path__)
+             if found.ispkg}  # fmt: skip
+    assert rooms - {room.__name__ for room in SHOWN} == {"mpishard.cli"}
+
+
+@pytest.mark.parametrize("room", SHOWN, ids=lambda room: room.__name__)
+def test_every_name_of_a_room_is_shown(room):
+    assert [name for name in room.__all__ if not is_documented(room, name)] == []
+
+
+def test_every_name_of_the_package_is_in_a_room():
+    shown = {id(getattr(room, name)) for room in SHOWN for name in room.__all__}
+    shown |= {id(room) for room in SHOWN}
+    assert [n for n in mpishard.__all__ if id(getattr(mpishard, n)) not in shown] == []
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if f" {page}\n" not in menu] == []
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--serv", 2)])
+def test_the_script_says_how_it_is_used(option, code):
+    ended = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "docs.sh"), option],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert "usage: scripts/docs.sh [--serve]" in ended.stdout + ended.stderr

@@ -1,0 +1,369 @@
+"""Optimizers without strategy: vectors, plain models, reversal, settings, bytes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.errors import NonFiniteLossError
+from mpishard.optimizers import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamOptimizerOptions,
+    AdamW,
+    Cosine,
+    Exponential,
+    Lion,
+    OneCycle,
+    OptimizationAlgorithmOptions,
+    RMSprop,
+    StepDecay,
+    WarmUp,
+    no_decay_on_biases_and_norms,
+)
+
+RULES = [
+    SGD(0.1, 0.9, nesterov=True, weight_decay=0.1),
+    SGD(0.1, weight_decay=2.0),
+    Adagrad(0.1, weight_decay=0.1),
+    RMSprop(0.1, momentum=0.5, centered=True, weight_decay=0.1),
+    Adam(Cosine(0.1, 9), weight_decay=0.1, clip_value=0.3),
+    AdamW(WarmUp(2, OneCycle(0.1, 9)), weight_decay=0.1, clip_global_norm=0.3),
+    Lion(0.1, weight_decay=0.1),
+    LAMB(StepDecay(0.1, 2), weight_decay=0.1),
+]
+by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+X = np.random.default_rng(0).standard_normal((12, 3))
+Y = X[:, :1] - 1
+
+
+def numbers(seed, shape=(7,), dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def mlp(seed=0):
+    return ms.nn.MLP([3, 4, 1], seed=seed, dtype="float64")
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    yield
+    for rule in RULES:
+        rule.reset()
+
+
+# ------------------------------------------------------------------------------------- updates
+
+
+def test_vector_matrix_and_layers():
+    rule, v, p = SGD(0.1, 0.9), 0.0, numbers(0, (2, 3))
+    for step in range(3):
+        g = numbers(step + 1, (2, 3))
+        before, given = p.copy(), p
+        v = 0.9 * v + g
+        p = rule.update_parameters(given, g)
+        np.testing.assert_allclose(p, before - 0.1 * v, rtol=0, atol=1e-15)
+        assert (given == before).all()
+        assert (rule.last_computed_gradients == g.ravel()).all()
+    layers = [numbers(3, (2, 3)), numbers(4, (4,), np.float64)]
+    rule = SGD(0.1, parameter_options={"0": {"learning_rate_scale": 0.5}, "1": {"frozen": True}})
+    new = rule.update_parameters(layers, [np.ones((2, 3)), np.ones(4)])
+    np.testing.assert_allclose(new[0], layers[0] - 0.05, atol=1e-15)
+    assert (new[1] == layers[1]).all()
+
+
+@by_rule
+def test_steps_on_a_plain_model_are_those_of_the_engine(rule):
+    model, steps = mlp(), 4
+    losses = [rule.step(model, X, Y) for _ in range(steps)]
+    assert rule.get_current_learning_rate() == rule.learning_rate(steps)
+    other = mlp()
+    result = rule.optimize(
+        ms.OptimizationInputData(
+            model=other, x_train=X, y_train=Y, batch_size=12, epochs=steps, shuffle=False,
+            progress=False,
+        )
+    )  # fmt: skip
+    np.testing.assert_allclose(losses, result.loss_history, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(model.get_parameters(), other.get_parameters(), rtol=0, atol=1e-12)
+
+
+def test_apply_gradients_from_here_and_from_before():
+    model, g = mlp(), numbers(1, (21,))
+    original = model.get_parameters()
+    assert SGD(0.1).apply_gradients(g, model) is model
+    np.testing.assert_allclose(model.get_parameters(), original - 0.1 * g, atol=1e-15)
+    SGD(0.2).apply_gradients(original, g, model)
+    np.testing.assert_allclose(model.get_parameters(), original - 0.2 * g, atol=1e-15)
+
+
+def test_names_come_from_the_model():
+    options = {"*.bias": {"frozen": True}, "linear1.weight": {"learning_rate_scale": 0}}
+    rule = SGD(0.1, clip_global_norm=1.0, parameter_options=options)
+    model, g = mlp(), np.full(21, 7.0)
+    before = model.get_parameters()
+    moved = rule.apply_gradients(g, model).get_parameters() != before
+    assert moved.tolist() == [True] * 12 + [False] * 9
+    # Frozen gradients count for no norm: 16 elements of weights are trained.
+    np.testing.assert_allclose((before - model.get_parameters())[:12], 0.1 / 4, atol=1e-15)
+    rule.reset()
+    rule.set_model(mlp())
+    assert (rule.update_parameters(before, g) == model.get_parameters()).all()
+    with pytest.raises(ValueError, match="none of the model's parameters: parameters"):
+        rule.update_parameters(numbers(0), numbers(1))
+
+
+def test_a_model_that_is_set_is_trained():
+    rule, model = SGD(0.1), mlp()
+    data = ms.OptimizationInputData(x_train=X, y_train=Y, progress=False)
+    with pytest.raises(TypeError, match="needs a model"):
+        rule.optimize(data)
+    rule.set_model(model)
+    before = model.get_parameters()
+    assert rule.optimize(data).model is model
+    assert (model.get_parameters() != before).any()
+
+
+@by_rule
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_reversal(rule, dtype):
+    p = numbers(0, (3, 5), dtype)
+    for step in range(3):
+        before, g = p, numbers(step + 1, (3, 5), dtype)
+        p = rule.update_parameters(p, g)
+    again = rule.reverse_update(p, g)
+    assert again.dtype == dtype
+    bound = 1e-12 if dtype == np.float64 else 3e-6
+    assert np.abs(p - before).max() > 1e-3
+    np.testing.assert_allclose(again, before, rtol=0, atol=bound)
+    assert rule.get_current_learning_rate() == rule.learning_rate(2)
+    assert (rule.update_parameters(before, g) == p).all()  # the state had gone back, too
+
+
+def test_what_cannot_be_reversed():
+    rule, p, g = SGD(1.0, weight_decay=1.0), numbers(0), numbers(1)
+    with pytest.raises(RuntimeError, match="no update to reverse"):
+        rule.reverse_update(p, g)
+    p = rule.update_parameters(p, g)  # which forgets where it came from
+    with pytest.raises(ValueError, match="gradients of the last update"):
+        rule.reverse_update(p, g + 1)
+    with pytest.raises(RuntimeError, match="cannot be reversed"):
+        rule.reverse_update(p + 1, g)
+    rule = SGD(0.1)
+    p = rule.update_parameters(p, g)
+    rule.reverse_update(p, g)
+    with pytest.raises(RuntimeError, match="only the last one"):
+        rule.reverse_update(p, g)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda r: r.update_parameters(numbers(0), numbers(0, (6,))), ValueError, "shape"),
+        (lambda r: r.update_parameters(numbers(0, (0,)), numbers(0, (0,))), ValueError, "elements"),
+        (lambda r: r.update_parameters([numbers(0)], []), ValueError, "1 arrays"),
+        (lambda r: r.update_parameters([], []), ValueError, "not none"),
+        (lambda r: r.update_parameters(numbers(0), np.ones(7, "f4")), TypeError, "one float dtype"),
+        (lambda r: r.update_parameters(np.ones(7, "i8"), np.ones(7, "i8")), TypeError, "int64"),
+        (lambda r: r.apply_gradients(numbers(0)), TypeError, "got 1 arguments"),
+        (lambda r: r.apply_gradients(numbers(0), numbers(1)), TypeError, "needs a model last"),
+        (lambda r: r.apply_gradients(numbers(0), mlp()), ValueError, "21"),
+        (lambda r: r.set_model(None), TypeError, "needs a model"),
+    ],
+)
+def test_mistakes_change_nothing(act, error, message):
+    rule = Adam()
+    with pytest.raises(error, match=message):
+        act(rule)
+    assert rule.last_computed_gradients is None
+    assert rule.serialize() == Adam().serialize()
+
+
+def test_one_model_until_reset():
+    rule = Adam()
+    rule.update_parameters(numbers(0), numbers(1))
+    with pytest.raises(ValueError, match="state of other parameters than these 8 of float64"):
+        rule.update_parameters(numbers(0, (8,)), numbers(1, (8,)))
+    rule.reset()
+    rule.update_parameters(numbers(0, (8,)), numbers(1, (8,)))
+
+
+def test_a_step_that_is_not_finite():
+    rule, model = Adam(), mlp()
+    before = model.get_parameters()
+    with pytest.raises(NonFiniteLossError, match="step 1: the loss is nan"):
+        rule.step(model, X * math.nan, Y)
+    assert (model.get_parameters() == before).all()
+    assert rule.last_computed_gradients is None
+
+
+def test_a_model_that_tells_only_gradients():
+    class Bare:
+        theta = np.ones(3)
+
+        def get_parameters(self):
+            return self.theta
+
+        def set_parameters(self, theta):
+            self.theta = theta
+
+        def compute_gradients(self, x, y):
+            return np.full(3, 2.0)
+
+    model = Bare()
+    assert math.isnan(SGD(0.25).step(model, X, Y))
+    assert model.theta.tolist() == [0.5] * 3
+
+
+# ------------------------------------------------------------------------------ options and bytes
+
+
+def test_no_decay_on_biases_and_norms():
+    gpt = ms.nn.GPT(vocabulary_size=5, context_length=4, width=4, heads=1, layers=1)
+    options = no_decay_on_biases_and_norms(gpt)
+    shapes = {entry.name: entry.shape for entry in gpt.parameter_table.entries}
+    assert set(options) == {name for name, shape in shapes.items() if len(shape) == 1}
+    assert {"norm.weight", "block0_mlp.norm.bias", "block0_mlp.expansion.bias"} <= set(options)
+    rule = AdamW(0.1, weight_decay=0.5, parameter_options=options)
+    before = gpt.get_parameters()
+    rule.apply_gradients(np.zeros_like(before), gpt)
+    for entry in gpt.parameter_table.entries:
+        part = slice(entry.start, entry.stop)
+        factor = 1 if entry.name in options else 0.95
+        np.testing.assert_allclose(gpt.get_parameters()[part], factor * before[part], rtol=1e-6)
+    assert no_decay_on_biases_and_norms(_without_bias()) == {}
+    one_vector = ms.FunctionModel(lambda theta, x, y: (0.0, theta), np.ones(3))
+    with pytest.raises(ValueError, match="fewer than two dims"):
+        no_decay_on_biases_and_norms(one_vector)
+    with pytest.raises(TypeError, match="does not name its parameters"):
+        no_decay_on_biases_and_norms(object())
+
+
+def _without_bias():
+    chain = ms.nn.Sequential({"only": ms.nn.Linear(3, 2, bias=False)})
+    return ms.nn.Model(chain, ms.nn.MSE(), input_shape=(3,))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"*": {"decay": 1}}, ValueError, "known are weight_decay"),
+        ({"*": {"weight_decay": -1}}, ValueError, "must be 0 or more"),
+        ({"*": {"weight_decay": "no"}}, TypeError, "must be a number"),
+        ({"*": {"learning_rate": 0}}, ValueError, r"\['learning_rate'\] must be above 0"),
+        ({"*": {"frozen": 1}}, TypeError, "must be True or False, got 1"),
+        ({"*": {"frozen": True, "weight_decay": 0}}, ValueError, "no use for weight_decay"),
+        ({"*": 0.1}, TypeError, "must be a mapping"),
+    ],
+)
+def test_option_mistakes(options, error, message):
+    with pytest.raises(error, match=message):
+        SGD(parameter_options=options)
+
+
+def test_frozen_names():
+    names = ["a.weight", "a.bias", "head.weight"]
+    rule = SGD(parameter_options={"*": {"frozen": True}, "head.*": {"frozen": False}})
+    assert rule.frozen_names(names) == {"a.weight", "a.bias"}
+    assert SGD().frozen_names(names) == frozenset()
+    with pytest.raises(ValueError, match="freeze all 2 parameters"):
+        rule.frozen_names(names[:2])
+
+
+@by_rule
+def test_bytes_go_on_where_they_were_written(rule):
+    p = rule.update_parameters(numbers(0), numbers(1))
+    data = rule.serialize()
+    other = type(rule)()
+    other.deserialize(data)
+    assert other.fingerprint() == rule.fingerprint()
+    assert dict(other.get_options()) == dict(rule.get_options())
+    for seed in (2, 3):
+        expected = rule.update_parameters(p, numbers(seed))
+        assert (other.update_parameters(p, numbers(seed)) == expected).all()
+
+
+def test_bytes_of_settings():
+    options = {"kind": {"learning_rate": Cosine(1.0, 5)}, "b": {"frozen": True}}
+    rule = AdamW.from_options(AdamOptimizerOptions(beta1=0.8), parameter_options=options)
+    other = AdamW()
+    other.deserialize(rule.serialize())
+    assert dict(other.get_options()) == dict(rule.get_options())
+    with pytest.raises(ValueError, match=r"learning_rate is <function .* cannot be written; .*Cos"):
+        SGD(lambda step: 0.1).serialize()
+    for data, message in [
+        (SGD().serialize(), "bytes are of SGD, not of AdamW"),
+        (b"nonsense" * 9, "not what an optimizer's serialize"),
+        (mlp().serialize(), "not what an optimizer's serialize"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            other.deserialize(data)
+    assert dict(other.get_options()) == dict(rule.get_options())
+
+
+# ---------------------------------------------------------------- the mirrored hierarchy's defaults
+
+
+def test_documented_defaults_hold_only_where_options_are_passed():
+    assert AdamW().clip_global_norm is None
+    assert AdamW().algorithm_options is None
+    rule = SGD.from_options(OptimizationAlgorithmOptions())
+    assert rule.learning_rate == Exponential(0.01, 0.99, 1e-6, 1.0)
+    assert rule.clip_global_norm == 1.0
+    rule = Adam.from_options(AdamOptimizerOptions(enable_gradient_clipping=False), beta2=0.9)
+    settings = rule.beta1, rule.beta2, rule.epsilon, rule.learning_rate(0), rule.clip_global_norm
+    assert settings == (0.9, 0.9, 1e-8, 1e-3, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: SGD.from_options(AdamOptimizerOptions()), ValueError, "beta1, beta2, epsilon"),
+        (lambda: SGD.from_options({}), TypeError, "got dict"),
+        (lambda: OptimizationAlgorithmOptions(max_iterations=0), ValueError, "max_iterations"),
+        (lambda: OptimizationAlgorithmOptions(tolerance=-1), ValueError, "tolerance"),
+        (lambda: OptimizationAlgorithmOptions(max_gradient_norm=0), ValueError, "max_gradient"),
+        (lambda: OptimizationAlgorithmOptions(min_learning_rate=2), ValueError, "minimum must"),
+        (
+            lambda: OptimizationAlgorithmOptions(early_stopping_patience=0),
+            ValueError,
+            "patience must be 1",
+        ),
+    ],
+)
+def test_option_class_mistakes(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def data(**options):
+    given = {"x_train": X, "y_train": Y, "epochs": 400, "progress": False}
+    return ms.OptimizationInputData(model=mlp(), **(given | options))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_options_end_the_training(wrap):
+    def train(options, **settings):
+        rule = SGD.from_options(options)
+        if not wrap:
+            return rule.optimize(data(**settings))
+        return ms.run_in_threads(
+            2, lambda backend: ms.as_distributed(rule, backend).optimize(data(**settings))
+        )[0]
+
+    options = OptimizationAlgorithmOptions(tolerance=0.0)
+    assert train(options).iterations == 100
+    assert train(options, max_steps=7).iterations == 7
+    assert train(options, max_steps=700).iterations == 100
+    # No loss falls by 1: after the first evaluation none is better.
+    never = OptimizationAlgorithmOptions(tolerance=1e3, early_stopping_patience=3)
+    assert train(never).iterations == 4
+    assert train(never, patience=5).iterations == 100  # the data's own patience, without tolerance
+    quiet = OptimizationAlgorithmOptions(tolerance=1e3, use_early_stopping=False)
+    assert train(quiet).iterations == 100
