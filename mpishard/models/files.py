@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -97,8 +98,9 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         return self.dtype
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        """Name, shape and start of each parameter."""
-        return self.parameter_entries
+        """Name, shape and start of each parameter, and whether it is trained now."""
+        frozen = self.engine.program.frozen
+        return [replace(e, trainable=e.name not in frozen) for e in self.parameter_entries]
 
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """The rank's own pieces; of replicas each rank writes one part."""

@@ -235,6 +235,8 @@ class LayeredProgram(Program):
             raise MissingLossError(
                 f"{type(self._model).__name__} has no default loss; pass loss_function"
             )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         if getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
