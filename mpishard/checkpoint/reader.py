@@ -36,6 +36,8 @@ class CheckpointReader:
 
     Raises
     ------
+    ValueError
+        For a blank path.
     FileNotFoundError
         Where there is no checkpoint; the message lists what is there instead.
     CheckpointError
@@ -276,6 +278,8 @@ class CheckpointReader:
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """The directory of the checkpoint ``path``."""
+    if not str(path).strip():
+        raise ValueError("the path of a checkpoint must not be blank")
     target = Path(path).resolve()
     if (target / MANIFEST).is_file():
         return target

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,9 +58,17 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
 
     def save_model(self, path: PathLike) -> None:
-        """Write the parameters to a checkpoint directory. Collective."""
+        """Write the parameters to a checkpoint directory. Collective.
+
+        Raises
+        ------
+        ValueError
+            For a blank path.
+        OSError
+            Where it cannot be written; what was there is as it was.
+        """
         self.engine.replicas.require_equal("save_model()")
-        checkpoint.save(Path(path), self)
+        checkpoint.save(path, self)
 
     def load_model(self, path: PathLike) -> None:
         """Take parameters from a checkpoint of any world size and strategy. Collective.
@@ -73,7 +80,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         CheckpointError
             Where it is torn or of another model; nothing has changed then.
         """
-        checkpoint.load(Path(path), self)
+        checkpoint.load(path, self)
 
     @property
     def checkpoint_backend(self) -> CommunicationBackend:

@@ -57,9 +57,9 @@ def check(
 @by_path
 @in_worlds(1, 2, 3, 4, 5, 8, *MORE_WORLDS)
 def test_equals_sequential_training(
-    backend: Any, problems: Any, kind: str, rule: str, strategy: str, path: str, place: str
+    backend: Any, problems: Any, kind: str, rule: str, strategy: str, path: str, main_device: str
 ) -> None:
-    check(backend, problems, kind, strategy, rule, place)
+    check(backend, problems, kind, strategy, rule, main_device)
 
 
 @pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
@@ -75,16 +75,16 @@ def test_on_a_gpu(
 @by_path
 @in_worlds(2, 4, 5)
 def test_more_ranks_than_parameters_in_a_unit(
-    backend: Any, problems: Any, kind: str, strategy: str, path: str, place: str
+    backend: Any, problems: Any, kind: str, strategy: str, path: str, main_device: str
 ) -> None:
-    check(backend, problems, kind, strategy, "adamw", place)
+    check(backend, problems, kind, strategy, "adamw", main_device)
 
 
 @by_rule
 @by_strategy
 @in_worlds(1, 3)
 def test_clips_the_norm_of_all_ranks_together(
-    backend: Any, problems: Any, rule: str, strategy: str, place: str
+    backend: Any, problems: Any, rule: str, strategy: str, main_device: str
 ) -> None:
     limit = 0.05
     factors = []
@@ -97,7 +97,7 @@ def test_clips_the_norm_of_all_ranks_together(
     assert max(factors) < 1  # else nothing is clipped, and the test sees nothing
     actual = problems.train_sharded(
         backend, "gpt", strategy, rule, 1, rule_options={"clip_global_norm": limit},
-        device=place,
+        device=main_device,
     )  # fmt: skip
     problems.assert_equal(actual, expected)
 
@@ -105,7 +105,7 @@ def test_clips_the_norm_of_all_ranks_together(
 @by_strategy
 @in_worlds(1, 2, 5)
 def test_options_follow_the_parameters_wherever_they_are_cut(
-    backend: Any, problems: Any, strategy: str, place: str
+    backend: Any, problems: Any, strategy: str, main_device: str
 ) -> None:
     table = problems.MODELS["mlp"](0).parameter_table
     decay, scale = np.full(table.length, 0.1), np.ones(table.length)
@@ -122,7 +122,7 @@ def test_options_follow_the_parameters_wherever_they_are_cut(
     options = {"*.bias": {"weight_decay": 0.0}, "linear1.*": {"learning_rate_scale": 0.25}}
     actual = problems.train_sharded(
         backend, "mlp", strategy, "adamw", 60, rule_options={"parameter_options": options},
-        device=place,
+        device=main_device,
     )  # fmt: skip
     problems.assert_equal(actual, problems.train_sequentially("mlp", update))
 
