@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.manifest import KindRecord, Manifest, PieceRecord
 from mpishard.checkpoint.writer import IDENTITY, MANIFEST, crc32_of, previous_of
@@ -278,8 +279,7 @@ class CheckpointReader:
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """The directory of the checkpoint ``path``."""
-    if not str(path).strip():
-        raise ValueError("the path of a checkpoint must not be blank")
+    check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
     if (target / MANIFEST).is_file():
         return target

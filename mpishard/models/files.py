@@ -62,10 +62,13 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
         Raises
         ------
-        ValueError
-            For a blank path.
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
+        ShardingError
+            Where replicas have drifted apart.
         OSError
-            Where it cannot be written; what was there is as it was.
+            Where it cannot be written, a PermissionError where that is why, on every rank; what
+            was there is as it was.
         """
         self.engine.replicas.require_equal("save_model()")
         checkpoint.save(path, self)
@@ -75,6 +78,8 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
         Raises
         ------
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
         FileNotFoundError
             Where nothing is there.
         CheckpointError

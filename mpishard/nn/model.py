@@ -330,6 +330,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             raise MissingLossError(
                 f"this {type(self).__name__} has no default loss; pass loss_function"
             )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
         y = self._device.put(y)
