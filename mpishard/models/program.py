@@ -249,7 +249,7 @@ class LayeredProgram(Program):
                 f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
                 + (f"shape {tuple(shape)}" if shape is not None else type(x).__name__)
             )
-        self._model.as_input(x)
+        self._model.check_input(x)
         output = tuple(shape[1:])
         for layer in self._layers:
             output = layer.output_shape(output)
