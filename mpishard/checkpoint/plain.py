@@ -59,6 +59,8 @@ class PlainModelFiles(ICheckpointableModel):
 
         Raises
         ------
+        ValueError
+            For a blank path.
         FileNotFoundError
             Where nothing is there.
         CheckpointError

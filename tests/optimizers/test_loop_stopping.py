@@ -248,6 +248,22 @@ def test_patience_may_begin_at_a_resume(backend, shared_path):
     assert without.best_iteration == before.best_iteration
 
 
+@in_worlds(2)
+def test_options_of_the_mirrored_hierarchy_bring_an_end_of_training(backend):
+    options = ms.optimizers.OptimizationAlgorithmOptions(
+        initial_learning_rate=0.05, learning_rate_decay=1.0, enable_gradient_clipping=False,
+        max_iterations=30, early_stopping_patience=3, tolerance=0.0,
+    )  # fmt: skip
+    from_options = ms.optimizers.SGD.from_options(options, momentum=0.5)
+    result, parameters = train(backend, "fsdp", from_options, **VALIDATION)
+    expected, values = train(backend, patience=3, max_steps=30, **VALIDATION)
+    assert result.stopped_early
+    assert parameters.tobytes() == values.tobytes()
+    assert result.validation_history == expected.validation_history
+    own, _ = train(backend, "fsdp", ms.optimizers.SGD.from_options(options), max_steps=4)
+    assert own.iterations == 4
+
+
 # --------------------------------------------------------------------------------------- mistakes
 
 
