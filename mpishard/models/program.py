@@ -251,7 +251,7 @@ class LayeredProgram(Program):
             raise TypeError(expected + type(x).__name__)
         if len(shape) != 1 + len(self._input_shape):
             raise ValueError(f"{expected}shape {tuple(shape)}")
-        self._model.as_input(x)
+        self._model.check_input(x)
         output = tuple(shape[1:])
         for layer in self._layers:
             output = layer.output_shape(output)

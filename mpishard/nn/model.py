@@ -283,8 +283,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     # ---------------------------------------------------------------------------------- computing
 
-    def as_input(self, x: Array) -> Array:
+    def check_input(self, x: Array) -> None:
         self.chain.check_input(x)
+
+    def as_input(self, x: Array) -> Array:
+        self.check_input(x)
         x = self._device.put(x)
         return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
 

@@ -196,3 +196,14 @@ def test_without_cupy(monkeypatch):
 def test_without_a_gpu():
     with installed(device_count=0), pytest.raises(DeviceUnavailableError, match="finds no GPU"):
         Device.parse("cuda")
+
+
+@pytest.mark.parametrize("host", [np.array(3.0), np.ones((3, 4)).T, np.empty((0, 2)), np.ones(2)])
+def test_arrays_of_any_shape_go_there_and_back(host, gpu):
+    there = Device.parse("cuda").put(host)
+    assert is_device_array(there)
+    assert Device.parse("cuda").put(there) is there
+    back = Device.parse("cpu").put(there)
+    assert back.shape == host.shape
+    np.testing.assert_array_equal(back, host)
+    assert Device.parse("cpu").put(host) is host

@@ -43,8 +43,8 @@ class Suite:
     def __init__(self, machine):
         self.machine = machine
         machine.add_python()
-        assert machine.prepare("dev", "fast", "mpi", "plot", "test").returncode == 0
-        for name in ("ruff", "lint-imports", "mypy"):
+        assert machine.prepare("dev", "docs", "fast", "mpi", "plot", "test").returncode == 0
+        for name in ("ruff", "lint-imports", "mypy", "mkdocs"):
             machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
         machine.program(
             machine.venv / "bin/mpiexec", '#!/bin/sh\nexport SIZE="$2"\nshift 2\nexec "$@"\n'

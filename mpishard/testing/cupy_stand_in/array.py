@@ -107,7 +107,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         return out
 
     def set(self, arr: Any, stream: Any = None) -> None:
-        if type(arr) is not np.ndarray:
+        if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if arr.dtype != self.dtype:
             raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
