@@ -133,21 +133,22 @@ CLASSES = [
     (contracts.IPipelineDecomposableModel, "",
      "compute_activation_gradients(x, target) compute_weight_gradients(x, target, cached)"),
     (contracts.ILossFunction, "",
-     "__call__(prediction, target) derivative(prediction, target) backward(saved) "
-     "forward(prediction, target, training=True)"),
+     ("__call__(prediction, target) derivative(prediction, target) backward(saved) "
+     "forward(prediction, target, training=True)")),
     (Loss, "", "__call__(prediction, target) derivative(prediction, target)"),
     (contracts.ModelMetadata,
-     "ModelMetadata(name, version='1', training_date=..., properties=..., feature_count=0, "
+     ("ModelMetadata(name, version='1', training_date=..., properties=..., feature_count=0, "
      "complexity=0, description='', additional_info=..., model_data=b'', feature_importance=..., "
-     "model_type='')",
+     "model_type='')"),
      "set_property(key, value) remove_property(key)"),
     (contracts.LayerInfo,
-     "LayerInfo(index, name, category, layer, parameter_offset, parameter_count, input_shape, "
-     "output_shape, is_trainable, estimated_flops, estimated_activation_memory)", ""),
+     ("LayerInfo(index, name, category, layer, parameter_offset, parameter_count, input_shape, "
+     "output_shape, is_trainable, estimated_flops, estimated_activation_memory)"), ""),
     (contracts.DynamicShapeInfo,
      "DynamicShapeInfo(dynamic_input_dims=(), dynamic_output_dims=())", ""),
     (ComputationNode, "", "evaluate(feeds)"),
-    (ms.nn.MLP, "MLP(sizes, activation='relu', *, seed=0, dtype='float64', loss=None, device='cpu')",
+    (ms.nn.MLP,
+     "MLP(sizes, activation='relu', *, seed=0, dtype='float64', loss=None, device='cpu')",
      f"{MODEL.replace('train(x, y)', 'train(x, y, learning_rate=0.01)')} {LAYERED}"),
     (ms.FunctionModel, "FunctionModel(loss_and_gradient, initial_parameters, predict=None)",
      f"{PARAMETERS} {STREAMS} predict(x)"),
@@ -158,27 +159,28 @@ CLASSES = [
      f"{GRADIENT_BASED} set_model(model) step(model, x, y) serialize() deserialize(data)"),
     (optimizers.Adagrad, f"Adagrad({RATE.format(0.01)}, epsilon=1e-10, *, {COMMON})", ""),
     (optimizers.RMSprop,
-     f"RMSprop({RATE.format(0.001)}, beta2=0.9, epsilon=1e-08, momentum=0.0, centered=False, *, "
-     f"{COMMON})", ""),
-    *[(rule, f"{rule.__name__}({RATE.format(0.001)}, beta1=0.9, beta2=0.999, epsilon={epsilon}, *, "
-       f"{COMMON})", GRADIENT_BASED)
+     (f"RMSprop({RATE.format(0.001)}, beta2=0.9, epsilon=1e-08, momentum=0.0, centered=False, *, "
+     f"{COMMON})"), ""),
+    *[(rule, (f"{rule.__name__}({RATE.format(0.001)}, beta1=0.9, beta2=0.999, epsilon={epsilon}, *, "
+       f"{COMMON})"), GRADIENT_BASED)
       for rule, epsilon in ((optimizers.Adam, 1e-8), (optimizers.AdamW, 1e-8),
                             (optimizers.LAMB, 1e-6))],
     (optimizers.Lion, f"Lion({RATE.format(0.0001)}, beta1=0.9, beta2=0.99, *, {COMMON})", ""),
     (optimizers.OptimizationAlgorithmOptions,
-     "OptimizationAlgorithmOptions(*, max_iterations=100, use_early_stopping=True, "
+     ("OptimizationAlgorithmOptions(*, max_iterations=100, use_early_stopping=True, "
      "early_stopping_patience=10, tolerance=1e-06, initial_learning_rate=0.01, "
      "learning_rate_decay=0.99, min_learning_rate=1e-06, max_learning_rate=1.0, "
-     "enable_gradient_clipping=True, max_gradient_norm=1.0)", ""),
+     "enable_gradient_clipping=True, max_gradient_norm=1.0)"), ""),
     (ms.OptimizationInputData, INPUT_DATA, "initial_solution"),
     (ms.OptimizationResult,
-     "OptimizationResult(best_solution, best_fitness_score=inf, best_iteration=None, iterations=0, "
+     ("OptimizationResult(best_solution, best_fitness_score=inf, best_iteration=None, iterations=0, "
      "stopped_early=False, fitness_history=..., loss_history=..., validation_history=..., "
      "training_result=None, validation_result=None, test_result=None, fit_detection_result=None, "
      "selected_feature_indices=None, selected_features=None, best_intercept=None, "
-     "coefficient_lower_bounds=None, coefficient_upper_bounds=None, seconds=0.0, weight=0.0)",
+     "coefficient_lower_bounds=None, coefficient_upper_bounds=None, seconds=0.0, weight=0.0)"),
      "model deep_copy() with_parameters(parameters)"),
-    (optimizers.DatasetResult, "DatasetResult(x, y, stats=..., predictions=None, indices=None)", ""),
+    (optimizers.DatasetResult,
+     "DatasetResult(x, y, stats=..., predictions=None, indices=None)", ""),
     # 1.3, communication
     (ms.CommunicationBackend, "", BACKEND),
     (ms.InMemoryCommunicationBackend,
@@ -186,16 +188,16 @@ CLASSES = [
      f"{BACKEND} clear_environment(environment_id)"),
     (ms.MPICommunicationBackend, "MPICommunicationBackend(comm=None)", BACKEND),
     (ms.CommunicationManager, "",
-     "is_initialized initialize(backend) shutdown() get_rank() get_world_size() barrier() "
+     ("is_initialized initialize(backend) shutdown() get_rank() get_world_size() barrier() "
      "all_reduce(array, operation=SUM) all_gather(array) broadcast(array, root=0) "
-     "scatter(array, root=0) reduce_scatter(array, operation=SUM)"),
+     "scatter(array, root=0) reduce_scatter(array, operation=SUM)")),
     (ms.ShardLayout, "ShardLayout(length, world_size)",
      "start(rank) size(rank) slice(rank) owner(index)"),
     # 1.4, configuration
     (ms.ShardingConfiguration, CONFIGURATION,
-     f"{PRESETS} communication_backend learning_rate auto_sync_gradients "
+     (f"{PRESETS} communication_backend learning_rate auto_sync_gradients "
      "minimum_parameter_group_size enable_gradient_compression cpu_offload_optimizer "
-     "cpu_offload_gradients cpu_offload_parameters check_collectives"),
+     "cpu_offload_gradients cpu_offload_parameters check_collectives")),
     # 1.5 and 1.7, sharded models
     (contracts.IShardedModel, "", SHARDED),
     (ms.ShardedModelBase, "ShardedModelBase(wrapped_model, config)", SHARDED_BASE),
@@ -210,8 +212,8 @@ CLASSES = [
                         ms.ZeRO2Optimizer, ms.FSDPOptimizer, ms.ZeRO3Optimizer)],
     # 1.11, helpers
     (ms.ParameterAnalyzer, "ParameterAnalyzer(minimum_group_size=1024, world_size=1)",
-     "analyze_model(model) analyze_parameters(parameters) analyze_for_distribution(parameters) "
-     "calculate_distribution_stats(groups) validate_grouping(groups, total_parameters)"),
+     ("analyze_model(model) analyze_parameters(parameters) analyze_for_distribution(parameters) "
+     "calculate_distribution_stats(groups) validate_grouping(groups, total_parameters)")),
     (ms.ParameterGroup, "ParameterGroup(start_index=0, size=0, name='', is_merged=False)", ""),
 ]  # fmt: skip
 
@@ -239,6 +241,8 @@ ENUMERATIONS = [
 
 class Shown(str):
     """A default as the table shows it; one that is made anew each time has no value."""
+
+    __slots__ = ()
 
     def __repr__(self):
         return "..." if self == "<factory>" else str(self)
