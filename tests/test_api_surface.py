@@ -175,7 +175,8 @@ CLASSES = [
     (ms.OptimizationResult,
      ("OptimizationResult(best_solution, best_fitness_score=inf, best_iteration=None, "
      "iterations=0, stopped_early=False, fitness_history=..., loss_history=..., "
-     "validation_history=..., training_result=None, validation_result=None, test_result=None, fit_detection_result=None, "
+     "validation_history=..., training_result=None, validation_result=None, test_result=None, "
+     "fit_detection_result=None, "
      "selected_feature_indices=None, selected_features=None, best_intercept=None, "
      "coefficient_lower_bounds=None, coefficient_upper_bounds=None, seconds=0.0, weight=0.0)"),
      "model deep_copy() with_parameters(parameters)"),
