@@ -76,6 +76,7 @@ class LeastSquares:
         self.theta = parameters
 
     def compute_gradients(self, x: Vector, y: Vector) -> Vector:
+        x, y = beside(x, self.theta), beside(y, self.theta)
         return (2 / len(x) * x.T @ (x @ self.theta.reshape(5, 2) - y)).ravel()
 
 
@@ -93,8 +94,7 @@ def _dropout(seed: int, device: str = "cpu") -> nn.Model:
     return nn.Model(chain, nn.MSE(), input_shape=(5,), seed=seed, device=device)
 
 
-def _autograd(seed: int, device: str = "cpu") -> AutogradModel:
-    assert device == "cpu"  # HIPS autograd knows no other
+def _autograd(seed: int) -> AutogradModel:
     import autograd.numpy as anp
 
     def loss(parameters: Any, x: Any, y: Any) -> Any:
@@ -117,7 +117,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "function": lambda seed, device="cpu": FunctionModel(regression, _normal(12, seed, device)),
     "black_box": lambda seed, device="cpu": LeastSquares(_normal(10, seed, device)),
-    "autograd": _autograd,
+    "autograd": lambda seed, device="cpu": _autograd(seed),  # on the host, whatever is asked
     # With more ranks than parameters in a unit, and in all.
     "tiny": lambda seed, device="cpu": nn.MLP([5, 1, 1, 2], "tanh", seed=seed, device=device),
     "one_number": lambda seed, device="cpu": FunctionModel(
@@ -185,8 +185,7 @@ def adamw(
 
 
 def adam(theta: Vector, g: Vector, state: dict[str, Vector], step: int) -> Vector:
-    """Weight decay is added to the gradient, as that of a penalty."""
-    g = g + 0.1 * theta
+    g = g + 0.1 * theta  # the gradient of a penalty
     m, v = moments(g, state, step)
     return theta - RATE * m / (np.sqrt(v) + 1e-8)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -29,6 +30,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "path": ("arena", "messages", "two nodes"),
     "accumulation": ("off", "on", "deferred"),
 }  # fmt: skip
+# Model, strategy, and what of it goes to host memory: for a stand-in a sample.
+ALL = ("optimizer", "gradients", "parameters")
+ON_A_GPU = [
+    *(("gpt", strategy, ()) for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    *(("function", strategy, ALL) for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    *(("mlp", strategy, (name,)) for strategy in ("ddp", "fsdp") for name in ALL),
+    ("tied", "fsdp", ALL),
+]
 is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
 
 
@@ -71,23 +80,45 @@ by_strategy = pytest.mark.parametrize("strategy", FACTORS["strategy"])
 by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
 
 
-@pytest.mark.parametrize(("world_size", *FACTORS), matrix(), indirect=["path"])
-@in_worlds()
-def test_equals_sequential_training(
-    backend: Any, problems: Any, differences: Any, request: Any,
-    strategy: str, rule: str, kind: str, path: str, accumulation: str,
-) -> None:  # fmt: skip
-    """Twice in one world, which finds buffers that are stale; the second time without looking."""
+def check(
+    backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Twice in one world, which finds buffers that are stale; the second time without looking.
+
+    Returns the largest difference of any parameter.
+    """
     expected = problems.train_sequentially(kind, problems.textbook(kind, rule))
     small, large = problems.UNIT_SIZES
+    largest = 0.0
     for unit_size, watch in ((small, True), (large, False)):
         actual = problems.train_sharded(
-            backend, kind, strategy, rule, unit_size, watch=watch, accumulation=accumulation
+            backend, kind, strategy, rule, unit_size, watch=watch, **options
         )
         problems.assert_equal(actual, expected)
         wanted = expected.parameters[-len(actual.parameters) :]
-        largest = np.abs(np.subtract(actual.parameters, wanted)).max()
-        differences.append((largest, request.node.callspec.id))
+        largest = max(largest, np.abs(np.subtract(actual.parameters, wanted)).max())
+    return largest
+
+
+@pytest.mark.parametrize(("world_size", *FACTORS), matrix(), indirect=["path"])
+@in_worlds()
+def test_equals_sequential_training(
+    backend: Any, problems: Any, differences: Any, request: Any, place: str,
+    strategy: str, rule: str, kind: str, path: str, accumulation: str,
+) -> None:  # fmt: skip
+    largest = check(
+        backend, problems, kind, strategy, rule, device=place, accumulation=accumulation
+    )
+    differences.append((largest, request.node.callspec.id))
+
+
+@pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
+@in_worlds(3)
+def test_on_a_gpu(
+    backend: Any, problems: Any, kind: str, strategy: str, offload: Sequence[str], gpu: Any
+) -> None:
+    check(backend, problems, kind, strategy, "adamw", device="cuda", offload=offload)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
