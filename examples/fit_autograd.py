@@ -16,8 +16,8 @@ differentiates through all time steps. Experiments are the samples, so ranks sha
 import argparse
 from pathlib import Path
 
-import autograd.numpy as anp  # noqa: TID253
 import mpishard as ms
+import autograd.numpy as anp  # noqa: TID253
 import numpy as np
 
 CELLS = 20  # along each side

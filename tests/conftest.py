@@ -15,8 +15,8 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``shared_path`` is one temporary folder that all ranks see.
 
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
-stand-in itself. With ``--gpu`` they run on a real GPU, and so do the tests that take ``place``;
-``-m gpu`` selects them (scripts/test_gpu.sh).
+stand-in itself. With ``--gpu`` they run on a real GPU, and so do tests that take ``main_device``,
+which is the host otherwise; ``-m gpu`` selects them (scripts/test_gpu.sh).
 
 After each test the ranks exchange how it went. One rank's failure fails the test on all ranks,
 and is shown by rank 0, the only one whose output is printed.
@@ -134,8 +134,8 @@ def pytest_generate_tests(metafunc):
     on_gpu = metafunc.config.getoption("gpu")
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", ["cuda"] if on_gpu else ["cpu", "cuda"], indirect=True)
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", ["cuda" if on_gpu else "cpu"], indirect=True)
+    if "main_device" in metafunc.fixturenames:
+        metafunc.parametrize("main_device", ["cuda" if on_gpu else "cpu"], indirect=True)
 
 
 def pytest_configure(config):
@@ -174,7 +174,10 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
-        if "gpu" in item.fixturenames or "cuda" in (values.get("device"), values.get("place")):
+        if "gpu" in item.fixturenames or "cuda" in (
+            values.get("device"),
+            values.get("main_device"),
+        ):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
         return
@@ -284,7 +287,7 @@ def gpu(request):
 def device(request):
     """Where a model computes; a test that takes it runs on the host and on a stand-in for a GPU.
 
-    With ``--gpu`` it runs on a real one. As `place`, for tests of which the stand-in runs others.
+    With ``--gpu`` it runs on a real one.
     """
     if request.param == "cuda":
         request.getfixturevalue("gpu")
@@ -292,7 +295,7 @@ def device(request):
 
 
 @pytest.fixture
-def place(request):
+def main_device(request):
     """Where a model computes: on the host, and with ``--gpu`` on a real GPU."""
     if request.param == "cuda":
         request.getfixturevalue("gpu")

@@ -104,11 +104,11 @@ def check(
 @pytest.mark.parametrize(("world_size", *FACTORS), matrix(), indirect=["path"])
 @in_worlds()
 def test_equals_sequential_training(
-    backend: Any, problems: Any, differences: Any, request: Any, place: str,
+    backend: Any, problems: Any, differences: Any, request: Any, main_device: str,
     strategy: str, rule: str, kind: str, path: str, accumulation: str,
 ) -> None:  # fmt: skip
     largest = check(
-        backend, problems, kind, strategy, rule, device=place, accumulation=accumulation
+        backend, problems, kind, strategy, rule, device=main_device, accumulation=accumulation
     )
     differences.append((largest, request.node.callspec.id))
 
@@ -135,7 +135,7 @@ def test_the_sample_has_every_pair(world_size: int) -> None:
 @by_strategy
 @in_worlds(3)
 def test_clips_the_norm_of_all_ranks_together(
-    backend: Any, problems: Any, rule: str, strategy: str, place: str
+    backend: Any, problems: Any, rule: str, strategy: str, main_device: str
 ) -> None:
     limit = 0.05
     factors = []
@@ -148,7 +148,7 @@ def test_clips_the_norm_of_all_ranks_together(
     assert max(factors) < 1  # else nothing is clipped, and the test sees nothing
     actual = problems.train_sharded(
         backend, "gpt", strategy, rule, 1, rule_options={"clip_global_norm": limit},
-        device=place,
+        device=main_device,
     )  # fmt: skip
     problems.assert_equal(actual, expected)
 
@@ -156,7 +156,7 @@ def test_clips_the_norm_of_all_ranks_together(
 @by_strategy
 @in_worlds(1, 2, 5)
 def test_options_follow_the_parameters_wherever_they_are_cut(
-    backend: Any, problems: Any, strategy: str, place: str
+    backend: Any, problems: Any, strategy: str, main_device: str
 ) -> None:
     table = problems.MODELS["mlp"](0).parameter_table
     decay, scale = np.full(table.length, 0.1), np.ones(table.length)
@@ -173,7 +173,7 @@ def test_options_follow_the_parameters_wherever_they_are_cut(
     options = {"*.bias": {"weight_decay": 0.0}, "linear1.*": {"learning_rate_scale": 0.25}}
     actual = problems.train_sharded(
         backend, "mlp", strategy, "adamw", 60, rule_options={"parameter_options": options},
-        device=place,
+        device=main_device,
     )  # fmt: skip
     problems.assert_equal(actual, problems.train_sequentially("mlp", update))
 

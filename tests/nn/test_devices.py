@@ -143,15 +143,19 @@ def test_plain_models(kind, gpu):
     np.testing.assert_array_equal(to_host(model.get_parameters()), host.get_parameters())
     for given in ((x, y), (gpu.asarray(x), gpu.asarray(y)), (x, gpu.asarray(y))):
         assert is_device_array(model.predict(given[0]))
-        np.testing.assert_allclose(to_host(model.predict(given[0])), host.predict(x), atol=1e-13)
+        np.testing.assert_allclose(
+            to_host(model.predict(given[0])), host.predict(x), rtol=1e-11, atol=1e-13
+        )
         loss, gradients = model.compute_loss_and_gradients(*given)
         wanted = host.compute_loss_and_gradients(x, y)
         assert loss == pytest.approx(wanted[0], rel=1e-13)
-        np.testing.assert_allclose(to_host(gradients), wanted[1], atol=1e-13)
+        np.testing.assert_allclose(to_host(gradients), wanted[1], rtol=1e-11, atol=1e-13)
     assert model.train(x, y, 0.1) == pytest.approx(host.train(x, y, 0.1))
     for vector in (model.get_parameters(), *model.get_parameter_chunks()):
         assert is_device_array(vector)
-    np.testing.assert_allclose(to_host(model.get_parameters()), host.get_parameters(), atol=1e-13)
+    np.testing.assert_allclose(
+        to_host(model.get_parameters()), host.get_parameters(), rtol=1e-11, atol=1e-13
+    )
     again = model.with_parameters(host.get_parameters())  # of the host
     assert is_device_array(again.get_parameters())
     again.deserialize(host.serialize())
@@ -192,3 +196,14 @@ def test_without_cupy(monkeypatch):
 def test_without_a_gpu():
     with installed(device_count=0), pytest.raises(DeviceUnavailableError, match="finds no GPU"):
         Device.parse("cuda")
+
+
+@pytest.mark.parametrize("host", [np.array(3.0), np.ones((3, 4)).T, np.empty((0, 2)), np.ones(2)])
+def test_arrays_of_any_shape_go_there_and_back(host, gpu):
+    there = Device.parse("cuda").put(host)
+    assert is_device_array(there)
+    assert Device.parse("cuda").put(there) is there
+    back = Device.parse("cpu").put(there)
+    assert back.shape == host.shape
+    np.testing.assert_array_equal(back, host)
+    assert Device.parse("cpu").put(host) is host

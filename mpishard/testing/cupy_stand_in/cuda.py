@@ -67,7 +67,6 @@ class Memory:
         work.add((current.stream, current.stream.syncs, low, high, writes))
         self._work = work
 
-
     def __del__(self) -> None:
         for stream, syncs, *_ in self._work:
             if stream is not self._stream and stream.syncs == syncs:
