@@ -380,20 +380,3 @@ class Problems:
 @pytest.fixture(scope="session")
 def problems() -> type[Problems]:
     return Problems
-
-
-_differences = pytest.StashKey[list[tuple[float, str]]]()
-
-
-@pytest.fixture(scope="session")
-def differences(request: Any) -> list[tuple[float, str]]:
-    """Of each run that was compared with the reference: the largest, and the combination."""
-    return request.config.stash.setdefault(_differences, [])  # type: ignore[no-any-return]
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if runs := config.stash.get(_differences, []):
-        count, (largest, where) = len({name for _, name in runs}), max(runs)
-        terminalreporter.write_line(
-            f"{count} combinations, largest difference of a parameter {largest:.1e} ({where})"
-        )

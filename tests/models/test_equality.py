@@ -104,13 +104,13 @@ def check(
 @pytest.mark.parametrize(("world_size", *FACTORS), matrix(), indirect=["path"])
 @in_worlds()
 def test_equals_sequential_training(
-    backend: Any, problems: Any, differences: Any, request: Any, main_device: str,
+    backend: Any, problems: Any, record_property: Any, main_device: str,
     strategy: str, rule: str, kind: str, path: str, accumulation: str,
 ) -> None:  # fmt: skip
     largest = check(
         backend, problems, kind, strategy, rule, device=main_device, accumulation=accumulation
     )
-    differences.append((largest, request.node.callspec.id))
+    record_property("largest difference of a parameter", float(largest))
 
 
 @pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
