@@ -12,9 +12,8 @@ does not fit into memory. The two are one training, on any number of ranks:
 import argparse
 from pathlib import Path
 
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 
 BATCH = 200
 TEST = 400

@@ -16,10 +16,9 @@ differentiates through all time steps. Experiments are the samples, so ranks sha
 import argparse
 from pathlib import Path
 
+import mpishard as ms
 import autograd.numpy as anp  # noqa: TID253
 import numpy as np
-
-import mpishard as ms
 
 CELLS = 20  # along each side
 TIME_STEPS = 30  # to each picture

@@ -1,8 +1,7 @@
 """Fit a decaying wave: any NumPy function that returns a loss and its gradient is a model."""
 
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 
 
 def fun(theta, x, y):

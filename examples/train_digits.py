@@ -10,11 +10,10 @@ The images are the 1797 of 8 x 8 pixels that come with scikit-learn, of which a 
 import argparse
 from pathlib import Path
 
-import numpy as np
-from sklearn.datasets import load_digits
-
 import mpishard as ms
+import numpy as np
 from mpishard import nn
+from sklearn.datasets import load_digits
 
 BATCH = 64
 

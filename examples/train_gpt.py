@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 from pydoc_data import topics
 
-import numpy as np
-
 import mpishard as ms
+import numpy as np
 from mpishard.observe import plot_loss_curve, read_metrics
 
 # What a run is made of: kept in settings.json, so that --resume builds the same model.

@@ -12,11 +12,10 @@ import argparse
 from pathlib import Path
 from pydoc_data import topics
 
+import mpishard as ms
 import numpy as np
 import torch  # noqa: TID253
 from torch import nn  # noqa: TID253
-
-import mpishard as ms
 
 CONTEXT = 64
 

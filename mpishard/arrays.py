@@ -97,7 +97,7 @@ def copy_into(target: Array, source: Array) -> None:
         contiguous = source.dtype == target.dtype and target.flags.c_contiguous
         target[...] = source.get(out=target) if contiguous else source.get()
     else:
-        target.set(np.ascontiguousarray(source, dtype=target.dtype))
+        target.set(np.asarray(source, target.dtype, order="C"))
 
 
 def synchronize(array: Array) -> None:

@@ -114,7 +114,7 @@ class Device:
         if is_device_array(array):
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
-        copy.set(np.ascontiguousarray(array))
+        copy.set(np.asarray(array, order="C"))
         return copy
 
     def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:

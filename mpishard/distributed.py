@@ -108,7 +108,10 @@ def as_distributed(
         For an unknown strategy, naming those there are.
     """
     if model_or_optimizer is None or backend_or_config is None:
-        raise TypeError("as_distributed needs a model or optimizer, and a backend or configuration")
+        raise TypeError(
+            "as_distributed needs a model or optimizer, and a backend or configuration; got "
+            f"{type(model_or_optimizer).__name__} and {type(backend_or_config).__name__}"
+        )
     if isinstance(model_or_optimizer, type):
         name = model_or_optimizer.__name__
         raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")
@@ -149,7 +152,10 @@ def _with_preset(
     preset: Callable[[CommunicationBackend], ShardingConfiguration],
 ) -> Any:
     if model is None or backend is None:
-        raise TypeError("needs a model or optimizer, and a backend; got None")
+        raise TypeError(
+            f"needs a model or optimizer, and a backend; got {type(model).__name__} and "
+            f"{type(backend).__name__}"
+        )
     return as_distributed(model, preset(backend))
 
 

@@ -1,9 +1,44 @@
 #!/usr/bin/env bash
-# Makes docs/images/ anew: trains the example as README says (minutes), and takes its loss curve.
+# Makes the pictures of the examples in docs/images/ anew: see --help.
 set -euo pipefail
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-name="images-$(date +%Y%m%d-%H%M%S)"
-scripts/train.sh --name "$name"
+. "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+    cat <<'EOT'
+usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits]
+
+Makes .venv (the first time only), trains these examples (default: all) as they are when no option is
+given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
+minutes; the others take seconds each.
+EOT
+}
+
+images=()
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit ;;
+        loss | fit_autograd | custom_loop | train_digits) images+=("$argument") ;;
+        *) refuse "there is no picture $argument; --help names them" ;;
+    esac
+done
+[ ${#images[@]} -gt 0 ] || images=(loss fit_autograd custom_loop train_digits)
+
+prepare_environment mpi plot examples
+cd -- "$root"
+run="runs/images-$(date +%Y%m%d-%H%M%S)"
 mkdir -p docs/images
-cp "runs/$name/loss.png" docs/images/loss.png
-echo docs/images/loss.png
+for image in "${images[@]}"; do
+    if [ "$image" = loss ]; then
+        scripts/train.sh --name "${run#runs/}"
+    else
+        "$python" "examples/$image.py" --output "$run/$image"
+    fi
+    case "$image" in
+        loss) made="$run/loss.png" ;;
+        fit_autograd) made="$run/$image/field.png" ;;
+        custom_loop) made="$run/$image/loop.png" ;;
+        train_digits) made="$run/$image/digits.png" ;;
+    esac
+    cp -- "$made" "docs/images/$image.png"
+    echo "docs/images/$image.png"
+done

@@ -9,7 +9,7 @@ usage: scripts/test.sh [--full] [pytest arguments]
 
 Makes .venv (the first time only) and runs every layer of the tests, whatever the others say:
 
-    static     ruff, import-linter, mypy --strict
+    static     ruff, import-linter, mypy --strict, the site of the documentation
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under mpiexec -n 2, 3 and 4
     spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
@@ -30,7 +30,7 @@ for argument in "$@"; do
 done
 
 trap 'exit 130' INT
-prepare_environment mpi plot fast test dev
+prepare_environment mpi plot fast test dev docs
 cd -- "$root"
 set +e # a layer that fails does not keep the others from running
 logs="$(mktemp -d)"
@@ -81,6 +81,7 @@ static() {
     "$venv/bin/ruff" format --check || code=1
     "$venv/bin/lint-imports" --no-logo || code=1
     "$venv/bin/mypy" --strict mpishard || code=1
+    NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || code=1
     return "$code"
 }
 

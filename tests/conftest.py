@@ -14,6 +14,10 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
 ``shared_path`` is one temporary folder that all ranks see.
 
+A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
+stand-in itself. With ``--gpu`` they run on a real GPU, and so do tests that take ``main_device``,
+which is the host otherwise; ``-m gpu`` selects them (scripts/test_gpu.sh).
+
 After each test the ranks exchange how it went. One rank's failure fails the test on all ranks,
 and is shown by rank 0, the only one whose output is printed.
 """
@@ -126,6 +130,14 @@ def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests of GPUs on real ones")
 
 
+def pytest_generate_tests(metafunc):
+    on_gpu = metafunc.config.getoption("gpu")
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cuda"] if on_gpu else ["cpu", "cuda"], indirect=True)
+    if "main_device" in metafunc.fixturenames:
+        metafunc.parametrize("main_device", ["cuda" if on_gpu else "cpu"], indirect=True)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "in_worlds: runs in memory and under MPI, see in_worlds()")
     if _is_under_mpi(config):
@@ -160,6 +172,13 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if "gpu" in item.fixturenames or "cuda" in (
+            values.get("device"),
+            values.get("main_device"),
+        ):
+            item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
         return
     under_mpi = _is_under_mpi(config)
@@ -262,6 +281,25 @@ def gpu(request):
         return
     with installed(device_count=2) as cupy:
         yield cupy
+
+
+@pytest.fixture
+def device(request):
+    """Where a model computes; a test that takes it runs on the host and on a stand-in for a GPU.
+
+    With ``--gpu`` it runs on a real one.
+    """
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    return request.param
+
+
+@pytest.fixture
+def main_device(request):
+    """Where a model computes: on the host, and with ``--gpu`` on a real GPU."""
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    return request.param
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpishard.adapters.autograd_trace import Trace
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arrays import Array
@@ -170,33 +171,31 @@ class AutogradModel(PlacedVectorModel):
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
-            pullback, value = self._traced(lambda tree: self._loss(tree, x, y), "loss")
-            samples = len(x)
+            trace = self._traced(lambda tree: self._loss(tree, x, y), "loss")
+            mean, samples = _scalar(trace.value), float(len(x))
             # A loss of shape (1,) takes a cotangent of that shape.
-            return (
-                _scalar(value) * samples,
-                float(samples),
-                (pullback, lambda: np.full(np.shape(value), samples, np.result_type(value))[()]),
-            )
+            return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
         predict = self._known_predict()
-        pullback, prediction = self._traced(lambda tree: predict(tree, x), "predict")
-        total, weight, saved = loss.forward(prediction, y)
-        return total, weight, (pullback, lambda: loss.backward(saved))
+        trace = self._traced(lambda tree: predict(tree, x), "predict")
+        total, weight, saved = loss.forward(trace.value, y)
+        return total, weight, (trace, lambda: loss.backward(saved))
 
     def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
-        pullback, cotangent = tape
+        trace, cotangent = tape
         given = cotangent()
-        try:
-            with _tracing:
-                gradients = pullback(given)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"autograd's backward pass failed: {error}. Of a primitive of your own, defvjp "
-                "must give what has the shape of its argument"
-            ) from error
+        with _tracing:
+            gradients = trace.gradients(given)
         for index in reversed(range(len(self._entries))):
-            gradient = np.asarray(gradients[index])
-            receive(index, gradient.astype(self._dtype, copy=False).reshape(-1))
+            gradient, entry = gradients[index], self._entries[index]
+            if gradient is None:  # not used in this pass
+                continue
+            if np.shape(gradient) != entry.shape:
+                raise ValueError(
+                    f"autograd's gradient of parameter {entry.name!r} of shape {entry.shape} has "
+                    f"the shape {np.shape(gradient)}. Of a primitive of your own, defvjp must give "
+                    "what has the shape of its argument"
+                )
+            receive(index, np.asarray(gradient, self._dtype).reshape(-1))
 
     def _known_predict(self) -> Callable[[Any, Any], Any]:
         if self._predict is None:
@@ -206,29 +205,22 @@ class AutogradModel(PlacedVectorModel):
             )
         return self._predict
 
-    def _traced(self, function: Callable[[Any], Any], what: str) -> tuple[Any, Any]:
-        """The value of ``function(tree)``, and the function that pulls its gradient back."""
-        from autograd import make_vjp
-        from autograd.extend import Box
-
-        def of_leaves(leaves: Any) -> Any:
-            value = function(self._tree.build([leaves[i] for i in range(len(self._leaves))]))
-            if not isinstance(value, Box):
-                raise TypeError(
-                    f"autograd saw no parameter in the {what}'s value, {_shown(value)}. {_ADVICE}"
-                )
-            return value
-
-        with _tracing:
-            try:
-                pullback, value = make_vjp(of_leaves)(tuple(self._leaves))
-            except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
-                if _ADVICE in str(error) or not _SYMPTOM.search(str(error)):
-                    raise
-                raise TypeError(
-                    f"autograd cannot differentiate the {what}: {error}. {_ADVICE}"
-                ) from error
-        return pullback, value
+    def _traced(self, function: Callable[[Any], Any], what: str) -> Trace:
+        """The run of ``function(tree)``."""
+        try:
+            with _tracing:
+                trace = Trace(lambda leaves: function(self._tree.build(leaves)), self._leaves)
+        except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            if not _SYMPTOM.search(str(error)):
+                raise
+            raise TypeError(
+                f"autograd cannot differentiate the {what}: {error}. {_ADVICE}"
+            ) from error
+        if not trace.is_connected:
+            raise TypeError(
+                f"autograd saw no parameter in the {what}'s value, {_shown(trace.value)}. {_ADVICE}"
+            )
+        return trace
 
 
 _ADVICE = (

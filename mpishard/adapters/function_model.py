@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, copy_into
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
@@ -76,7 +76,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         return self._theta.copy()
 
     def set_parameters(self, parameters: Array) -> None:
-        self._theta[...] = self._checked(parameters)
+        copy_into(self._theta, self._checked(parameters))
 
     def _checked(self, vector: Array) -> Array:
         array_namespace(vector)

@@ -110,7 +110,9 @@ def consolidate(path: str | os.PathLike[str], target: str | os.PathLike[str]) ->
     with CheckpointReader(path) as reader:
         reader.verify()
         for kind, dtype in reader.kinds.items():
-            vector = np.empty(reader.length, dtype)
-            reader.read(kind, 0, vector)
-            arrays[kind] = [(0, vector)]
+            arrays[kind] = []
+            for start, stop in reader.ranges(kind):
+                vector = np.empty(stop - start, dtype)
+                reader.read(kind, start, vector)
+                arrays[kind].append((start, vector))
     write_checkpoint(target, None, reader.parameters, reader.dtype, arrays, reader.metadata)

@@ -18,6 +18,7 @@ from mpishard.sharding.table import ParameterEntry
 __all__ = ["PARAMETERS", "FileRecord", "KindRecord", "Manifest", "PieceRecord"]
 
 PARAMETERS = "parameters"
+_OPTIMIZER = "optimizer/"
 """The kind that every checkpoint has."""
 
 _FORMAT = "mpishard checkpoint"
@@ -83,7 +84,8 @@ class Manifest:
     ------
     CheckpointError
         Where the parameters leave gaps, the pieces of a kind do not cover the flat vector
-        exactly once, or a piece lies in a file that is not listed.
+        exactly once (of an optimizer's kind, that without frozen parameters), or a piece lies in a
+        file that is not listed.
     """
 
     identity: str
@@ -111,10 +113,18 @@ class Manifest:
                 f"{self.arrays[PARAMETERS].dtype.name}"
             )
         for kind, record in self.arrays.items():
-            _check_coverage(kind, record.pieces, self.length)
+            frozen = self.frozen_pieces if kind.startswith(_OPTIMIZER) else ()
+            _check_coverage(kind, record.pieces + frozen, self.length)
             for piece in record.pieces:
                 if piece.file not in self.files:
                     raise CheckpointError(f"{kind}: {piece.file} is not among the files")
+
+    @property
+    def frozen_pieces(self) -> tuple[PieceRecord, ...]:
+        """What no optimizer has state of, as pieces that lie nowhere."""
+        return tuple(
+            PieceRecord("", e.name, e.start, e.stop) for e in self.parameters if not e.trainable
+        )
 
     @property
     def length(self) -> int:
@@ -130,7 +140,9 @@ class Manifest:
             "dtype": self.dtype.name,
             "length": self.length,
             PARAMETERS: [
-                {"name": e.name, "shape": list(e.shape), "start": e.start} for e in self.parameters
+                {"name": e.name, "shape": list(e.shape), "start": e.start}
+                | ({} if e.trainable else {"frozen": True})
+                for e in self.parameters
             ],
             "arrays": {
                 kind: {
@@ -190,7 +202,10 @@ class Manifest:
             dtype=_DTYPES[document["dtype"]],
             parameters=tuple(
                 ParameterEntry(
-                    str(e["name"]), tuple(int(dim) for dim in e["shape"]), int(e["start"])
+                    str(e["name"]),
+                    tuple(int(dim) for dim in e["shape"]),
+                    int(e["start"]),
+                    trainable=not e.get("frozen", False),
                 )
                 for e in document[PARAMETERS]
             ),
@@ -214,13 +229,13 @@ class Manifest:
 
 def _check_coverage(kind: str, pieces: Sequence[PieceRecord], length: int) -> None:
     position = 0
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: piece.start):
         if piece.start > position:
             raise CheckpointError(f"{kind}: nothing holds elements {position} to {piece.start}")
         if piece.start < position:
             raise CheckpointError(
                 f"{kind}: elements {piece.start} to {min(position, piece.stop)} are held twice, "
-                f"the second time by {piece.file}"
+                f"the second time by {piece.file or f'the frozen parameter {piece.key!r}'}"
             )
         position = piece.stop
     if position < length:

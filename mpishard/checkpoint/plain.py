@@ -59,6 +59,8 @@ class PlainModelFiles(ICheckpointableModel):
 
         Raises
         ------
+        ValueError
+            For a blank path.
         FileNotFoundError
             Where nothing is there.
         CheckpointError
@@ -107,11 +109,15 @@ def named_arrays_of(data: bytes) -> dict[str, Array]:
 
     Raises
     ------
+    TypeError
+        For what are no bytes.
     ValueError
         Where it is something else, or torn.
     """
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
     try:
-        return safetensors.numpy.load(data)
+        return safetensors.numpy.load(bytes(data))
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"these {len(data)} bytes are not what serialize() gave: {error}"

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.manifest import KindRecord, Manifest, PieceRecord
 from mpishard.checkpoint.writer import IDENTITY, MANIFEST, crc32_of, previous_of
@@ -36,6 +37,8 @@ class CheckpointReader:
 
     Raises
     ------
+    ValueError
+        For a blank path.
     FileNotFoundError
         Where there is no checkpoint; the message lists what is there instead.
     CheckpointError
@@ -124,8 +127,8 @@ class CheckpointReader:
         Raises
         ------
         ValueError
-            Where the checkpoint has no such kind, the range is outside the vector, or ``out``
-            is not 1-D or has another dtype.
+            Where the checkpoint has no such kind, the range is outside the vector or was frozen,
+            or ``out`` is not 1-D or has another dtype.
         """
         if kind not in self._manifest.arrays:
             raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")
@@ -141,6 +144,26 @@ class CheckpointReader:
             raise ValueError(
                 f"{kind}: elements {start} to {start + out.size} are outside [0, {self.length})"
             )
+        stop = start + int(out.size)
+        pieces = self._manifest.arrays[kind].overlapping(start, stop)
+        if sum(min(p.stop, stop) - max(p.start, start) for p in pieces) < out.size:
+            frozen = [
+                p.key for p in self._manifest.frozen_pieces if p.start < stop and start < p.stop
+            ]
+            raise ValueError(
+                f"{self.path} holds no {kind} of {', '.join(frozen[:_NAMED])}, which was frozen "
+                "when it was saved"
+            )
+
+    def ranges(self, kind: str) -> list[tuple[int, int]]:
+        """The flat ranges that it holds of a kind: all but what was frozen, neighbours joined."""
+        found: list[tuple[int, int]] = []
+        for piece in self._manifest.arrays[kind].pieces:
+            if found and found[-1][1] == piece.start:
+                found[-1] = (found[-1][0], piece.stop)
+            else:
+                found.append((piece.start, piece.stop))
+        return found
 
     def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
         """Refuse a model that the checkpoint does not fit.
@@ -171,7 +194,7 @@ class CheckpointReader:
                 differences.append(
                     f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
                 )
-        if not differences and tuple(parameters) != self.parameters:
+        if not differences and list(wanted) != list(saved):
             differences.append("the parameters come in another order")
         if self.dtype != dtype:
             differences.insert(
@@ -256,6 +279,7 @@ class CheckpointReader:
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """The directory of the checkpoint ``path``."""
+    check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
     if (target / MANIFEST).is_file():
         return target

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpishard.arguments import check_path
 from mpishard.checkpoint.consensus import together
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import CheckpointReader
@@ -40,9 +41,13 @@ def save(
 
     Raises
     ------
+    TypeError, ValueError
+        For what is no path, or a blank one, and for another model or optimizer, before anything
+        is communicated.
     ValueError, TypeError, CheckpointError
         As `write_checkpoint`, on every rank; what was at ``path`` is then as it was.
     """
+    _check(path, model, optimizer)
     with together(model.checkpoint_backend):
         states = _states(model, optimizer, training)
     save_states(path, model, states, metadata=metadata)
@@ -68,6 +73,7 @@ def save_states(
     metadata : mapping, optional
         As for `save`.
     """
+    _check(path, model)
     backend = model.checkpoint_backend
     with together(backend):
         arrays: dict[str, Any] = {}
@@ -108,12 +114,16 @@ def load(
 
     Raises
     ------
+    TypeError, ValueError
+        For what is no path, or a blank one, and for another model or optimizer, before anything
+        is communicated.
     FileNotFoundError
         Where there is no checkpoint.
     CheckpointError
         Where it is torn, or does not fit the model or the optimizer. All ranks raise what one
         of them raises.
     """
+    _check(path, model, optimizer)
     with together(model.checkpoint_backend):
         states = _states(model, optimizer, training)
     return load_states(path, model, states)
@@ -133,6 +143,7 @@ def load_states(
     states : mapping of str to CheckpointState
         "model", "optimizer", "training" -> what to restore.
     """
+    _check(path, model)
     backend = model.checkpoint_backend
     with together(backend):
         reader = CheckpointReader(path)
@@ -149,6 +160,21 @@ def load_states(
         for name, state in states.items():
             state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
+
+
+def _check(path: Any, model: Any, optimizer: Any = None) -> None:
+    """Refuse on this rank what no rank could save or load; nothing is communicated."""
+    check_path("the path of a checkpoint", path)
+    if not hasattr(model, "checkpoint_parameters"):
+        raise TypeError(
+            "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
+            f"{type(model).__name__}"
+        )
+    if optimizer is not None and not hasattr(optimizer, "checkpoint_view"):
+        raise TypeError(
+            "a checkpoint needs a sharded optimizer (CheckpointableOptimizer), got "
+            f"{type(optimizer).__name__}; mpishard.as_distributed makes one"
+        )
 
 
 def _states(

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from mpishard.arguments import check_path
 from mpishard.arrays import to_host
 from mpishard.checkpoint.consensus import gather_texts, share_text, together
 from mpishard.checkpoint.manifest import FileRecord, KindRecord, Manifest, PieceRecord
@@ -129,8 +130,7 @@ def _host_pieces(arrays: Pieces) -> dict[str, list[tuple[int, np.ndarray[Any, An
 
 def target_of(path: str | os.PathLike[str]) -> Path:
     """The directory to replace, refused where something else would be lost with it."""
-    if not str(path).strip():
-        raise ValueError("the path of a checkpoint must not be blank")
+    check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
     for directory in (target, previous_of(target)):
         if directory.is_dir():

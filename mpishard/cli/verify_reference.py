@@ -18,6 +18,7 @@ from mpishard.cli.verify_job import VerifyJob, checksum
 from mpishard.cli.verify_rules import RULES, TextbookStep
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
 from mpishard.data import take
+from mpishard.nn import Model
 
 __all__ = ["Reference", "main", "train_alone"]
 
@@ -79,9 +80,10 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.world_size)]
         inputs.append([checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
-            gradients.append([_gradient(problem, *share)[1] for share in shares])
+            gradients.append([_gradient(problem, step, *share)[1] for share in shares])
         indices = job.batch(step, problem.samples)
-        loss, g = _gradient(problem, take(problem.x, indices), take(problem.y, indices))
+        x, y = take(problem.x, indices), take(problem.y, indices)
+        loss, g = _gradient(problem, step, x, y)
         if not np.isfinite(g).all() or math.isinf(loss):
             raise TargetError(
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
@@ -96,14 +98,16 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
 
 
-def _gradient(problem: Problem, x: Array, y: Array) -> tuple[float, Array]:
+def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
     """Mean loss, NaN where it is not told, and its gradient; 0 without samples."""
     model = problem.model
     length = model.get_parameters().size
     if len(x) == 0:
         return 0.0, np.zeros(length)
     loss = problem.loss or getattr(model, "default_loss_function", None)
-    if problem.loss is None and hasattr(model, "compute_loss_and_gradients"):
+    if isinstance(model, Model):  # random layers go by the step
+        value, gradient = model.compute_loss_and_gradients(x, y, problem.loss, step=step)
+    elif problem.loss is None and hasattr(model, "compute_loss_and_gradients"):
         value, gradient = model.compute_loss_and_gradients(x, y)
     else:
         gradient = model.compute_gradients(x, y, *[problem.loss] * (problem.loss is not None))

@@ -101,8 +101,8 @@ class Verdict:
         if first_off <= first_wrong:
             name = c.names[c.gradients[:, first_off].max(axis=0).argmax()]
             return (
-                f"step {first_off + 1}: the gradient that {_ranks(off[:, first_off].any(axis=1))} "
-                f"computed of its own samples is not what a process alone computes of them (worst "
+                f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
+                f"the rank's own samples is not what a process alone computes of them (worst "
                 f"{name}). The model depends on its rank, or on something else beside parameters "
                 "and data: an environment variable, the process or thread, the time, np.random's "
                 "global state, earlier calls"

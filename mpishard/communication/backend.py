@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
 from mpishard.communication.reduction import (
@@ -202,6 +203,7 @@ class CommunicationBackend(Transport):
         """As `all_gather`, issued and not waited for."""
         self._check_array(array, "all_gather", needs_dim=True)
         if out is not None:
+            self._check_array(out, "all_gather", needs_dim=True)
             self._check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         call = self._call(Kind.ALL_GATHER, array, out_rows=-1 if out is None else out.shape[0])
         return self._issue(call, self._steps_all_gather(call, array, out))
@@ -401,12 +403,11 @@ class CommunicationBackend(Transport):
         >>> run_in_threads(4, lambda b: b.split(b.rank % 2).world_size)
         [2, 2, 2, 2]
         """
-        if color is not None and color < 0:
+        if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
+        order = self.rank if key is None else as_integer("key", key)
         call = self._call(Kind.SPLIT, None)
-        member = self._issue(
-            call, self._steps_split(call, color, self.rank if key is None else key)
-        ).wait()
+        member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
             member.check_collectives = self.check_collectives
@@ -513,6 +514,6 @@ class CommunicationBackend(Transport):
         """
         self._ready()
         self._check_peer(source_rank, tag)
-        if count < 0:
+        if as_integer("count", count) < 0:
             raise ValueError(f"count must be 0 or more, got {count}")
         return self._receive(source_rank, count, tag)

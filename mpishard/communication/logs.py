@@ -14,6 +14,8 @@ _logger = logging.getLogger("mpishard")
 def set_up_logging(rank: int, *, is_process: bool) -> None:
     """Make the package's logger ready, as MPISHARD_LOG says; a level set by the user stays.
 
+    Where neither says anything, what is worth saying once is said: level ``info``.
+
     Who logs asks for rank 0 first, so thread-ranks can share one logger. A process that is another
     rank keeps silent; at level ``debug`` each process writes ``mpishard-rank<r>.log``.
 
@@ -27,6 +29,8 @@ def set_up_logging(rank: int, *, is_process: bool) -> None:
     level = settings.log_level()
     if level is not None:
         _logger.setLevel(level.upper())
+    elif _logger.level == logging.NOTSET and not _logger.hasHandlers():
+        _logger.setLevel(logging.INFO)
     if level == "debug" and is_process:
         handler: logging.Handler = logging.FileHandler(f"mpishard-rank{rank}.log", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

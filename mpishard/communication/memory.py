@@ -56,6 +56,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     Raises
     ------
+    TypeError
+        For an id that is no string.
     ValueError
         For a rank outside the world, a world below 1, or a blank id.
     """
@@ -75,8 +77,10 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             raise ValueError(f"world_size must be 1 or more, got {world_size}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside [0, {world_size})")
+        if not isinstance(environment_id, str):
+            raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
-            raise ValueError("environment_id must not be blank")
+            raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
         self._rank = rank
         self._world_size = world_size
         self._environment_id = environment_id

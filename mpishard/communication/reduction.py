@@ -50,14 +50,19 @@ class ReductionOperation(IntEnum):
     Average = AVERAGE
 
 
-def check_reducible(dtype: np.dtype[Any], operation: ReductionOperation) -> None:
+def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
     """Refuse an operation that has no meaning for a dtype.
 
     Raises
     ------
+    TypeError
+        For what is no `ReductionOperation`.
     ValueError
         For AVERAGE of integers or booleans, and MIN or MAX of complex numbers.
     """
+    if not isinstance(operation, ReductionOperation):
+        known = ", ".join(known.name for known in ReductionOperation)
+        raise TypeError(f"operation must be a ReductionOperation ({known}), got {operation!r}")
     if operation is ReductionOperation.AVERAGE and dtype.kind in "iub":
         raise ValueError(f"AVERAGE of {dtype.name} would truncate; reduce with SUM and divide")
     if operation in (ReductionOperation.MIN, ReductionOperation.MAX) and dtype.kind == "c":

@@ -147,4 +147,5 @@ def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"
-        _logger.info("%d BLAS threads for each rank (%s)", threads, source)
+        plural = "s" if threads > 1 else ""
+        _logger.info("%d BLAS thread%s for each rank (%s)", threads, plural, source)

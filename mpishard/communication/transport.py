@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard import settings
+from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
@@ -311,15 +312,15 @@ class Transport(ABC):
             )
 
     def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.world_size:
+        if not 0 <= as_integer("root", root) < self.world_size:
             raise ValueError(f"root {root} is outside [0, {self.world_size})")
 
     def _check_peer(self, rank: int, tag: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if not 0 <= as_integer("rank", rank) < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
         if rank == self.rank:
             raise ValueError(f"rank {rank} cannot send to or receive from itself")
-        if not 0 <= tag <= settings.MAXIMUM_TAG:
+        if not 0 <= as_integer("tag", tag) <= settings.MAXIMUM_TAG:
             raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")
 
     # Who shares memory with whom: decided by what all ranks say, and so alike on all of them.

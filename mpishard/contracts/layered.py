@@ -150,6 +150,16 @@ class ILayeredModel(ABC):
     def dtype(self) -> np.dtype[Any]:
         """The one dtype of parameters and activations."""
 
+    def check_input(self, x: Array) -> None:
+        """Refuse what `as_input` refuses, and copy nothing to where the model computes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For values that the first layer cannot take.
+        """
+        self.as_input(x)
+
     def as_input(self, x: Array) -> Array:
         """``x`` as the first layer takes it: in the model's dtype, unless integers are tokens.
 

@@ -63,6 +63,16 @@ class IShardedOptimizer(IOptimizer):
     def sharding_configuration(self) -> Any:
         """The choices this optimizer was made with."""
 
+    @abstractmethod
+    def synchronize_optimizer_state(self) -> None:
+        """Make the state of all ranks equal. Collective.
+
+        Raises
+        ------
+        NotImplementedError
+            Where state is sharded, and so exists once.
+        """
+
     @property
     def backend(self) -> CommunicationBackend:
         """How the ranks talk."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mpishard.arguments import as_number
 from mpishard.arrays import Array, array_namespace, beside, chunk_length, to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
@@ -240,13 +241,16 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
         Raises
         ------
+        TypeError
+            For what is no array of real numbers, before anything is communicated.
         ValueError
-            For another length, or vectors that differ between ranks.
+            For another length, before anything is communicated; for vectors that differ between
+            ranks, on every rank.
         """
         self.engine.take(self._agreed(parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A copy with these parameters. Collective."""
+        """A copy with these parameters. Collective; errors are those of `set_parameters`."""
         vector = self._agreed(parameters, "with_parameters")
         model = self.deep_copy()
         model.engine.take(vector)
@@ -266,13 +270,19 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
 
         Collective. Each rank updates what it owns.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `set_parameters`; TypeError for a rate that is no number.
         """
+        rate = as_number("learning_rate", learning_rate)
         vector = self._agreed(gradients, "apply_gradients")
         engine = self.engine
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
-            target -= learning_rate * beside(vector[piece.start : piece.stop], target)
+            target -= rate * beside(vector[piece.start : piece.stop], target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.published_pieces)
         engine.changed()
@@ -296,19 +306,18 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def _agreed(self, vector: Array, name: str) -> Array:
         array_namespace(vector)
-        shape = vector.shape
-        vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
-        # A rank with a wrong length joins with a mark of its own, so that all refuse together.
-        mark = zlib.crc32(vector) if shape == (self.parameter_count,) else -1
-        marks = self.backend.all_gather(np.array([mark]))
-        if mark < 0:
+        if vector.shape != (self.parameter_count,):
             raise ValueError(
-                f"{name}: expected a vector of shape ({self.parameter_count},), got {shape}"
+                f"{name}: expected a vector of shape ({self.parameter_count},), got {vector.shape}"
             )
-        if (marks != mark).any():
+        if not np.can_cast(vector.dtype, self.dtype, "same_kind"):
+            raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
+        vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
+        marks = self.backend.all_gather(np.array([zlib.crc32(vector)]))
+        if (marks != marks[0]).any():
             raise ValueError(
-                f"{name}: the vectors differ between ranks (checksums {marks.tolist()}; -1 is a "
-                "wrong length); every rank must pass the same values"
+                f"{name}: the vectors differ between ranks (checksums {marks.tolist()}); every "
+                "rank must pass the same values"
             )
         return vector
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,21 +58,34 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
 
     def save_model(self, path: PathLike) -> None:
-        """Write the parameters to a checkpoint directory. Collective."""
+        """Write the parameters to a checkpoint directory. Collective.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
+        ShardingError
+            Where replicas have drifted apart.
+        OSError
+            Where it cannot be written, a PermissionError where that is why, on every rank; what
+            was there is as it was.
+        """
         self.engine.replicas.require_equal("save_model()")
-        checkpoint.save(Path(path), self)
+        checkpoint.save(path, self)
 
     def load_model(self, path: PathLike) -> None:
         """Take parameters from a checkpoint of any world size and strategy. Collective.
 
         Raises
         ------
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
         FileNotFoundError
             Where nothing is there.
         CheckpointError
             Where it is torn or of another model; nothing has changed then.
         """
-        checkpoint.load(Path(path), self)
+        checkpoint.load(path, self)
 
     @property
     def checkpoint_backend(self) -> CommunicationBackend:
@@ -85,8 +98,9 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         return self.dtype
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        """Name, shape and start of each parameter."""
-        return self.parameter_entries
+        """Name, shape and start of each parameter, and whether it is trained now."""
+        frozen = self.engine.program.frozen
+        return [replace(e, trainable=e.name not in frozen) for e in self.parameter_entries]
 
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """The rank's own pieces; of replicas each rank writes one part."""

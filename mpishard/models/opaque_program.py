@@ -91,6 +91,7 @@ class OpaqueProgram(Program):
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units
         self._model.set_parameters(parameters.unshard(unit).copy())
+        parameters.reshard(unit)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return _member(self._model, "predict")(x)

@@ -134,13 +134,26 @@ class NodeParameters(ParameterStore):
     def __init__(self, holdings: Holdings, vector: Array) -> None:
         super().__init__(holdings)
         self.held = holdings.pieces()
-        holdings.book(MemoryCategory.PARAMETERS, vector, sum(p.length for p in self.held))
+        holdings.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
         self._vector = vector
         self._shifts: list[int] = []
         position = 0
         for unit in holdings.units:
             self._shifts.append(position - unit.start)
             position += aligned(unit.length, holdings.dtype)
+
+    def _share_of_memory(self) -> int:
+        """Elements of the node's vector that are this rank's: its own, and of other nodes' a part.
+
+        The shares of a node's ranks add up to all parameters.
+        """
+        here = sum(
+            ShardLayout(unit.length, self.backend.world_size).size(rank)
+            for unit in self.holdings.units
+            for rank in self.backend.peers
+        )
+        elsewhere = ShardLayout(self.holdings.length - here, len(self.backend.peers))
+        return sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
 
     @staticmethod
     def length_for(holdings: Holdings) -> int:

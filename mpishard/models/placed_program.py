@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import MissingMemberError, ShardingError
+from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
@@ -140,7 +140,7 @@ class PlacedProgram(Program):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         self.check(x)
         if not self.knows_loss(loss):
-            raise ShardingError("the model has no default loss; pass loss_function")
+            raise MissingLossError("the model has no default loss; pass loss_function")
         if not hasattr(y, "__len__"):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(x) != len(y):

@@ -13,7 +13,7 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.devices import HOST, Device
-from mpishard.errors import ShardingError
+from mpishard.errors import MissingLossError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
@@ -232,9 +232,11 @@ class LayeredProgram(Program):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         shape = self._output_shape(x)
         if loss is None:
-            raise ShardingError(
+            raise MissingLossError(
                 f"{type(self._model).__name__} has no default loss; pass loss_function"
             )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         if getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
@@ -244,12 +246,12 @@ class LayeredProgram(Program):
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         """Shape of a sample's output; the layers refuse what they cannot take."""
         shape = getattr(x, "shape", None)
-        if shape is None or len(shape) != 1 + len(self._input_shape):
-            raise ValueError(
-                f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
-                + (f"shape {tuple(shape)}" if shape is not None else type(x).__name__)
-            )
-        self._model.as_input(x)
+        expected = f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
+        if shape is None:
+            raise TypeError(expected + type(x).__name__)
+        if len(shape) != 1 + len(self._input_shape):
+            raise ValueError(f"{expected}shape {tuple(shape)}")
+        self._model.check_input(x)
         output = tuple(shape[1:])
         for layer in self._layers:
             output = layer.output_shape(output)

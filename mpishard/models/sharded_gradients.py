@@ -197,7 +197,9 @@ class ShardedGradients(GradientStore):
             if buffer.dtype == dtype:
                 return self._scratch.pop(index)
         length = max(piece.length for piece in self._pieces.values())
-        return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
+        if wide:  # in host memory, as what is summed
+            return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
+        return self.holdings.allocate(MemoryCategory.SCRATCH, length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,16 +89,19 @@ class WrappedMembers(IFullModel):
         MissingInterfaceError
             Where the wrapped model is not aware of its features.
         ValueError
-            Where the ranks name different features, on every rank; nothing has changed then.
+            For an index that is none, before anything is communicated; where the ranks name
+            different features, on every rank. Nothing has changed then.
         """
         set_indices = self._feature_member("set_active_feature_indices")
-        mine = sorted(int(index) for index in indices)
+        before = list(self.get_active_feature_indices())
+        set_indices(indices)
+        mine = sorted(int(index) for index in self.get_active_feature_indices())
         texts = gather_texts(self.engine.backend, json.dumps(mine))
         differs = any(text != texts[0] for text in texts)
         found = share_text(self.engine.backend, "; ".join(texts) if differs else "")
         if found:
+            set_indices(before)
             raise ValueError(f"every rank must name the same features; by rank, {found}")
-        set_indices(mine)
 
     def is_feature_used(self, index: int) -> bool:
         return bool(self._feature_member("is_feature_used")(index))

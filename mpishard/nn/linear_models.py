@@ -14,6 +14,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.contracts import ModelMetadata
+from mpishard.devices import Device
 from mpishard.nn.activations import sigmoid
 from mpishard.nn.composites import Sequential
 from mpishard.nn.cross_entropy import BinaryCrossEntropy, CrossEntropy
@@ -43,6 +44,8 @@ class LinearModel(Model):
         Of the first coefficients; the first intercept is 0.
     dtype : str or numpy.dtype
         Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
     feature_names : sequence of str, optional
         F different names; "feature0", "feature1", ... where not given.
 
@@ -60,6 +63,7 @@ class LinearModel(Model):
         *,
         seed: int = 0,
         dtype: Any = "float64",
+        device: str | Device = "cpu",
         feature_names: Sequence[str] | None = None,
     ) -> None:
         check_sizes(type(self).__name__, features=features, outputs=outputs)
@@ -74,7 +78,9 @@ class LinearModel(Model):
         self._spread = np.ones(features)
         self._layer = FeatureLinear(features, outputs)
         chain = Sequential({"linear": self._layer})
-        super().__init__(chain, loss, input_shape=(features,), seed=seed, dtype=dtype)
+        super().__init__(
+            chain, loss, input_shape=(features,), seed=seed, dtype=dtype, device=device
+        )
 
     @property
     def coefficients(self) -> Array:
@@ -184,11 +190,13 @@ class LinearRegression(LinearModel):
         *,
         seed: int = 0,
         dtype: Any = "float64",
+        device: str | Device = "cpu",
         feature_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(
-            features, outputs, MSE(), seed=seed, dtype=dtype, feature_names=feature_names
-        )
+            features, outputs, MSE(), seed=seed, dtype=dtype, device=device,
+            feature_names=feature_names,
+        )  # fmt: skip
 
 
 class LogisticRegression(LinearModel):
@@ -221,6 +229,7 @@ class LogisticRegression(LinearModel):
         *,
         seed: int = 0,
         dtype: Any = "float64",
+        device: str | Device = "cpu",
         feature_names: Sequence[str] | None = None,
     ) -> None:
         if not is_size(classes, 2):
@@ -228,8 +237,9 @@ class LogisticRegression(LinearModel):
         self.classes = int(classes)
         outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
         super().__init__(
-            features, outputs, loss, seed=seed, dtype=dtype, feature_names=feature_names
-        )
+            features, outputs, loss, seed=seed, dtype=dtype, device=device,
+            feature_names=feature_names,
+        )  # fmt: skip
 
     def predict_probabilities(self, x: Array) -> Array:
         """Probability of each class, shape (B, C), for inputs of shape (B, F); rows sum to 1."""

@@ -283,8 +283,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     # ---------------------------------------------------------------------------------- computing
 
-    def as_input(self, x: Array) -> Array:
+    def check_input(self, x: Array) -> None:
         self.chain.check_input(x)
+
+    def as_input(self, x: Array) -> Array:
+        self.check_input(x)
         x = self._device.put(x)
         return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
 
@@ -330,6 +333,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             raise MissingLossError(
                 f"this {type(self).__name__} has no default loss; pass loss_function"
             )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
         y = self._device.put(y)

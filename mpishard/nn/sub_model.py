@@ -59,6 +59,7 @@ class SubModel(Model):
             input_shape=infos[start].input_shape,
             seed=model.seed,
             dtype=model.dtype,
+            device=model.device,
         )
         offset = infos[start].parameter_offset
         self._share(model, VectorPart(model._vector, offset, self.parameter_count))

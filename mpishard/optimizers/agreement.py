@@ -43,11 +43,8 @@ def refuse_early(model: ShardedModelBase, data: OptimizationInputData) -> dict[s
         for part in _PARTS:
             if getattr(data, f"x_{part}") is not None:
                 _check_first(model, data, part)
-        if data.keeps_best and not model.engine.program.knows_loss(model.engine.loss):
-            raise ValueError(
-                f"patience and keep_best compare losses, and {type(model.wrapped_model).__name__} "
-                "tells none: give it compute_loss_and_gradients, or a default_loss_function"
-            )
+        if data.patience is not None or data.keeps_best:
+            _check_comparable(model)
         if data.local_data and data.batch_size < model.world_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, "
@@ -79,6 +76,20 @@ def _check_first(model: ShardedModelBase, data: OptimizationInputData, part: str
     engine.program.check_pair(*first, engine.loss)
     if data.predictions and engine.loss is None and len(indices):
         engine.predict(first[0])  # a black box may have no predict
+
+
+def _check_comparable(model: ShardedModelBase) -> None:
+    """Refuse to look for the best where evaluations cannot be compared."""
+    if not model.engine.program.knows_loss(model.engine.loss):
+        raise ValueError(
+            f"patience and keep_best compare losses, and {type(model.wrapped_model).__name__} "
+            "tells none: give it compute_loss_and_gradients, or a default_loss_function"
+        )
+    if not model.sharding_configuration.auto_sync_gradients:
+        raise ValueError(
+            "patience and keep_best need one solution, and with auto_sync_gradients=False each "
+            "rank has its own; train without them, or with auto_sync_gradients=True"
+        )
 
 
 def require_agreement(

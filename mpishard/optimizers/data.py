@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
+from mpishard.arguments import as_integer, as_number, check_path
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
-from mpishard.optimizers.schedules import as_number
 
 __all__ = ["OptimizationInputData"]
 
@@ -123,16 +122,20 @@ class OptimizationInputData:
         Raises
         ------
         TypeError
-            Without a model or training data, or for a count that is no integer.
+            Without a model or training data, or for a count or seed that is no integer.
         ValueError
             For a count below 1, inputs without targets, a tolerance that is negative or without
-            patience, or a checkpoint interval without a path.
+            patience, a checkpoint interval without a path, or a blank path.
         """
         if self.model is None:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
             self._check_pair(part)
         self._check_counts()
+        as_integer("seed", self.seed)
+        for name in ("checkpoint", "resume", "metrics"):
+            if getattr(self, name) is not None:
+                check_path(name, getattr(self, name))
         if not 0 <= as_number("tolerance", self.tolerance) < math.inf:
             raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
         if self.tolerance and self.patience is None:
@@ -149,9 +152,7 @@ class OptimizationInputData:
             value = getattr(self, name)
             if value is None and name not in ("batch_size", "epochs"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
+            if as_integer(name, value) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
 
     def _check_pair(self, part: str) -> None:

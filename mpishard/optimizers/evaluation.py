@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import Array, beside, to_host
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine import Engine
@@ -37,11 +37,11 @@ class DatasetResult:
         Which samples of ``x`` they belong to, shape (n,), rising.
     """
 
-    x: Any
-    y: Any
+    x: Any = field(repr=False)
+    y: Any = field(repr=False)
     stats: Mapping[str, float] = field(default_factory=dict)
-    predictions: np.ndarray[Any, Any] | None = None
-    indices: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    predictions: np.ndarray[Any, Any] | None = field(default=None, repr=False)
+    indices: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False)
 
 
 def evaluate(
@@ -77,7 +77,7 @@ def evaluate(
         prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
         sums += loss, weight
         if prediction is not None and statistics is not None:
-            statistics.add(prediction, targets)
+            statistics.add(to_host(prediction), to_host(targets))
         if prediction is not None and keep_predictions:
             outputs.append(to_host(prediction))
             seen.append(indices)
@@ -108,5 +108,5 @@ def _measure(
     if not engine.policy.shards_parameters and len(x) == 0:
         return None, 0.0, 0.0
     prediction = engine.predict(x)
-    total, weight, _ = engine.loss.forward(prediction, y, training=False)
+    total, weight, _ = engine.loss.forward(prediction, beside(y, prediction), training=False)
     return prediction, total, weight

@@ -6,7 +6,6 @@ import logging
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,7 +146,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
             As `mpishard.checkpoint.save`.
         """
         model = self._bound_model
-        save_states(Path(path), model, {"optimizer": self.checkpoint_view(model)})
+        save_states(path, model, {"optimizer": self.checkpoint_view(model)})
 
     def load_model(self, path: PathLike) -> None:
         """Take the state from a checkpoint of any world size and strategy. Collective.
@@ -162,4 +161,4 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
             Where it is torn, or of another rule or model; nothing has changed then.
         """
         model = self._bound_model
-        load_states(Path(path), model, {"optimizer": self.checkpoint_view(model)})
+        load_states(path, model, {"optimizer": self.checkpoint_view(model)})

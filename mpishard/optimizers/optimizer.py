@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from mpishard.arguments import as_number
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.optimizers.algorithm_options import OptimizationAlgorithmOptions
 from mpishard.optimizers.compiled import ElementLoop, run_compiled
@@ -26,7 +27,7 @@ from mpishard.optimizers.options import (
 )
 from mpishard.optimizers.plain import PlainOptimizer
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
+from mpishard.optimizers.schedules import Schedule, as_schedule, rates
 
 if TYPE_CHECKING:
     from mpishard.optimizers.data import OptimizationInputData

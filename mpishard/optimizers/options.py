@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mpishard.optimizers.schedules import Schedule, as_number, as_schedule, rates
+from mpishard.arguments import as_number
+from mpishard.optimizers.schedules import Schedule, as_schedule, rates
 from mpishard.sharding import ParameterEntry, Piece
 
 __all__ = [

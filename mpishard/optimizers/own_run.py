@@ -128,11 +128,15 @@ class OwnRun:
 
         Raises
         ------
+        TypeError
+            For what are no bytes.
         ValueError
             For bytes that are something else.
         """
+        if not isinstance(data, bytes | bytearray):
+            raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
         try:
-            state = safetensors.numpy.load(data)
+            state = safetensors.numpy.load(bytes(data))
             length = int.from_bytes(data[:8], "little")
             description = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
         except (safetensors.SafetensorError, KeyError) as error:

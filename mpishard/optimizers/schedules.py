@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Integral
+
+from mpishard.arguments import as_number
 
 __all__ = [
     "Constant",
@@ -16,7 +18,6 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "WarmUp",
-    "as_number",
     "as_schedule",
     "rates",
 ]
@@ -220,19 +221,6 @@ def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule
 def rates(schedule: Schedule) -> list[float]:
     """A schedule as JSON knows it: by its rates at some steps, for it may be any function."""
     return [schedule(step) for step in (0, 1, 10, 100, 1000, 10000)]
-
-
-def as_number(name: str, value: object) -> float:
-    """``value`` as a float.
-
-    Raises
-    ------
-    TypeError
-        Naming the argument, where it is no number.
-    """
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
 
 
 def _check_rate(name: str, value: float) -> None:

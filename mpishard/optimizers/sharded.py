@@ -309,7 +309,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         """Train: epochs of shuffled global batches dealt over the ranks. Collective.
 
         Validation, history, progress on rank 0, checkpoints and resume as ``input_data`` says.
-        A plain model is wrapped in this optimizer's strategy; ``result.model`` is the wrapper.
+        A plain model is wrapped in this optimizer's strategy; ``result.model`` is the wrapper. A
+        rule made ``from_options`` brings an end of training with it.
 
         Raises
         ------
@@ -323,6 +324,8 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         if self._optimizer.algorithm_options is not None:
             input_data = self._optimizer.algorithm_options.applied(input_data)
         input_data.check()
+        if self._optimizer.algorithm_options is not None:
+            input_data = self._optimizer.algorithm_options.applied(input_data)
         model = input_data.model
         if not isinstance(model, ShardedModelBase):
             model = self.model_class(model, self._config)

@@ -6,6 +6,7 @@ from typing import Self
 
 import numpy as np
 
+from mpishard.arguments import as_integer, as_number
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["ShardingConfiguration"]
@@ -53,7 +54,8 @@ class ShardingConfiguration:
     Raises
     ------
     TypeError
-        Where the backend is None or no `CommunicationBackend`, or a flag is no bool.
+        Where the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
+        is none.
     ValueError
         Where ``learning_rate`` is not above 0, or the group size is below 1.
     """
@@ -150,7 +152,7 @@ class ShardingConfiguration:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if not 0 < value < float("inf"):
+        if not 0 < as_number("learning_rate", value) < float("inf"):
             raise ValueError(f"learning_rate must be above 0 and finite, got {value}")
         self._learning_rate = float(value)
 
@@ -161,7 +163,7 @@ class ShardingConfiguration:
 
     @minimum_parameter_group_size.setter
     def minimum_parameter_group_size(self, value: int) -> None:
-        if value < 1:
+        if as_integer("minimum_parameter_group_size", value) < 1:
             raise ValueError(f"minimum_parameter_group_size must be 1 or more, got {value}")
         self._minimum_parameter_group_size = int(value)
 
@@ -226,7 +228,7 @@ class ShardingConfiguration:
 
     @check_collectives.setter
     def check_collectives(self, value: bool) -> None:
-        self._backend.check_collectives = bool(value)
+        self._backend.check_collectives = _flag("check_collectives", value)
 
 
 def _flag(name: str, value: object) -> bool:

@@ -75,8 +75,8 @@ def check_gradients(
     Returns
     -------
     dict of str to float
-        Worst relative error by parameter name, worst first. A model without a
-        ``parameter_table`` has the one name "parameters".
+        Worst relative error by parameter name, worst first. A model without
+        ``parameter_table`` or ``parameter_entries`` has the one name "parameters".
 
     Raises
     ------
@@ -259,10 +259,11 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
 def _ranges(model: Any, length: int) -> Iterator[tuple[str, slice]]:
     """Name and flat range of each of the model's parameters."""
     table = getattr(model, "parameter_table", None)
-    if table is None:
+    entries = getattr(model, "parameter_entries", None) if table is None else table.entries
+    if entries is None:
         yield "parameters", slice(0, length)
         return
-    for entry in table.entries:
+    for entry in entries:
         yield entry.name, slice(entry.start, entry.start + entry.size)
 
 

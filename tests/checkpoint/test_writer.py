@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpishard import checkpoint, run_in_threads
+from mpishard import as_distributed, checkpoint, nn, run_in_threads
 from mpishard.checkpoint import CheckpointReader, write_checkpoint, writer
 from mpishard.errors import CheckpointError, PeerError
 
@@ -176,6 +176,17 @@ def test_a_file_is_not_replaced(tmp_path: Path, fakes: Any) -> None:
     with pytest.raises(CheckpointError, match="is a file"):
         save(None, fakes, tmp_path / "c", 1)
     assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_a_blank_path_of_a_sharded_model_is_refused() -> None:
+    def ask(backend: Any) -> None:
+        model = as_distributed(nn.MLP([2, 2]), backend)
+        for path in ("", " "):
+            for member in (model.save_model, model.load_model):
+                with pytest.raises(ValueError, match="blank"):
+                    member(path)
+
+    run_in_threads(2, ask)
 
 
 def test_a_blank_path_is_refused(fakes: Any) -> None:

@@ -68,20 +68,28 @@ class WithLoss:
         return 2 * x.T @ (self.predict(x) - y)[:, 0] / len(x)
 
 
+def dropout() -> Any:
+    chain = ms.nn.Sequential(
+        ms.nn.Linear(5, 9), ms.nn.Tanh(), ms.nn.Dropout(0.5), ms.nn.Linear(9, 2)
+    )
+    return ms.nn.Model(chain, ms.nn.MSE(), input_shape=(5,), seed=0)
+
+
 # What each process makes; the argument is its rank, None for the one that trains alone.
 RIGHT = {
     "mlp": lambda rank: Problem(ms.nn.MLP([5, 7, 6, 2], activation="tanh", seed=0), *data()),
+    "dropout": lambda rank: Problem(dropout(), *data()),
     "function": lambda rank: Problem(squares(), *data()),
     "loss": lambda rank: Problem(WithLoss(), data()[0], data()[1][:, :1], ms.nn.MSE()),
 }
 WRONG = {
     "gradient": (
         lambda rank: Problem(squares(lambda: of(rank, 1, 1 + 1e-6, 1.0)), *data()),
-        "step 1: the gradient that rank 1 computed of its own samples is not what",
+        "step 1: on rank 1 the gradient of the rank's own samples is not what",
     ),
     "late": (
         lambda rank: Problem(squares(_late(rank)), *data()),
-        "step 3: the gradient that rank 1 computed of its own samples is not what",
+        "step 3: on rank 1 the gradient of the rank's own samples is not what",
     ),
     "first parameters": (
         lambda rank: Problem(squares(shift=of(rank, 1, 1e-3, 0.0)), *data()),
@@ -283,7 +291,7 @@ def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
     pytest.importorskip("mpi4py")
     ended = verify(f"{file}:fault", "--backend", "mpi")
     assert ended.returncode == 1, ended.stderr
-    assert "the gradient that rank 1 computed of its own samples" in ended.stdout
+    assert "on rank 1 the gradient of the rank's own samples" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("DIFFERENT: 1 of 1 parameters exceed 1e-10")
 
 

@@ -63,7 +63,7 @@ def numbers(found: Any) -> list[float]:
 
 
 @by_name
-@in_worlds(2, 3)
+@in_worlds(3)
 def test_results_do_not_depend_on_the_world(
     backend: Any, name: str, shared_path: Path, alone: Callable[[str], Any]
 ) -> None:

@@ -7,7 +7,7 @@ the union of the ranks' batches, and updates as the textbook says.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 
 from mpishard import nn
 from mpishard.adapters import FunctionModel
+from mpishard.arrays import beside, to_host
 from mpishard.communication import CommunicationBackend
+from mpishard.devices import Device
 from mpishard.models import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model
 from mpishard.optimizers import (
     SGD,
@@ -44,6 +46,7 @@ UNIT_SIZES = (1, 60)
 
 def regression(theta: Vector, x: Vector, y: Vector) -> tuple[float, Vector]:
     """Mean squared error of a linear model, and its gradient."""
+    x, y = beside(x, theta), beside(y, theta)
     error = x @ theta[:-2].reshape(-1, 2) + theta[-2:] - y
     gradient = np.concatenate([(x.T @ error).ravel(), error.sum(axis=0)])
     return float(np.square(error).mean()), gradient / len(x)
@@ -51,17 +54,17 @@ def regression(theta: Vector, x: Vector, y: Vector) -> tuple[float, Vector]:
 
 def one_number(theta: Vector, x: Vector, y: Vector) -> tuple[float, Vector]:
     """The only parameter is the mean of the targets."""
-    error = theta[0] - y[:, 0]
-    return float(np.square(error).mean()), np.array([2 * error.mean()])
+    error = theta[0] - beside(y[:, 0], theta)
+    return float(np.square(error).mean()), (2 * error.mean()).reshape(1)
 
 
-MODELS: dict[str, Callable[[int], Any]] = {
-    "mlp": lambda seed: nn.MLP([5, 7, 6, 2], activation="tanh", seed=seed),
-    "gpt": lambda seed: _gpt(seed, tied_embeddings=False),
-    "tied": lambda seed: _gpt(seed, tied_embeddings=True),
-    "function": lambda seed: FunctionModel(regression, _normal(12, seed)),
-    "tiny": lambda seed: nn.MLP([5, 1, 1, 2], activation="tanh", seed=seed),
-    "one_number": lambda seed: FunctionModel(one_number, _normal(1, seed)),
+MODELS: dict[str, Callable[..., Any]] = {
+    "mlp": lambda seed, device="cpu": nn.MLP([5, 7, 6, 2], "tanh", seed=seed, device=device),
+    "gpt": lambda seed, device="cpu": _gpt(seed, tied_embeddings=False, device=device),
+    "tied": lambda seed, device="cpu": _gpt(seed, tied_embeddings=True, device=device),
+    "function": lambda seed, device="cpu": FunctionModel(regression, _normal(12, seed, device)),
+    "tiny": lambda seed, device="cpu": nn.MLP([5, 1, 1, 2], "tanh", seed=seed, device=device),
+    "one_number": lambda seed, device="cpu": FunctionModel(one_number, _normal(1, seed, device)),
 }
 
 
@@ -72,8 +75,8 @@ def _gpt(seed: int, **options: Any) -> nn.GPT:
     )  # fmt: skip
 
 
-def _normal(length: int, seed: int) -> Vector:
-    return np.random.default_rng(seed).standard_normal(length)
+def _normal(length: int, seed: int, device: str = "cpu") -> Vector:
+    return Device.parse(device).put(np.random.default_rng(seed).standard_normal(length))
 
 
 def batch(kind: str, step: int) -> tuple[Any, Any]:
@@ -162,11 +165,14 @@ def build(
     rule: str = "sgd",
     unit_size: int = 1,
     rule_options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    offload: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Model and optimizer. Each rank's plain model has values of its own: rank 0's count."""
     model_class, optimizer_class = STRATEGIES[strategy]
-    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
-    model = model_class(MODELS[kind](backend.rank), config)
+    flags = {f"cpu_offload_{name}": True for name in offload}
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size, **flags)
+    model = model_class(MODELS[kind](backend.rank, device), config)
     return model, optimizer_class(RULES[rule](**(rule_options or {})), config)
 
 
@@ -185,14 +191,18 @@ def train_sharded(
     steps: int = 5,
     rule_options: Mapping[str, Any] | None = None,
     watch: bool = True,
+    device: str = "cpu",
+    offload: Sequence[str] = (),
 ) -> Reference:
     """Train with sharding; gather after each step, or only at the end."""
-    model, optimizer = build(backend, kind, strategy, rule, unit_size, rule_options)
+    model, optimizer = build(
+        backend, kind, strategy, rule, unit_size, rule_options, device, offload
+    )
     result = Reference([], [])
     for step in range(steps):
         result.losses.append(optimizer.step(model, *local_batch(backend, kind, step)))
         if watch or step == steps - 1:
-            result.parameters.append(model.gather_full_parameters())
+            result.parameters.append(to_host(model.gather_full_parameters()))
     return result
 
 

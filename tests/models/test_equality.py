@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.testing.worlds import in_worlds
 
 KINDS = ("mlp", "gpt", "tied", "function")
+
+# Model, strategy, and what of it goes to host memory: for a stand-in a sample.
+ALL = ("optimizer", "gradients", "parameters")
+ON_A_GPU = [
+    *(("gpt", strategy, ()) for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    *(("function", strategy, ALL) for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    *(("mlp", strategy, (name,)) for strategy in ("ddp", "fsdp") for name in ALL),
+    ("tied", "fsdp", ALL),
+]
 
 # scripts/test.sh --full
 MORE_WORLDS = (6, 7, 9, 16) if os.environ.get("MPISHARD_TEST_FULL") else ()
@@ -23,13 +33,21 @@ by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
 
 
 def check(
-    backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str
+    backend: CommunicationBackend,
+    problems: Any,
+    kind: str,
+    strategy: str,
+    rule: str,
+    device: str,
+    offload: Sequence[str] = (),
 ) -> None:
     """Twice in one world, which finds buffers that are stale; the second time without looking."""
     expected = problems.train_sequentially(kind, problems.TEXTBOOK[rule])
     small, large = problems.UNIT_SIZES
     for unit_size, watch in ((small, True), (large, False)):
-        actual = problems.train_sharded(backend, kind, strategy, rule, unit_size, watch=watch)
+        actual = problems.train_sharded(
+            backend, kind, strategy, rule, unit_size, watch=watch, device=device, offload=offload
+        )
         problems.assert_equal(actual, expected)
 
 
@@ -39,9 +57,17 @@ def check(
 @by_path
 @in_worlds(1, 2, 3, 4, 5, 8, *MORE_WORLDS)
 def test_equals_sequential_training(
-    backend: Any, problems: Any, kind: str, rule: str, strategy: str, path: str
+    backend: Any, problems: Any, kind: str, rule: str, strategy: str, path: str, main_device: str
 ) -> None:
-    check(backend, problems, kind, strategy, rule)
+    check(backend, problems, kind, strategy, rule, main_device)
+
+
+@pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
+@in_worlds(3)
+def test_on_a_gpu(
+    backend: Any, problems: Any, kind: str, strategy: str, offload: Sequence[str], gpu: Any
+) -> None:
+    check(backend, problems, kind, strategy, "adamw", "cuda", offload)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "one_number"])
@@ -49,16 +75,16 @@ def test_equals_sequential_training(
 @by_path
 @in_worlds(2, 4, 5)
 def test_more_ranks_than_parameters_in_a_unit(
-    backend: Any, problems: Any, kind: str, strategy: str, path: str
+    backend: Any, problems: Any, kind: str, strategy: str, path: str, main_device: str
 ) -> None:
-    check(backend, problems, kind, strategy, "adamw")
+    check(backend, problems, kind, strategy, "adamw", main_device)
 
 
 @by_rule
 @by_strategy
 @in_worlds(1, 3)
 def test_clips_the_norm_of_all_ranks_together(
-    backend: Any, problems: Any, rule: str, strategy: str
+    backend: Any, problems: Any, rule: str, strategy: str, main_device: str
 ) -> None:
     limit = 0.05
     factors = []
@@ -70,15 +96,16 @@ def test_clips_the_norm_of_all_ranks_together(
     expected = problems.train_sequentially("gpt", problems.TEXTBOOK[rule], transform=clipped)
     assert max(factors) < 1  # else nothing is clipped, and the test sees nothing
     actual = problems.train_sharded(
-        backend, "gpt", strategy, rule, 1, rule_options={"clip_global_norm": limit}
-    )
+        backend, "gpt", strategy, rule, 1, rule_options={"clip_global_norm": limit},
+        device=main_device,
+    )  # fmt: skip
     problems.assert_equal(actual, expected)
 
 
 @by_strategy
 @in_worlds(1, 2, 5)
 def test_options_follow_the_parameters_wherever_they_are_cut(
-    backend: Any, problems: Any, strategy: str
+    backend: Any, problems: Any, strategy: str, main_device: str
 ) -> None:
     table = problems.MODELS["mlp"](0).parameter_table
     decay, scale = np.full(table.length, 0.1), np.ones(table.length)
@@ -94,8 +121,9 @@ def test_options_follow_the_parameters_wherever_they_are_cut(
 
     options = {"*.bias": {"weight_decay": 0.0}, "linear1.*": {"learning_rate_scale": 0.25}}
     actual = problems.train_sharded(
-        backend, "mlp", strategy, "adamw", 60, rule_options={"parameter_options": options}
-    )
+        backend, "mlp", strategy, "adamw", 60, rule_options={"parameter_options": options},
+        device=main_device,
+    )  # fmt: skip
     problems.assert_equal(actual, problems.train_sequentially("mlp", update))
 
 

@@ -116,6 +116,27 @@ def test_each_stage_holds_what_the_table_says(
     assert ("gathered" in held) == (strategy == "fsdp")
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@in_worlds(2, 3, 4)
+def test_each_node_holds_all_parameters_once(
+    backend: Any, problems: Any, strategy: str, monkeypatch: Any
+) -> None:
+    backend.barrier()
+    monkeypatch.setenv("MPISHARD_ARENA", "auto")
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2")
+    backend.barrier()
+
+    def train(rank: CommunicationBackend) -> tuple[int, int]:
+        model, _ = problems.build(rank, "mlp", strategy, unit_size=1)
+        return rank.nodes[rank.rank], model.memory.held(PARAMETERS)
+
+    held = [0, 0]
+    for node, nbytes in run_in_threads(backend.world_size, train):
+        held[node] += nbytes
+    assert held == [8 * problems.MODELS["mlp"](0).parameter_count] * 2
+    backend.barrier()
+
+
 @in_worlds(1, 2, 5)
 def test_of_a_black_box_gradients_and_state_are_sharded(backend: Any, problems: Any) -> None:
     model, optimizer = problems.build(backend, "function", "fsdp", "adamw")

@@ -148,10 +148,8 @@ def test_vectors_that_differ_between_ranks_are_refused_on_all(
     before = model.get_parameters()
     different = np.ones(model.parameter_count)
     different[-1] += backend.rank
-    too_long = np.ones(model.parameter_count + (backend.rank == 1))
-    for vector in (different, too_long):
-        with pytest.raises(ValueError, match=f"{member}: (the vectors differ|expected a vector)"):
-            getattr(model, member)(vector, *extra)
+    with pytest.raises(ValueError, match=f"{member}: the vectors differ"):
+        getattr(model, member)(different, *extra)
     assert model.get_parameters().tobytes() == before.tobytes()
 
 

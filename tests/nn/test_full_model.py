@@ -122,6 +122,9 @@ def test_a_clone_shares_and_a_deep_copy_does_not(make):
     np.testing.assert_array_equal(model.get_parameters(), 2 * before)
     np.testing.assert_array_equal(model.predict(x), shared.predict(x))
     np.testing.assert_array_equal(later.get_parameters(), before - 0.5)
+    model.set_parameter_chunks(later.get_parameter_chunks())
+    np.testing.assert_array_equal(shared.get_parameters(), before - 0.5)
+    model.set_parameters(2 * before)
     new = model.with_parameters(before.copy())
     assert type(new) is type(model)
     new.apply_gradients(np.ones_like(before), 1.0)
@@ -199,6 +202,7 @@ def test_what_is_no_saved_model(tmp_path, monkeypatch):
         (lambda: model.deserialize(other.serialize()), ValueError),
         (lambda: model.deserialize(None), TypeError),
         (lambda: model.save_model(""), ValueError),
+        (lambda: model.load_model(" "), ValueError),
         (lambda: model.save_model(tmp_path / "torn" / "manifest.json" / "x"), OSError),
     ):
         with pytest.raises(error):

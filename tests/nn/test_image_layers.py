@@ -177,10 +177,10 @@ def test_of_equal_elements_the_first_gets_the_gradient() -> None:
     np.testing.assert_array_equal(dx[0, 0], [[0, 2, 0], [0, 0, 0], [1, 1, 0]])
 
 
-@pytest.mark.parametrize("place", [(0, 0), (1, 1)])
-def test_pooling_hides_no_nan(place: Pair) -> None:
+@pytest.mark.parametrize("where", [(0, 0), (1, 1)])
+def test_pooling_hides_no_nan(where: Pair) -> None:
     x = np.ones((1, 1, 2, 2))
-    x[0, 0, *place] = np.nan
+    x[0, 0, *where] = np.nan
     assert np.isnan(MaxPool2D(2).forward({}, x, Context())[0]).all()
 
 

@@ -145,6 +145,27 @@ def test_tied_layers_stay_together():
         model.extract_sub_model(3, 8)
 
 
+def test_a_part_of_a_model_on_a_gpu_lies_there_too(gpu):
+    model, host = nn.MLP([5, 7, 2], seed=3, device="cuda"), nn.MLP([5, 7, 2], seed=3)
+    x, y = np.random.default_rng(0).standard_normal((4, 5)), np.ones((4, 2))
+    first, last = model.extract_sub_model(0, 2), model.extract_sub_model(2, 3)
+    hidden = first.predict(x)
+    assert isinstance(hidden, gpu.ndarray)
+    np.testing.assert_allclose(last.predict(hidden).get(), host.predict(x), rtol=1e-12)
+    dx, cached = last.compute_activation_gradients(hidden, y)
+    gradient = last.compute_weight_gradients(hidden, y, cached)
+    assert isinstance(dx, gpu.ndarray)
+    expected = host.compute_gradients(x, y)[first.parameter_count :]
+    np.testing.assert_allclose(gradient.get(), expected, rtol=1e-12)
+    last.apply_gradients(gradient, 1.0)
+    last.set_parameters(2 * last.get_parameters())
+    np.testing.assert_array_equal(
+        model.get_parameters()[first.parameter_count :].get(), last.get_parameters().get()
+    )
+    node = model.export_computation_graph([])
+    np.testing.assert_allclose(node.evaluate({"x": x}), model.predict(x).get(), rtol=1e-12)
+
+
 def test_a_layered_model_need_not_have_sub_models():
     with pytest.raises(NotImplementedError, match="does not implement extract_sub_model"):
         ms.contracts.ILayeredModel.extract_sub_model(mlp(), 0, 1)

@@ -17,6 +17,7 @@ Y = X @ generator.standard_normal((5, 2))
 VALIDATION = {"x_validation": X[:7], "y_validation": 0.5 * Y[:7]}
 
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+whole_or_sharded = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
 
 def rule():
@@ -78,7 +79,7 @@ def test_without_patience_nothing_stops_or_is_put_back(backend):
     assert parameters.tobytes() == expected.tobytes()
 
 
-@by_strategy
+@whole_or_sharded
 @in_worlds(2)
 def test_keep_best_goes_through_all_epochs_and_each_rank_keeps_its_part(backend, strategy):
     model, optimizer = wrap(backend, strategy)
@@ -142,7 +143,7 @@ class Impatient(ms.optimizers.SGD):
         return self._left < 0
 
 
-@by_strategy
+@whole_or_sharded
 @in_worlds(3)
 def test_one_rank_that_wants_to_stop_stops_all(backend, strategy):
     last = backend.world_size - 1
@@ -248,6 +249,22 @@ def test_patience_may_begin_at_a_resume(backend, shared_path):
     assert without.best_iteration == before.best_iteration
 
 
+@in_worlds(2)
+def test_options_of_the_mirrored_hierarchy_bring_an_end_of_training(backend):
+    options = ms.optimizers.OptimizationAlgorithmOptions(
+        initial_learning_rate=0.05, learning_rate_decay=1.0, enable_gradient_clipping=False,
+        max_iterations=30, early_stopping_patience=3, tolerance=0.0,
+    )  # fmt: skip
+    from_options = ms.optimizers.SGD.from_options(options, momentum=0.5)
+    result, parameters = train(backend, "fsdp", from_options, **VALIDATION)
+    expected, values = train(backend, patience=3, max_steps=30, **VALIDATION)
+    assert result.stopped_early
+    assert parameters.tobytes() == values.tobytes()
+    assert result.validation_history == expected.validation_history
+    own, _ = train(backend, "fsdp", ms.optimizers.SGD.from_options(options), max_steps=4)
+    assert own.iterations == 4
+
+
 # --------------------------------------------------------------------------------------- mistakes
 
 
@@ -294,9 +311,25 @@ def test_a_black_box_without_a_loss_cannot_be_the_best(backend):
 
     optimizer = ms.as_distributed(rule(), backend)
     data = {"x_train": X[:, :2], "y_train": Y, "progress": False}
-    with pytest.raises(ValueError, match="Silent tells none"):
-        optimizer.optimize(ms.OptimizationInputData(model=Silent(), patience=1, **data))
+    for options in ({"patience": 1}, {"patience": 1, "keep_best": False}, {"keep_best": True}):
+        with pytest.raises(ValueError, match="Silent tells none"):
+            optimizer.optimize(ms.OptimizationInputData(model=Silent(), **options, **data))
+        optimizer.reset()
     result = ms.as_distributed(rule(), backend).optimize(
         ms.OptimizationInputData(model=Silent(), x_test=X[:, :2], y_test=Y, **data)
     )
     assert np.isnan(result.test_loss)
+
+
+@in_worlds(2)
+def test_replicas_that_drift_have_no_best_solution(backend):
+    model, optimizer = wrap(backend, "ddp")
+    model.sharding_configuration.auto_sync_gradients = False
+    for options in ({"patience": 3}, {"keep_best": True}):
+        with pytest.raises(ValueError, match="auto_sync_gradients=False each rank has its own"):
+            optimizer.optimize(
+                ms.OptimizationInputData(
+                    model=model, x_train=X, y_train=Y, progress=False, **options
+                )
+            )
+    assert optimizer.steps == 0

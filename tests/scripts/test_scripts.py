@@ -14,7 +14,7 @@ def test_is_shell(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.parametrize("name", ["train.sh", "test.sh", "benchmarks.sh"])
+@pytest.mark.parametrize("name", ["train.sh", "test.sh", "test_gpu.sh", "benchmarks.sh"])
 def test_help_needs_nothing(machine, name):
     ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")
     assert ended.returncode == 0
@@ -43,8 +43,8 @@ class Suite:
     def __init__(self, machine):
         self.machine = machine
         machine.add_python()
-        assert machine.prepare("dev", "fast", "mpi", "plot", "test").returncode == 0
-        for name in ("ruff", "lint-imports", "mypy"):
+        assert machine.prepare("dev", "docs", "fast", "mpi", "plot", "test").returncode == 0
+        for name in ("ruff", "lint-imports", "mypy", "mkdocs"):
             machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
         machine.program(
             machine.venv / "bin/mpiexec", '#!/bin/sh\nexport SIZE="$2"\nshift 2\nexec "$@"\n'
@@ -124,3 +124,40 @@ def test_arguments_may_leave_layers_without_tests(suite):
 
 def test_arguments_that_select_nothing_fail(suite):
     assert suite.run("-k", "nothing", ends="code=5").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "reason"),
+    [(None, "no CUDA driver here"), ("exit 9", "lists no GPU"), ("exit 0", "lists no GPU")],
+)
+def test_without_a_gpu_its_tests_are_skipped_and_say_so(machine, nvidia_smi, reason):
+    machine.add_python()
+    if nvidia_smi is not None:
+        machine.program(machine.bin / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}\n")
+    ended = machine.run("bash", f"{machine.repository}/scripts/test_gpu.sh")
+    assert ended.returncode == 0
+    assert "skipped" in ended.stderr
+    assert reason in ended.stderr
+    assert not machine.venv.exists()
+
+
+@pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda13")])
+@pytest.mark.parametrize("code", [0, 1])
+def test_gpu_tests(machine, version, extra, code):
+    machine.add_python()
+    machine.program(
+        machine.bin / "nvidia-smi",
+        f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: one" || echo "| CUDA Version: {version}  |"\n',
+    )
+    pytest_script = machine.folder / "pytest.sh"
+    pytest_script.write_text(f"exit {code}\n")
+    extras = sorted(["dev", "fast", "mpi", "plot", "test", extra])
+    assert machine.prepare(*extras).returncode == 0
+    machine.program(machine.venv / "bin/mpiexec", '#!/bin/sh\nshift 2\nexec "$@"\n')
+    ended = machine.run(
+        "bash", f"{machine.repository}/scripts/test_gpu.sh", "-x", PYTEST=str(pytest_script)
+    )
+    assert ended.returncode == code, ended.stderr
+    runs = machine.calls("-m pytest --gpu")
+    assert len(runs) == 3
+    assert all(run.endswith("-rs -x") for run in runs)

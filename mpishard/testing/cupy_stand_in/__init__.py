@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from mpishard.testing.cupy_stand_in import operators as _operators  # noqa: F401 - completes ndarray
 from mpishard.testing.cupy_stand_in.array import ndarray
 from mpishard.testing.cupy_stand_in.cuda import Cuda
 from mpishard.testing.cupy_stand_in.functions import namespace

@@ -42,6 +42,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.device = current.device
+        self._stream = current.stream  # CuPy gives the memory to this stream's next array
         self._work: set[tuple[Stream, int, int, int, bool]] = set()
 
     def read(self, host: np.ndarray[Any, Any]) -> None:
@@ -65,6 +66,14 @@ class Memory:
                 )
         work.add((current.stream, current.stream.syncs, low, high, writes))
         self._work = work
+
+    def __del__(self) -> None:
+        for stream, syncs, *_ in self._work:
+            if stream is not self._stream and stream.syncs == syncs:
+                raise AssertionError(
+                    "a race: this array's memory is free, and may still be used by another "
+                    "thread's stream, which that thread has not synchronized since"
+                )
 
 
 class CUDARuntimeError(RuntimeError):

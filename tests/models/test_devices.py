@@ -1,0 +1,211 @@
+"""Sharded models on a GPU, or on its stand-in: whose arrays lie where, and how many bytes."""
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.arrays import is_device_array, to_host
+from mpishard.communication import run_in_threads
+from mpishard.layout import ShardLayout
+from mpishard.optimizers import AdamW, OptimizationInputData
+from mpishard.sharding import ShardingConfiguration
+from mpishard.testing.worlds import in_worlds
+
+ALL = ("optimizer", "gradients", "parameters")
+
+
+def trained(backend, problems, strategy, offload=(), kind="mlp", steps=2):
+    model, optimizer = problems.build(
+        backend, kind, strategy, "adamw", 1, device="cuda", offload=offload
+    )
+    for step in range(steps):
+        optimizer.step(model, *problems.local_batch(backend, kind, step))
+    return model, optimizer
+
+
+@in_worlds(3)
+def test_each_rank_computes_on_its_own_gpu(backend, problems, gpu):
+    model, _ = trained(backend, problems, "fsdp")
+    count = gpu.cuda.runtime.getDeviceCount()
+    assert gpu.cuda.runtime.getDevice() == backend.local_rank % count
+    x, _ = problems.local_batch(backend, "mlp", 0)
+    for array in (
+        model.predict(x),
+        model.predict(gpu.asarray(x)),
+        model.gather_full_parameters(),
+        model.local_parameter_shard,
+        model.compute_gradients(*problems.local_batch(backend, "mlp", 1)),
+    ):
+        assert array.data.device_id == backend.local_rank % count
+
+
+def test_another_thread_of_a_rank_computes_on_its_gpu_too(problems, gpu):
+    def body(backend):
+        model, _ = trained(backend, problems, "ddp")
+        x, y = problems.batch("mlp", 3)
+        wanted = to_host(model.predict(x))
+        gpu.cuda.get_current_stream().synchronize()
+        found = []
+
+        def elsewhere():
+            found.append(to_host(model.predict(x)))
+            found.append(model.engine.evaluate(x, y))
+            found.append(to_host(model.compute_gradients(x, y)))
+            found.append(to_host(model.gather_full_parameters()))
+            gpu.cuda.get_current_stream().synchronize()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert len(found) == 4
+        np.testing.assert_array_equal(found[0], wanted)
+
+    run_in_threads(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("offload", [(), ("optimizer",), ("gradients",), ("parameters",), ALL])
+def test_bytes_lie_where_the_flags_say(problems, strategy, offload, gpu, messages_only):
+    def body(backend):
+        model, optimizer = trained(backend, problems, strategy, offload)
+        held = model.memory.held
+        mine = 8 * sum(
+            ShardLayout(unit.length, backend.world_size).size(backend.rank) for unit in model.units
+        )
+        whole = 8 * model.parameter_count
+        owned = {
+            "parameters": mine if strategy == "fsdp" else whole,
+            "gradients": mine if strategy in ("zero2", "fsdp") else whole,
+            "optimizer_state": 2 * (whole if strategy == "ddp" else mine),
+        }
+        for category, nbytes in owned.items():
+            is_on_host = category.removesuffix("_state") in offload
+            assert held(category, "host") == (nbytes if is_on_host else 0), category
+            assert held(category, "device") == (0 if is_on_host else nbytes), category
+            assert held(category) == nbytes
+        for vector in optimizer.state.values():
+            assert is_device_array(vector) == ("optimizer" not in offload)
+        longest = 8 * max(unit.length for unit in model.units)
+        if "parameters" in offload:  # the kept unit, and one at a time
+            assert held("gathered", "device") <= 2 * longest
+        if "gradients" in offload:
+            assert held("full_gradients", "device") == longest
+
+    run_in_threads(2, body)
+
+
+def test_peaks_are_by_place_too(problems, gpu, messages_only):
+    def body(backend):
+        model, _ = trained(backend, problems, "fsdp", ("parameters",))
+        peak = model.memory.peak
+        assert peak("gathered", "device") > 0
+        assert peak("gathered", "host") > 0
+        assert peak("gathered") >= max(peak("gathered", "device"), peak("gathered", "host"))
+
+    run_in_threads(2, body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("offload", [(), ALL])
+@in_worlds(2)
+def test_surface(backend, problems, strategy, offload, gpu, shared_path):
+    """Checkpoints, bytes, vectors and copies go between hosts and GPUs."""
+    model, _ = trained(backend, problems, strategy, offload)
+    full = to_host(model.gather_full_parameters())
+    model.save_model(shared_path / "model")
+    host, _ = problems.build(backend, "mlp", strategy)
+    host.load_model(shared_path / "model")
+    np.testing.assert_array_equal(host.gather_full_parameters(), full)
+    host.set_parameters(np.zeros_like(full))
+    host.deserialize(model.serialize())
+    np.testing.assert_array_equal(host.gather_full_parameters(), full)
+    assert model.serialize() == host.serialize()
+    for given in (2 * full, gpu.asarray(3 * full)):
+        model.set_parameters(given)
+        np.testing.assert_array_equal(to_host(model.gather_full_parameters()), to_host(given))
+    model.apply_gradients(full, 1.0)
+    np.testing.assert_allclose(
+        to_host(model.gather_full_parameters()), 2 * full, rtol=0, atol=1e-12
+    )
+    copied = model.deep_copy()
+    model.load_model(shared_path / "model")
+    np.testing.assert_array_equal(to_host(model.get_parameters()), full)
+    np.testing.assert_allclose(
+        to_host(copied.gather_full_parameters()), 2 * full, rtol=0, atol=1e-12
+    )
+    x, y = problems.batch("mlp", 0)
+    with model.unsharded() as plain:
+        np.testing.assert_allclose(to_host(plain.predict(x)), host.predict(x), rtol=0, atol=1e-12)
+    with model.unsharded(root=1) as plain:
+        assert (plain is None) == (backend.rank == 0)
+    assert model.engine.evaluate(x, y) == pytest.approx(host.engine.evaluate(x, y))
+    assert model.train(x, y) == pytest.approx(host.train(x, y))
+    np.testing.assert_allclose(
+        to_host(model.gather_full_parameters()), host.gather_full_parameters(), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("offload", [(), ALL])
+@in_worlds(2)
+def test_rounds_compression_and_drifting(backend, problems, offload, gpu):
+    """What the engine does beside plain steps is the same on a GPU."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        model, optimizer = problems.build(
+            backend, "mlp", "fsdp", "adamw", device=device, offload=offload
+        )
+        for defer in (False, True):
+            with model.accumulate(defer=defer):
+                optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+            optimizer.step(model, *problems.local_batch(backend, "mlp", 1))
+        model.sharding_configuration.enable_gradient_compression = True
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 2))
+        replica, _ = problems.build(backend, "mlp", "ddp", device=device, offload=offload)
+        replica.sharding_configuration.auto_sync_gradients = False
+        replica.train(*(array[:3] for array in problems.batch("mlp", backend.rank)))
+        replica.synchronize_gradients()
+        found[device] = [to_host(m.gather_full_parameters()) for m in (model, replica)]
+    np.testing.assert_allclose(found["cuda"], found["cpu"], rtol=0, atol=1e-12)
+
+
+def test_on_the_host_the_flags_change_nothing_and_say_so_once(problems, caplog):
+    caplog.set_level(logging.INFO, "mpishard")
+
+    def body(backend):
+        model, _ = problems.build(backend, "mlp", "fsdp", offload=ALL)
+        model.deep_copy()
+        return problems.train_sharded(backend, "mlp", "fsdp", "adamw", 1, offload=ALL)
+
+    results = run_in_threads(2, body)
+    plain = run_in_threads(2, problems.train_sharded, "mlp", "fsdp", "adamw", 1)
+    np.testing.assert_array_equal(results[0].parameters, plain[0].parameters)
+    said = [r for r in caplog.records if "nothing to offload" in r.message]
+    assert len(said) == 2  # rank 0 of two models
+    assert "cpu_offload_optimizer, cpu_offload_gradients, cpu_offload_par" in said[0].message
+
+
+def test_ranks_on_different_devices_are_refused(problems, gpu):
+    def body(backend):
+        model = nn.MLP([2, 2], device="cuda" if backend.rank else "cpu")
+        with pytest.raises(ValueError, match="dtype or device differ"):
+            problems.STRATEGIES["ddp"][0](model, ShardingConfiguration(backend))
+
+    run_in_threads(2, body)
+
+
+def test_training_loop(device):
+    x = np.random.default_rng(0).standard_normal((64, 3))
+    y = x @ np.array([[1.0], [-2.0], [0.5]])
+    model = nn.LinearRegression(3, device=device)
+
+    result = AdamW(0.05).optimize(
+        OptimizationInputData(
+            model=model, x_train=x, y_train=y, x_validation=x, y_validation=y, batch_size=16,
+            epochs=30,
+        )
+    )  # fmt: skip
+    assert result.fitness_history[-1] < 0.01 * result.fitness_history[0]
+    assert is_device_array(model.get_parameters()) == (device == "cuda")
