@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,15 +30,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LIMIT = 30.0
-"""Seconds after which a mutant that does not end is taken for one that never will."""
-LATER = (1, 10)
+LIMIT = 10.0
+"""Seconds that a check may take with a mutant, beyond five times what it takes without."""
+LATER = (1, 20)
 """By how much a late rank is later, where nothing fails at first."""
 
 # What may survive, by function and text, and why.
 SPARED = {
     ("LayeredProgram._views", "parameters.backend.progress()"):
         "speed alone: lets what is under way go on; every result is waited for elsewhere",
+    ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
+        "a second wait: copies to the host block, and collectives wait for the GPU themselves",
 }  # fmt: skip
 
 
@@ -92,20 +95,25 @@ def _verdicts(chosen: dict[int, Any]) -> dict[int, Verdict]:
     from checks import CHECKS
     from sites import watched
 
-    problems = _problems()
-    workers = len(os.sched_getaffinity(0))
-    sites = list(chosen.values())
-    with ThreadPoolExecutor(workers) as pool:
-        with watched(sites) as reached:
-            looks = pool.map(lambda name: _forked(_look, problems, name, reached), CHECKS)
-            rows = dict(zip(CHECKS, looks, strict=True))
-        order = sorted(CHECKS, key=lambda name: rows[name][0])
-        reaching = {n: [c for c in order if site in rows[c][1]] for n, site in chosen.items()}
-        found = pool.map(lambda n: _judge(problems, chosen[n], reaching[n]), chosen)
+    problems = load_problems()
+    seconds: dict[str, float] = {}
+    reaching: dict[Any, list[str]] = {site: [] for site in chosen.values()}
+    with watched(list(reaching)) as reached:
+        for name, check in CHECKS.items():  # here, so that what forks later need not warm up
+            started = time.perf_counter()
+            reached.clear()
+            check(problems)
+            seconds[name] = time.perf_counter() - started
+            for site in reached:
+                reaching[site].append(name)
+    for names in reaching.values():
+        names.sort(key=seconds.__getitem__)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda item: _judge(problems, *item, seconds), reaching.items())
         return dict(zip(chosen, found, strict=True))
 
 
-def _problems() -> Any:
+def load_problems() -> Any:
     """The class `Problems` of the models' tests."""
     path = HERE / "models" / "conftest.py"
     spec = importlib.util.spec_from_file_location("problems_of_models", path)
@@ -117,71 +125,76 @@ def _problems() -> Any:
     return module.Problems
 
 
-def _judge(problems: Any, site: Any, checks: list[str]) -> Verdict:
+def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float]) -> Verdict:
+    """What becomes of a mutant in a process of its own."""
     for later in LATER:
-        names = [n for n in checks if later == 1 or "late" in n or "barrier" in n]
-        found = _forked(_try, problems, names, site, later)
+        limits = {
+            name: LIMIT + 5 * later * seconds[name]
+            for name in checks
+            if later == 1 or "late" in name or "barrier" in name
+        }
+        found = _forked(2 * sum(limits.values()), problems, limits, site, later)
         if found is not None:
             return Verdict(*found)
     return Verdict(reached=len(checks))
 
 
-def _look(problems: Any, name: str, reached: set[Any]) -> Any:
-    """Seconds that a check takes, and the sites that it reaches."""
-    from checks import CHECKS
-
-    started = time.perf_counter()
-    CHECKS[name](problems)
-    return time.perf_counter() - started, reached
-
-
-def _try(problems: Any, names: list[str], site: Any, later: float) -> tuple[str, str] | None:
+def _try(
+    problems: Any, limits: dict[str, float], site: Any, later: float
+) -> tuple[str, str] | None:
     """The first of some checks that fails with a mutant, and how."""
     import checks
     import forgotten
     from sites import without
 
+    def end(*_: Any) -> None:
+        raise TimeoutError("it does not end")
+
+    signal.signal(signal.SIGALRM, end)
     checks.SECONDS["late"] *= later
     with without(site, forgotten):
-        for name in names:
+        for name, limit in limits.items():
+            signal.setitimer(signal.ITIMER_REAL, limit)
             try:
                 checks.CHECKS[name](problems)
             except BaseException as error:
                 return name, _brief(error)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
     return None
 
 
-def _forked(function: Any, *arguments: Any) -> Any:
-    """What the function returns in a process of its own.
+def _forked(limit: float, *arguments: Any) -> tuple[str, str] | None:
+    """What `_try` finds in a process of its own.
 
     Raises
     ------
     RuntimeError
-        Where it raises: a check that fails as the engine stands, or a mutant that cannot be made.
+        Where it ends with an exception of its own: a mutant that cannot be made.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments), daemon=True)
+    process = context.Process(target=_answer, args=(sender, arguments), daemon=True)
     process.start()
     sender.close()
     try:
-        if not receiver.poll(LIMIT):
-            return "a time limit", f"hangs for {LIMIT:g} s"
-        is_good, answer = receiver.recv()
+        if not receiver.poll(limit):
+            return "nothing", f"did not end within {limit:.0f} s"
+        found, error = receiver.recv()
     finally:
         receiver.close()
         process.kill()
         process.join()
-    if not is_good:
-        raise RuntimeError(answer)
-    return answer
+    if error:
+        raise RuntimeError(error)
+    return found  # type: ignore[no-any-return]
 
 
-def _answer(sender: Any, function: Any, arguments: Any) -> None:
+def _answer(sender: Any, arguments: Any) -> None:
     try:
-        sender.send((True, function(*arguments)))
+        sender.send((_try(*arguments), ""))
     except BaseException as error:
-        sender.send((False, f"{arguments[1:]}: {_brief(error)}"))
+        sender.send((None, f"{arguments[2]}: {_brief(error)}"))
 
 
 def _brief(error: BaseException) -> str:

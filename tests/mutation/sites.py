@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,11 @@ class Site:
         return f"{self.path.relative_to(PACKAGE.parent)}:{self.line}"
 
 
-def find_sites(rooms: Sequence[str] = ROOMS) -> list[Site]:
-    """All sites of some rooms, file by file."""
+@functools.cache
+def find_sites() -> tuple[Site, ...]:
+    """All sites, file by file."""
     found = []
-    for room in rooms:
+    for room in ROOMS:
         for path in sorted((PACKAGE / room).glob("*.py")):
             tree = ast.parse(path.read_text())
             names = dict(_functions(tree))
@@ -95,7 +97,7 @@ def find_sites(rooms: Sequence[str] = ROOMS) -> list[Site]:
     outside = [site.place for site in found if not site.function]
     if outside:
         raise LookupError(f"these stand in no function, where no mutant can be made: {outside}")
-    return sorted(found, key=lambda site: (site.path, site.line))
+    return tuple(sorted(found, key=lambda site: (site.path, site.line)))
 
 
 @contextlib.contextmanager
@@ -215,9 +217,7 @@ class _Replacer(ast.NodeTransformer):
 def _replaced(path: Path, sites: Sequence[Site], make: Any, instead: Any) -> Iterator[None]:
     tree = ast.parse(path.read_text())
     nodes = [node for node, _ in _site_nodes(tree)]
-    changes = {
-        id(nodes[site.index]): lambda node, site=site: make(node, site) for site in sites
-    }
+    changes = {id(nodes[site.index]): lambda node, site=site: make(node, site) for site in sites}
     changed = ast.fix_missing_locations(_Replacer(changes).visit(tree))
     codes = list(_codes(compile(changed, str(path), "exec")))
     relative = path.relative_to(PACKAGE.parent).with_suffix("")

@@ -1,10 +1,11 @@
-"""Worlds in which a missing fence or wait shows for certain: ranks that are late, and idle works."""
+"""Worlds in which a missing fence or wait shows for certain: late ranks, and works that idle."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
+from mpishard.devices import Device
+from mpishard.models import offload
 
 PATHS = {
     "arena": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "1"},
@@ -87,11 +91,10 @@ def idle() -> Iterator[None]:
             work = original(self, array, *arguments, **options)
             work.arrays = (array, *([] if options.get("out") is None else [options["out"]]))
             for other in tuple(work.queue)[:-1]:
-                for mine in work.arrays:
-                    for theirs in other.arrays:
-                        assert not np.may_share_memory(mine, theirs), (
-                            f"{call_of(work)} uses memory of {call_of(other)}, which is under way"
-                        )
+                for mine, theirs in itertools.product(work.arrays, other.arrays):
+                    assert not _overlap(mine, theirs), (
+                        f"{_name(work)} uses memory of {_name(other)}, which is under way"
+                    )
             return work
 
         return mock.patch.object(backend, name, begin)
@@ -103,18 +106,60 @@ def idle() -> Iterator[None]:
         yield
 
 
-def call_of(work: Work) -> str:
+def _overlap(a: Any, b: Any) -> bool:
+    on_host = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return on_host and np.may_share_memory(a, b)
+
+
+def _name(work: Work) -> str:
     return f"collective {work.call.sequence}, {work.call}"
+
+
+@contextlib.contextmanager
+def copies_under_way() -> Iterator[None]:
+    """Inside, what an offloaded model copies to a GPU is on its way until the GPU is waited for.
+
+    A copy from pinned memory is, and no other: those from other host memory are buffered, and those
+    to the host are waited for. Nobody may write meanwhile to where it comes from.
+    """
+    copy_into, synchronize, pinned = offload.copy_into, offload.synchronize, Device.pinned
+    per_rank = threading.local()
+    pins: list[Any] = []
+
+    def pin(self: Any, *arguments: Any) -> Any:
+        pins.append(pinned(self, *arguments))
+        return pins[-1]
+
+    def look() -> None:
+        for source, values in vars(per_rank).setdefault("copies", []):
+            np.testing.assert_array_equal(source, values, "changed while it was copied")
+
+    def copy(target: Any, source: Any) -> None:
+        look()
+        copy_into(target, source)
+        if isinstance(target, np.ndarray):
+            if not isinstance(source, np.ndarray):
+                per_rank.copies.clear()
+        elif any(_overlap(source, pin) for pin in pins):
+            per_rank.copies.append((source, source.copy()))
+
+    def wait(array: Any) -> None:
+        look()
+        synchronize(array)
+        per_rank.copies.clear()
+
+    with (
+        mock.patch.object(Device, "pinned", pin),
+        mock.patch.object(offload, "copy_into", copy),
+        mock.patch.object(offload, "synchronize", wait),
+    ):
+        yield
 
 
 def refused(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
     """That this rank, too, hears an error of its own, and not the echo of another rank's."""
-    try:
+    with pytest.raises(error, match=pattern):
         call()
-    except error as reason:
-        assert re.search(pattern, str(reason)), reason
-        return
-    raise AssertionError(f"{error.__name__} was not raised")
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
