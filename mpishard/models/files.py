@@ -111,15 +111,21 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """All that this rank holds."""
+        self.engine.require_no_round("a checkpoint cannot be loaded")
         store = self.engine.parameters
         owned = store.owned(store.held)
         return {"parameters": [(p.start, a) for p, a in zip(store.held, owned, strict=True)]}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""
-        return {"strategy": self.strategy, "world_size": self.backend.world_size}
+        return {
+            "strategy": self.strategy,
+            "world_size": self.backend.world_size,
+            "steps": self.engine.step_number,
+        }
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Hear that the parameters have been read."""
-        self.engine.parameters.refresh()
-        self.engine.changed()
+        # What is random goes on with the step; a plain model's checkpoint knows of none.
+        self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
+        self.engine.read()

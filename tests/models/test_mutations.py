@@ -132,9 +132,9 @@ def weight_ignored(patch: Patch) -> None:
 def weight_of_this_rank_only(patch: Patch) -> None:
     original = Engine._totals
 
-    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+    def mutant(self: Any, message: Any, *rest: Any) -> Any:
         weight = max(float(message[1]), 1.0) * self.backend.world_size
-        total, _, squared = original(self, message, own_loss)
+        total, _, squared = original(self, message, *rest)
         return total, weight, squared
 
     patch.setattr(Engine, "_totals", mutant)
@@ -143,9 +143,9 @@ def weight_of_this_rank_only(patch: Patch) -> None:
 def norm_of_this_rank_only(patch: Patch) -> None:
     original = Engine._totals
 
-    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+    def mutant(self: Any, message: Any, *rest: Any) -> Any:
         squared = float(message[2])
-        total, weight, _ = original(self, message, own_loss)
+        total, weight, _ = original(self, message, *rest)
         return total, weight, squared
 
     patch.setattr(Engine, "_totals", mutant)
