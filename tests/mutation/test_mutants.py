@@ -35,7 +35,7 @@ def test_a_mutant_is_killed(problems, function, name, check, monkeypatch):
     monkeypatch.setattr("worlds.PATIENCE", 2.0)
     monkeypatch.setitem(SECONDS, "late", 0.03)
     (site, *_) = (s for s in sites.find_sites() if (s.function, s.name) == (function, name))
-    with pytest.raises((Exception, pytest.fail.Exception)), sites.without(site, forgotten):  # noqa: B017, PT011
+    with pytest.raises((Exception, pytest.fail.Exception)), sites.without(site, forgotten):
         CHECKS[check](problems)
 
 
