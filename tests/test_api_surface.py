@@ -161,8 +161,8 @@ CLASSES = [
     (optimizers.RMSprop,
      (f"RMSprop({RATE.format(0.001)}, beta2=0.9, epsilon=1e-08, momentum=0.0, centered=False, *, "
      f"{COMMON})"), ""),
-    *[(rule, (f"{rule.__name__}({RATE.format(0.001)}, beta1=0.9, beta2=0.999, epsilon={epsilon}, *, "
-       f"{COMMON})"), GRADIENT_BASED)
+    *[(rule, (f"{rule.__name__}({RATE.format(0.001)}, beta1=0.9, beta2=0.999, epsilon={epsilon}, "
+       f"*, {COMMON})"), GRADIENT_BASED)
       for rule, epsilon in ((optimizers.Adam, 1e-8), (optimizers.AdamW, 1e-8),
                             (optimizers.LAMB, 1e-6))],
     (optimizers.Lion, f"Lion({RATE.format(0.0001)}, beta1=0.9, beta2=0.99, *, {COMMON})", ""),
@@ -173,9 +173,10 @@ CLASSES = [
      "enable_gradient_clipping=True, max_gradient_norm=1.0)"), ""),
     (ms.OptimizationInputData, INPUT_DATA, "initial_solution"),
     (ms.OptimizationResult,
-     ("OptimizationResult(best_solution, best_fitness_score=inf, best_iteration=None, iterations=0, "
-     "stopped_early=False, fitness_history=..., loss_history=..., validation_history=..., "
-     "training_result=None, validation_result=None, test_result=None, fit_detection_result=None, "
+     ("OptimizationResult(best_solution, best_fitness_score=inf, best_iteration=None, "
+     "iterations=0, stopped_early=False, fitness_history=..., loss_history=..., "
+     "validation_history=..., training_result=None, validation_result=None, test_result=None, "
+     "fit_detection_result=None, "
      "selected_feature_indices=None, selected_features=None, best_intercept=None, "
      "coefficient_lower_bounds=None, coefficient_upper_bounds=None, seconds=0.0, weight=0.0)"),
      "model deep_copy() with_parameters(parameters)"),

@@ -124,7 +124,9 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         ]
         if changed and self.rank == 0:
             _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
-        self._steps = model.engine.step_number = steps
+        self._steps = steps
+        # Of the model's steps others may have made some.
+        model.engine.step_number = max(model.engine.step_number, steps)
 
     def checkpoint_view(self, model: ShardedModelBase) -> StateView:
         """The state of ``model`` in the form that checkpoints read and write."""

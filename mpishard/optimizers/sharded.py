@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -147,10 +148,18 @@ class ShardedOptimizerBase(ShardedTraining):
         """
         self.bind(model)
         self._last_gradient = None
-        report = model.engine.step(x, y, self._apply, sample_start=sample_start)
+        report = model.engine.step(
+            x, y, self._apply, sample_start=sample_start, settings=self._settings()
+        )
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
         return report
+
+    def _settings(self) -> int:
+        """A checksum of what may change from step to step, to be compared between ranks."""
+        rule = self._optimizer
+        own = rule.learning_rate(self._steps), rule.clip_global_norm, rule.clip_value, self._steps
+        return zlib.crc32(repr(own).encode())
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
         assert report.gradient_norm is not None
