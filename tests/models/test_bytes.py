@@ -42,6 +42,7 @@ def bytes_of_step(backend: CommunicationBackend, problems: Any, model: Any, opti
                   kind: str) -> int:  # fmt: skip
     """What this rank sends in a step beside that; the same in every step."""
     totals = bytes_of_totals(backend)
+    optimizer.bind(model)  # compares the ranks' rules, once
     sent = set()
     for step in range(3):
         backend.traffic.reset()
@@ -102,6 +103,7 @@ def test_one_collective_for_each_thing_that_must_travel(
     backend: Any, problems: Any, kind: str, unit_size: int, strategy: str
 ) -> None:
     model, optimizer = problems.build(backend, kind, strategy, "adamw", unit_size)
+    optimizer.bind(model)
     before = backend._sequence
     optimizer.step(model, *problems.local_batch(backend, kind, 0))
     units = len(model.units)
