@@ -88,6 +88,7 @@ SHARDED_OPTIMIZER = f"""
 SHARDED_OPTIMIZER_BASE = f"""
     {SHARDED_OPTIMIZER} {STREAMS} last_computed_gradients apply_gradients(gradients, model)
     step(model, x, y) get_current_learning_rate() _synchronize_parameters(model)
+    set_model(model) update_parameters(parameters, gradients) reverse_update(updated, gradients)
 """
 PRESETS = " ".join(
     f"create_{name}(communication_backend, learning_rate=0.01)"
@@ -156,7 +157,7 @@ CLASSES = [
     (contracts.IOptimizer, "", OPTIMIZER),
     (contracts.IGradientBasedOptimizer, "", GRADIENT_BASED),
     (optimizers.SGD, f"SGD({RATE.format(0.01)}, momentum=0.0, nesterov=False, *, {COMMON})",
-     f"{GRADIENT_BASED} set_model(model) step(model, x, y) serialize() deserialize(data)"),
+     f"{GRADIENT_BASED} set_model(model) step(model, x, y) {STREAMS}"),
     (optimizers.Adagrad, f"Adagrad({RATE.format(0.01)}, epsilon=1e-10, *, {COMMON})", ""),
     (optimizers.RMSprop,
      (f"RMSprop({RATE.format(0.001)}, beta2=0.9, epsilon=1e-08, momentum=0.0, centered=False, *, "

@@ -26,7 +26,7 @@ class ShardingConfiguration:
     auto_sync_gradients : bool
         Whether every update uses the gradient of all ranks. Where not, each rank updates with
         its own and replicas drift apart until they are synchronised, which only a strategy that
-        shards neither gradients nor state can do.
+        shards neither gradients nor state can do, with steps of its own loop: `optimize` refuses.
     minimum_parameter_group_size : int
         Consecutive layers are merged into one unit until it has this many elements. Larger units
         mean fewer, longer messages, and more memory for the units in use.
