@@ -85,8 +85,10 @@ static() {
     return "$code"
 }
 
+# A process for each core: thread-ranks share one.
 memory() {
-    "$python" -m pytest -m 'not mpi and not spawned' ${arguments[@]+"${arguments[@]}"}
+    "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
+        ${arguments[@]+"${arguments[@]}"}
 }
 
 # Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.

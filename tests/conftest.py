@@ -212,6 +212,18 @@ def pytest_collection_finish(session):
         verdicts.mpi.COMM_WORLD.Abort(settings.EXIT_FAILURE)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What tests measured by ``record_property``: the largest value of each name, and where."""
+    measured = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            measured.setdefault(name, []).append((value, report.nodeid))
+    for name, values in measured.items():
+        value, where = max(values)
+        tests = len({nodeid for _, nodeid in values})
+        terminalreporter.write_line(f"{name}: {value:.1e} in {where}, of {tests} tests")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
     verdicts = item.config.stash.get(_verdicts_key, None)

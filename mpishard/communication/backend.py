@@ -239,13 +239,17 @@ class CommunicationBackend(Transport):
         ...     np.array([7.0, 8.0]) if b.rank == 2 else None, root=2).tolist())
         [[7.0, 8.0], [7.0, 8.0], [7.0, 8.0], [7.0, 8.0]]
         """
+        return self.broadcast_async(array, root).wait()
+
+    def broadcast_async(self, array: Array | None, root: int = 0) -> Work:
+        """As `broadcast`, issued and not waited for."""
         self._check_root(root)
         if array is not None or self.rank == root:
             self._check_array(array, "broadcast")
         if array is not None and self.rank != root:
             self._check_writeable(array, "broadcast")
         call = self._call(Kind.BROADCAST, array, root=root)
-        return self._issue(call, self._steps_broadcast(call, array, root)).wait()
+        return self._issue(call, self._steps_broadcast(call, array, root))
 
     def scatter(
         self,
@@ -287,6 +291,17 @@ class CommunicationBackend(Transport):
         >>> run_in_threads(4, lambda b: b.scatter(np.arange(6) if b.rank == 0 else None).tolist())
         [[0, 1], [2, 3], [4], [5]]
         """
+        return self.scatter_async(array, root, counts=counts, strict=strict).wait()
+
+    def scatter_async(
+        self,
+        array: Array | None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        strict: bool = False,
+    ) -> Work:
+        """As `scatter`, issued and not waited for."""
         self._check_root(root)
         pieces: tuple[int, ...] | None = None
         if self.rank == root:
@@ -294,7 +309,7 @@ class CommunicationBackend(Transport):
             assert array is not None
             pieces = self._counts(array.shape[0], counts, strict, "scatter")
         call = self._call(Kind.SCATTER, array if self.rank == root else None, root=root)
-        return self._issue(call, self._steps_scatter(call, array, pieces, root)).wait()
+        return self._issue(call, self._steps_scatter(call, array, pieces, root))
 
     def gather(self, array: Array, root: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
@@ -323,10 +338,14 @@ class CommunicationBackend(Transport):
         >>> run_in_threads(4, lambda b: b.gather(np.array([b.rank]), root=1))[1].tolist()
         [0, 1, 2, 3]
         """
+        return self.gather_async(array, root).wait()
+
+    def gather_async(self, array: Array, root: int = 0) -> Work:
+        """As `gather`, issued and not waited for."""
         self._check_root(root)
         self._check_array(array, "gather", needs_dim=True)
         call = self._call(Kind.GATHER, array, root=root)
-        return self._issue(call, self._steps_gather(call, array, root)).wait()
+        return self._issue(call, self._steps_gather(call, array, root))
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Send ``parts[r]`` to rank r.
@@ -358,6 +377,11 @@ class CommunicationBackend(Transport):
         >>> run_in_threads(4, swap)[1]
         [1, 11, 21, 31]
         """
+        received: list[Array] = self.all_to_all_async(parts).wait()
+        return received
+
+    def all_to_all_async(self, parts: Sequence[Array]) -> Work:
+        """As `all_to_all`, issued and not waited for."""
         if len(parts) != self.world_size:
             raise ValueError(
                 f"all_to_all needs one part for each of {self.world_size} ranks, got {len(parts)}"
@@ -370,8 +394,7 @@ class CommunicationBackend(Transport):
                     f"and {part.dtype.name}"
                 )
         call = self._call(Kind.ALL_TO_ALL, parts[0])
-        received: list[Array] = self._issue(call, self._steps_all_to_all(call, parts)).wait()
-        return received
+        return self._issue(call, self._steps_all_to_all(call, parts))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

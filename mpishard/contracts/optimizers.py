@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpishard.arrays import Array
+
 if TYPE_CHECKING:
     from mpishard.communication import CommunicationBackend
 
@@ -38,6 +40,33 @@ class IGradientBasedOptimizer(IOptimizer):
     @abstractmethod
     def get_current_learning_rate(self) -> float:
         """The rate that the next update uses."""
+
+    @property
+    @abstractmethod
+    def last_computed_gradients(self) -> Array | None:
+        """The gradient of the last update; None before one."""
+
+    @abstractmethod
+    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+        """One update of a vector, a matrix or a list of them; the arguments stay as they are."""
+
+    @abstractmethod
+    def apply_gradients(self, *given: Any) -> Any:
+        """One update of a model, which it gives: ``(gradients, model)``.
+
+        With ``(original_parameters, gradients, model)`` it begins at the parameters from before a
+        step that the model has made meanwhile.
+        """
+
+    @abstractmethod
+    def reverse_update(self, updated: Array, gradients: Array) -> Array:
+        """The parameters before the last update.
+
+        Raises
+        ------
+        RuntimeError
+            Where there is none to reverse, or it cannot be reversed.
+        """
 
 
 class IShardedOptimizer(IOptimizer):

@@ -218,7 +218,8 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
                 for start in range(0, update.piece.length, length):
                     parameters[start : start + length] -= scale * gradients[start : start + length]
 
-        return self.engine.step(x, y, descend).loss
+        settings = zlib.crc32(repr(rate).encode())
+        return self.engine.step(x, y, descend, settings=settings).loss
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -247,6 +248,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             For another length, before anything is communicated; for vectors that differ between
             ranks, on every rank.
         """
+        self.engine.require_no_round("set_parameters()")
         self.engine.take(self._agreed(parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
@@ -274,11 +276,16 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         Raises
         ------
         TypeError, ValueError
-            As `set_parameters`; TypeError for a rate that is no number.
+            As `set_parameters`; TypeError for a rate that is no number, ValueError for rates that
+            differ between ranks.
+        ShardingError
+            Where replicas have drifted apart; in the middle of a round of `accumulate`.
         """
         rate = as_number("learning_rate", learning_rate)
-        vector = self._agreed(gradients, "apply_gradients")
         engine = self.engine
+        engine.replicas.require_equal("apply_gradients")
+        engine.require_no_round("apply_gradients()")
+        vector = self._agreed(gradients, "apply_gradients", rate)
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
@@ -304,7 +311,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             raise ShardingError("synchronize_gradients() before any gradient was computed")
         self.engine.synchronize_replicas()
 
-    def _agreed(self, vector: Array, name: str) -> Array:
+    def _agreed(self, vector: Array, name: str, rate: float = 0.0) -> Array:
         array_namespace(vector)
         if vector.shape != (self.parameter_count,):
             raise ValueError(
@@ -313,7 +320,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         if not np.can_cast(vector.dtype, self.dtype, "same_kind"):
             raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
         vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
-        marks = self.backend.all_gather(np.array([zlib.crc32(vector)]))
+        own = [zlib.crc32(vector), zlib.crc32(repr(rate).encode())]
+        marks = self.backend.all_gather(np.array([own]))
+        if (marks[:, 1] != marks[0, 1]).any():
+            raise ValueError(f"{name}: the learning rates differ between ranks; this one is {rate}")
+        marks = marks[:, 0]
         if (marks != marks[0]).any():
             raise ValueError(
                 f"{name}: the vectors differ between ranks (checksums {marks.tolist()}); every "
@@ -335,16 +346,17 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._engine = build_engine(
-            program, self.policy, self._config, self.default_loss_function, arena=False
+        model._invalidate_cache()
+        engine = model._engine = build_engine(
+            program, self.policy, self._config, model.default_loss_function, arena=False
         )
-        copied = model._engine.parameters
+        copied = engine.parameters
         for target, values in zip(
             copied.owned(copied.held), self.engine.parameters.owned(copied.held), strict=True
         ):
             target[...] = values
-        if program is not self.engine.program:
-            program.take_over(copied, f"a {type(self).__name__}")
+        engine.continue_as(self.engine)
+        program.take_over(copied, f"a {type(self).__name__}")
         return model
 
     def release(self) -> Any:
@@ -362,10 +374,8 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
         What is to be kept is gathered or saved before; the wrapped model stays structure only.
         """
-        if self._engine is None:
-            return
-        self.engine.abandon()
-        if is_claimed_by(self._wrapped_model, self):
+        if self._engine is not None and is_claimed_by(self._wrapped_model, self):
+            self.engine.abandon()
             disclaim(self._wrapped_model, self)
         self._engine = None
 

@@ -28,6 +28,8 @@ from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
 
+_SETTINGS = 1 << 20  # so that squares of checksums add up exactly in float64, on 8192 ranks
+
 Rule = Callable[[list[Update], StepReport], None]
 
 
@@ -91,8 +93,7 @@ class Engine:
         ValueError
             Where nothing would be left to train.
         """
-        if self._round_is_open:
-            raise ShardingError("what is trained cannot change between accumulate() and its step")
+        self.require_no_round("what is trained cannot change")
         if all(entry.name in names for entry in self.program.entries):
             raise ValueError(
                 f"all {len(self.program.entries)} parameters are frozen; leave one to train"
@@ -138,12 +139,14 @@ class Engine:
         rule: Rule,
         *,
         sample_start: int | None = None,
+        settings: int = 0,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
         the round; where it is not given and the program is random, the ranks tell each other how
-        many samples they have.
+        many samples they have. ``settings`` is a checksum of what the rule depends on, such as its
+        rate: replicas that are updated with different rates would drift apart unseen.
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
@@ -157,7 +160,8 @@ class Engine:
             rank where no rank has a sample that counts.
         ShardingError
             On every rank, where the ranks accumulated different numbers of batches; where
-            replicas have drifted apart and the step is to be synchronised.
+            replicas have drifted apart and the step is to be synchronised; on every rank, where
+            ``settings`` differ.
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
@@ -170,7 +174,7 @@ class Engine:
             self.replicas.require_equal("a synchronised step")
         try:
             start = self._sample_start(len(x), is_local) if sample_start is None else sample_start
-            return self._step(x, y, rule, start, is_local=is_local)
+            return self._step(x, y, rule, start, settings % _SETTINGS, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -181,6 +185,7 @@ class Engine:
         y: Array,
         rule: Rule,
         sample_start: int,
+        settings: int,
         *,
         is_local: bool,
     ) -> StepReport:
@@ -195,12 +200,12 @@ class Engine:
         if is_local:
             return self._local_update(loss, weight, rule)
         if self._accumulates:
-            total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss)
+            total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss, settings)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
         norm_part = squared_norm(self.gradients.owned(self.own_pieces))
         message = np.array([*self._local[:2], norm_part])
-        total, total_weight, squared = self._totals(message, loss)
+        total, total_weight, squared = self._totals(message, loss, settings)
         if total_weight == 0:
             raise ValueError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
@@ -214,6 +219,20 @@ class Engine:
         self._end_round()
         return report
 
+    def require_no_round(self, purpose: str) -> None:
+        """Refuse what would make gradients stale that wait for their update.
+
+        Raises
+        ------
+        ShardingError
+            After a step inside `accumulate`, until a step has ended the round.
+        """
+        if self._round_is_open:
+            raise ShardingError(
+                f"{purpose} in the middle of a round of accumulate(): {self._local[2]:g} batches "
+                "of this rank wait for the step that ends it"
+            )
+
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
 
@@ -222,11 +241,12 @@ class Engine:
         Raises
         ------
         ShardingError
-            Where replicas have drifted apart.
+            Where replicas have drifted apart; in the middle of a round of accumulation.
         NonFiniteLossError
             On every rank, where the gradient is not finite.
         """
         self.replicas.require_equal("apply_gradients")
+        self.require_no_round("apply_gradients()")
         trained = [
             gradient[e.start : e.stop] for e in self.program.entries
             if e.name not in self.program.frozen
@@ -308,21 +328,31 @@ class Engine:
         gradients.settle()
         return total, weight
 
-    def _totals(self, message: np.ndarray[Any, Any], own_loss: float) -> tuple[float, float, float]:
+    def _totals(
+        self, message: np.ndarray[Any, Any], own_loss: float, settings: int
+    ) -> tuple[float, float, float]:
         """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
 
-        With them travel the number of passes in the round and its square, which tell whether it
-        is the same on all ranks.
+        With them travel two numbers and their squares, which tell whether they are the same on all
+        ranks: the passes of the round, and the checksum of the settings.
         """
-        passes = self._local[2] + 0.5 * self._accumulates
-        sums = self.backend.all_reduce(np.array([*message, passes, passes * passes]))
-        total, weight, squared, all_passes, squared_passes = (float(v) for v in sums)
-        if all_passes * all_passes != squared_passes * self.backend.world_size:
+        own = np.array([self._local[2] + 0.5 * self._accumulates, settings])
+        sums = self.backend.all_reduce(np.array([*message, *own, *(own * own)]))
+        total, weight, squared, all_passes = (float(v) for v in sums[:4])
+        same = sums[3:5] ** 2 == sums[5:] * self.backend.world_size
+        if not same[0]:
             raise ShardingError(
                 f"the ranks are in different rounds: rank {self.backend.rank} has added "
                 f"{self._local[2]:g} batches, all {self.backend.world_size} together "
                 f"{int(all_passes)}. One has left accumulate() by an exception that its script "
                 "caught, or did not enter it. Nothing was updated, and every rank drops its round"
+            )
+        if not same[1]:
+            ranks = self.backend.all_gather(np.array([settings])).tolist()
+            raise ShardingError(
+                f"step {self.step_number + 1}: the ranks would update with different settings, "
+                f"such as learning rate or clipping (checksums by rank: {ranks}). Nothing was "
+                "updated; give every rank the same"
             )
         if not all(math.isfinite(v) for v in (total, weight, squared)):
             losses = []
@@ -430,7 +460,19 @@ class Engine:
         """Take parameters from the full vector, which is the same on every rank."""
         self.holdings.device.use()
         self.parameters.take(full)
+        self.replicas.are_equal()
         self.changed()
+
+    def read(self) -> None:
+        """Hear that every rank has written what it holds, as from a file. Collective."""
+        self.parameters.refresh()
+        self.replicas.are_equal()
+        self.changed()
+
+    def continue_as(self, other: Engine) -> None:
+        """Be at the step of ``other``, whose parameters this one has a copy of."""
+        self.step_number = other.step_number
+        self.replicas.drift_as(other.replicas)
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""

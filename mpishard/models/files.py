@@ -145,13 +145,18 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """All that this rank holds."""
+        self.engine.require_no_round("a checkpoint cannot be loaded")
         store = self.engine.parameters
         owned = store.owned(store.held)
         return {"parameters": [(p.start, a) for p, a in zip(store.held, owned, strict=True)]}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""
-        origin = {"strategy": self.strategy, "world_size": self.backend.world_size}
+        origin = {
+            "strategy": self.strategy,
+            "world_size": self.backend.world_size,
+            "steps": self.engine.step_number,
+        }
         return origin | metadata_with(self._choices())
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -160,9 +165,10 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Hear that the parameters have been read, and take what was chosen beside them."""
-        self.engine.parameters.refresh()
+        # What is random goes on with the step; a plain model's checkpoint knows of none.
+        self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
         self._take_choices(choices_in(metadata))
-        self.engine.changed()
+        self.engine.read()
 
     def _choices(self) -> dict[str, Any]:
         model = self.wrapped_model

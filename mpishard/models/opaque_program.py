@@ -86,7 +86,7 @@ class OpaqueProgram(Program):
 
     def copy(self) -> tuple[Program, Any]:
         model = copy.deepcopy(self._model)
-        return OpaqueProgram(model), model
+        return self._copied(OpaqueProgram(model)), model
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units

@@ -173,7 +173,7 @@ class PlacedProgram(Program):
 
     def copy(self) -> tuple[Program, Any]:
         model = self._model.with_parameters(np.empty(self.length, self.dtype))
-        return PlacedProgram(model, self._minimum_unit_size), model
+        return self._copied(PlacedProgram(model, self._minimum_unit_size)), model
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)

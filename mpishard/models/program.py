@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -11,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.devices import HOST, Device
 from mpishard.errors import MissingLossError
 from mpishard.models.gradient_store import GradientStore
@@ -127,6 +128,12 @@ class Program(ABC):
     def copy(self) -> tuple[Program, Any]:
         """A program of a model that shares nothing that changes with this one's, and the model."""
 
+    def _copied(self, program: Program) -> Program:
+        """``program``, of a copy of the model, with what this one was told."""
+        program.freeze(self.frozen)
+        program.seed = self.seed
+        return program
+
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         """Outputs. Makes the same calls of the store for any number of samples, 0 included."""
@@ -164,6 +171,7 @@ class LayeredProgram(Program):
     def __init__(self, model: ILayeredModel, minimum_unit_size: int) -> None:
         infos = model.get_all_layer_info()
         self._model = model
+        self._minimum_unit_size = minimum_unit_size
         self._layers: Sequence[Any] = model.layers
         self._names = [info.name for info in infos]
         self._table: ParameterTable = model.parameter_table
@@ -268,7 +276,13 @@ class LayeredProgram(Program):
         self._model.reclaim_parameters(gather())
 
     def copy(self) -> tuple[Program, Any]:
-        return self, self._model  # structure only: neither holds anything that changes
+        # What layers choose, such as the features in use, is the copy's own.
+        model = (
+            self._model.deep_copy()
+            if isinstance(self._model, ICloneable)
+            else (copy.deepcopy(self._model))
+        )
+        return self._copied(LayeredProgram(model, self._minimum_unit_size)), model
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         y, _ = self._run(parameters, self._model.as_input(x), Context(training=False))

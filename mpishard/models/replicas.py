@@ -62,6 +62,14 @@ class Replicas:
         """Hear that this rank has updated its replica alone, with samples of this weight."""
         self._weight += weight
 
+    def drift_as(self, other: Replicas) -> None:
+        """Hear that this is a copy of ``other``."""
+        self._weight = other._weight
+
+    def are_equal(self) -> None:
+        """Hear that every rank has taken the same parameters from elsewhere."""
+        self._weight = 0.0
+
     def synchronize(self) -> bool:
         """Give every rank the mean of all replicas, weighted by the samples each has used.
 

@@ -275,16 +275,33 @@ class CommunicationConformance(RefusalChecks):
             works.append((k, "all_reduce", backend.all_reduce_async(inputs[rank].copy())))
             works.append((k, "reduce_scatter", backend.reduce_scatter_async(inputs[rank])))
             works.append((k, "all_gather", backend.all_gather_async(inputs[rank])))
+            root = k % world
+            rooted = inputs[rank] if rank == root else None
+            works.append((k, "broadcast", backend.broadcast_async(rooted, root)))
+            works.append((k, "scatter", backend.scatter_async(rooted, root)))
+            works.append((k, "gather", backend.gather_async(inputs[rank], root)))
+            works.append((k, "all_to_all", backend.all_to_all_async([inputs[rank]] * world)))
+            works.append((k, "barrier", backend.barrier_async()))
         order = np.random.default_rng(rank).permutation(len(works))
         for index in order:
             k, kind, work = works[index]
             result = work.wait()
+            piece = bounds(even_sizes(lengths[k], world), rank)
             whole = {
                 "all_reduce": expected[k],
-                "reduce_scatter": expected[k][bounds(even_sizes(lengths[k], world), rank)],
+                "reduce_scatter": expected[k][piece],
                 "all_gather": np.concatenate(arrays[k]),
+                "broadcast": arrays[k][k % world],
+                "scatter": arrays[k][k % world][piece],
+                "gather": np.concatenate(arrays[k]) if rank == k % world else None,
+                "all_to_all": np.concatenate(arrays[k]),
+                "barrier": None,
             }[kind]
-            assert_same(result, whole, f"{kind}_async [{lengths[k]}]")
+            if whole is None:
+                assert result is None, f"{kind}_async gave {result!r}"
+                continue
+            given = np.concatenate(result) if kind == "all_to_all" else result
+            assert_same(given, whole, f"{kind}_async [{lengths[k]}]")
             assert work.done
             assert work.wait() is result
         # A blocking call overtakes nothing that was issued before it.

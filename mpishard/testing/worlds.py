@@ -21,8 +21,9 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     Plain ``pytest`` runs the body on thread-ranks, once for each size. Under
     ``mpiexec -n N python -m pytest --with-mpi`` each process runs it as one rank, if N is among
-    the sizes. The body takes ``backend``, and any fixtures and parameters; thread-ranks share
-    them, processes have their own (``shared_path`` is one folder in both).
+    the sizes. Without sizes the test says them itself, as values of the parameter ``world_size``.
+    The body takes ``backend``, and any fixtures and parameters; thread-ranks share them, processes
+    have their own (``shared_path`` is one folder in both).
 
     Examples
     --------
@@ -54,7 +55,8 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 run_in_threads(world_size, lambda backend: body(backend=backend, **arguments))
 
         test.__signature__ = inspect.Signature([*wanted, *added])  # type: ignore[attr-defined]
-        marked: Callable[..., Any] = pytest.mark.parametrize("world_size", sizes)(test)
-        return pytest.mark.in_worlds(marked)  # type: ignore[no-any-return]
+        if sizes:
+            test = pytest.mark.parametrize("world_size", sizes)(test)
+        return pytest.mark.in_worlds(test)  # type: ignore[no-any-return]
 
     return decorate

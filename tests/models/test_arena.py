@@ -29,7 +29,7 @@ by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsd
 def traffic_of_step(backend: Any, problems: Any, model: Any, optimizer: Any, kind: str) -> Any:
     """Bytes that all ranks send and read in a step, without the small all-reduce of totals."""
     backend.traffic.reset()
-    backend.all_reduce(np.zeros(5))
+    backend.all_reduce(np.zeros(7))
     totals = backend.traffic.total_bytes
     optimizer.step(model, *problems.local_batch(backend, kind, 0))
     backend.traffic.reset()
@@ -329,11 +329,11 @@ def test_the_equality_check_kills(
 def test_updates_cannot_write_to_what_others_read(problems: Any, monkeypatch: Any) -> None:
     original = Engine._step
 
-    def spoil(self: Any, x: Any, y: Any, rule: Any, start: int, **options: Any) -> Any:
+    def spoil(self: Any, x: Any, y: Any, rule: Any, *rest: Any, **options: Any) -> Any:
         def writing(updates: Any, report: Any) -> None:
             updates[0].gradients[...] = 0
 
-        return original(self, x, y, writing, start, **options)
+        return original(self, x, y, writing, *rest, **options)
 
     monkeypatch.setattr(Engine, "_step", spoil)
 

@@ -19,7 +19,9 @@ from mpishard.communication import (
 )
 from mpishard.layout import ShardLayout
 from mpishard.models.engine import Engine
+from mpishard.models.gradient_store import ScatteredGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
+from mpishard.models.program import LayeredProgram
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.optimizers.optimizer import Optimizer
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what els
 
 Backend = InMemoryCommunicationBackend
 Patch = pytest.MonkeyPatch
-TOTALS = (5,)  # shape of the small all-reduce of a step, see Engine._totals
+TOTALS = (7,)  # see Engine._totals
 
 
 class Done:
@@ -130,9 +132,9 @@ def weight_ignored(patch: Patch) -> None:
 def weight_of_this_rank_only(patch: Patch) -> None:
     original = Engine._totals
 
-    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+    def mutant(self: Any, message: Any, *rest: Any) -> Any:
         weight = max(float(message[1]), 1.0) * self.backend.world_size
-        total, _, squared = original(self, message, own_loss)
+        total, _, squared = original(self, message, *rest)
         return total, weight, squared
 
     patch.setattr(Engine, "_totals", mutant)
@@ -141,9 +143,9 @@ def weight_of_this_rank_only(patch: Patch) -> None:
 def norm_of_this_rank_only(patch: Patch) -> None:
     original = Engine._totals
 
-    def mutant(self: Any, message: Any, own_loss: float) -> Any:
+    def mutant(self: Any, message: Any, *rest: Any) -> Any:
         squared = float(message[2])
-        total, weight, _ = original(self, message, own_loss)
+        total, weight, _ = original(self, message, *rest)
         return total, weight, squared
 
     patch.setattr(Engine, "_totals", mutant)
@@ -175,6 +177,33 @@ def gradients_not_cleared(patch: Patch) -> None:
     patch.setattr(ShardedGradients, "target", mutant)
 
 
+def scattered_to_the_neighbour(patch: Patch) -> None:
+    """ZeRO-1 updates its pieces with the gradient of the next rank's."""
+    original = ScatteredGradients.owned
+
+    def mutant(self: Any, pieces: Any) -> Any:
+        return [np.roll(array, 1) for array in original(self, pieces)]
+
+    patch.setattr(ScatteredGradients, "owned", mutant)
+
+
+def publish_of_one_unit_alone(patch: Patch) -> None:
+    original = ReplicatedParameters.publish
+    patch.setattr(ReplicatedParameters, "publish", lambda self, pieces: original(self, pieces[:1]))
+
+
+def gradients_of_the_first_pass_alone(patch: Patch) -> None:
+    """What a unit's later uses add is written over: a tied weight has two."""
+    original = LayeredProgram._targets
+
+    def mutant(self: Any, index: int, gradients: Any, unwritten: set[str], xp: Any) -> Any:
+        found = original(self, index, gradients, unwritten, xp)
+        unwritten.update(self._entries[index][leaf].name for leaf in self._entries[index])
+        return found
+
+    patch.setattr(LayeredProgram, "_targets", mutant)
+
+
 # What is broken, and where training must notice.
 MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (reduce_scatter_without_reduction, "fsdp", "mlp"),
@@ -197,12 +226,32 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (weight_of_this_rank_only, "fsdp", "mlp"),
     (stale_units, "fsdp", "mlp"),
     (gradients_not_cleared, "fsdp", "mlp"),
+    (gradients_not_cleared, "zero2", "mlp"),
+    (gradients_of_the_first_pass_alone, "zero2", "tied"),
+    (reduce_scatter_without_reduction, "zero1", "mlp"),
+    (reduce_scatter_without_reduction, "zero2", "tied"),
+    (reduce_scatter_to_the_neighbour, "zero1", "gpt"),
+    (reduce_scatter_to_the_neighbour, "zero2", "function"),
+    (reduce_scatter_averages, "zero1", "function"),
+    (reduce_scatter_averages, "zero2", "mlp"),
+    (scattered_to_the_neighbour, "zero1", "mlp"),
+    (all_gather_with_two_ranks_swapped, "zero1", "mlp"),
+    (all_gather_with_two_ranks_swapped, "zero2", "gpt"),
+    (publish_dropped, "zero1", "mlp"),
+    (publish_dropped, "zero2", "mlp"),
+    (publish_of_one_unit_alone, "zero2", "gpt"),
+    (broadcast_dropped, "zero1", "gpt"),
+    (weight_ignored, "zero1", "mlp"),
+    (weight_of_this_rank_only, "zero2", "function"),
 ]
 CLIPPING_MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (norm_of_this_rank_only, "fsdp", "mlp"),
     (norm_of_this_rank_only, "fsdp", "function"),
     (clipping_dropped, "ddp", "mlp"),
     (clipping_dropped, "fsdp", "gpt"),
+    (norm_of_this_rank_only, "zero1", "mlp"),
+    (norm_of_this_rank_only, "zero2", "gpt"),
+    (clipping_dropped, "zero2", "function"),
 ]
 LIMIT = 0.05  # so low that every step is clipped
 
@@ -232,7 +281,7 @@ def kills(
 
 
 def rows(table: list[Any]) -> list[Any]:
-    return [pytest.param(*row, id=f"{row[0].__name__}-{row[2]}") for row in table]
+    return [pytest.param(*row, id="-".join([row[0].__name__, *row[1:]])) for row in table]
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,6 @@ from mpishard.testing.worlds import in_worlds
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 RATE = 1e-3
-
-
-def adam(theta: Any, g: Any, state: dict[str, Any], step: int) -> Any:
-    g = g + 0.1 * theta
-    state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
-    state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
-    m, v = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
-    return theta - RATE * m / (np.sqrt(v) + 1e-8)
 
 
 def adagrad(theta: Any, g: Any, state: dict[str, Any], step: int) -> Any:
@@ -47,38 +38,10 @@ def lion(theta: Any, g: Any, state: dict[str, Any], step: int) -> Any:
 
 
 RULES: dict[str, tuple[Any, Optimizer]] = {
-    "adam": (adam, Adam(RATE, weight_decay=0.1)),
     "adagrad": (adagrad, Adagrad(RATE)),
     "rmsprop": (rmsprop, RMSprop(RATE, 0.9, 1e-3, 0.5, centered=True, clip_value=0.1)),
     "lion": (lion, Lion(RATE, weight_decay=0.1)),
 }
-
-
-@functools.cache  # the reference is remembered by it
-def lamb(
-    entries: tuple[Any, ...], limit: float = np.inf, frozen: str = "-", no_decay: str = "-"
-) -> Any:
-    """You et al., 2020, algorithm 2, with the gradient of what is trained clipped by its norm."""
-
-    def update(theta: Any, g: Any, state: dict[str, Any], step: int) -> Any:
-        trained = [e for e in entries if not e.name.startswith(frozen)]
-        norm = np.linalg.norm(np.concatenate([g[e.start : e.stop] for e in trained]))
-        assert norm > limit or limit == np.inf  # else nothing is clipped
-        g = g * min(1.0, limit / norm)
-        state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
-        state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
-        m, v = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
-        theta = theta.copy()
-        for entry in trained:
-            x = theta[entry.start : entry.stop]
-            own = slice(entry.start, entry.stop)
-            decay = 0 if entry.name.endswith(no_decay) else 0.1
-            u = m[own] / (np.sqrt(v[own]) + 1e-6) + decay * x
-            x_norm, u_norm = np.linalg.norm(x), np.linalg.norm(u)
-            x -= RATE * (x_norm / u_norm if x_norm > 0 and u_norm > 0 else 1.0) * u
-        return theta
-
-    return update
 
 
 def check(
@@ -104,15 +67,6 @@ def test_elementwise_rules(backend: Any, problems: Any, name: str, strategy: str
     check(backend, problems, "mlp", strategy, rule, update)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt", "function"])
-@by_strategy
-@in_worlds(1, 2, 3, 5)
-def test_lamb_with_clipping(backend: Any, problems: Any, kind: str, strategy: str) -> None:
-    model, _ = problems.build(backend, kind, strategy)
-    rule = LAMB(RATE, weight_decay=0.1, clip_global_norm=0.05)
-    check(backend, problems, kind, strategy, rule, lamb(model.parameter_entries, 0.05))
-
-
 @by_strategy
 @in_worlds(1, 3, 4)
 def test_lamb_with_options(backend: Any, problems: Any, strategy: str) -> None:
@@ -122,7 +76,7 @@ def test_lamb_with_options(backend: Any, problems: Any, strategy: str) -> None:
     rule = LAMB(RATE, weight_decay=0.1, clip_global_norm=0.05, parameter_options={
         "linear1.*": {"frozen": True}, "*.bias": {"weight_decay": 0},
     })  # fmt: skip
-    update = lamb(model.parameter_entries, 0.05, "linear1.", "bias")
+    update = problems.lamb(model.parameter_entries, 0.05, "linear1.", "bias")
     trained = check(backend, problems, "mlp", strategy, rule, update)
     after = trained.gather_full_parameters()
     is_frozen = np.zeros(len(before), bool)

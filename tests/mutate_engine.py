@@ -1,0 +1,229 @@
+"""Removes every collective of the engine, one at a time, and looks for a check that fails.
+
+    python tests/mutate_engine.py             # all, a few at once, and a table of them
+    python tests/mutate_engine.py --list      # the places, with their numbers
+    python tests/mutate_engine.py --only 3 17
+    python tests/mutate_engine.py --only 17 --suite tests/models -x    # pytest, with that mutant
+
+A check that passes with a collective removed is no check. What is removed is every call that
+communicates, or that waits for what does, in `mpishard/models` and `mpishard/optimizers`; they are
+found in the source, so that a new one has its mutant from the day it is written. In its place is
+what somebody would have who forgot it: the array as it is, this rank's own part, nothing.
+
+The exit code is 1 where a mutant survives that is not in `SPARED`, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LIMIT = 10.0
+"""Seconds that a check may take with a mutant, beyond five times what it takes without."""
+LATER = (1, 20)
+"""By how much a late rank is later, where nothing fails at first."""
+
+# What may survive, by function and text, and why.
+SPARED = {
+    ("LayeredProgram._views", "parameters.backend.progress()"):
+        "speed alone: lets what is under way go on; every result is waited for elsewhere",
+    ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
+        "a second wait: copies to the host block, and collectives wait for the GPU themselves",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one mutant: which check fails and how, of how many that reach the site."""
+
+    killer: str = ""
+    how: str = ""
+    reached: int = 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="the places, and nothing else")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these mutants")
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="each K-th mutant")
+    parser.add_argument("--suite", nargs=argparse.REMAINDER, help="pytest with the one mutant")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for what forks
+    sys.path[:0] = [str(HERE.parent), str(HERE / "mutation")]
+    from sites import find_sites
+
+    every = dict(enumerate(find_sites()))
+    numbers = options.only or range(0, len(every), options.every)
+    chosen = {number: every[number] for number in numbers}
+    if options.list:
+        for number, site in chosen.items():
+            print(f"{number:3}  {site.place:42} {site.text}")
+        return 0
+    if options.suite is not None:
+        return _suite(list(chosen.values()), options.suite)
+    return _report(chosen, _verdicts(chosen))
+
+
+def _suite(chosen: list[Any], arguments: Sequence[str]) -> int:
+    """Run pytest with one mutant in the place of its original."""
+    import forgotten
+    import pytest
+    from sites import without
+
+    (site,) = chosen
+    with without(site, forgotten):
+        return int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+
+
+# --------------------------------------------------------------------------------------- verdicts
+
+
+def _verdicts(chosen: dict[int, Any]) -> dict[int, Verdict]:
+    logging.getLogger("mpishard").setLevel(logging.ERROR)
+    from checks import CHECKS
+    from sites import watched
+
+    problems = load_problems()
+    seconds: dict[str, float] = {}
+    reaching: dict[Any, list[str]] = {site: [] for site in chosen.values()}
+    with watched(list(reaching)) as reached:
+        for name, check in CHECKS.items():  # here, so that what forks later need not warm up
+            started = time.perf_counter()
+            reached.clear()
+            check(problems)
+            seconds[name] = time.perf_counter() - started
+            for site in reached:
+                reaching[site].append(name)
+    for names in reaching.values():
+        names.sort(key=seconds.__getitem__)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda item: _judge(problems, *item, seconds), reaching.items())
+        return dict(zip(chosen, found, strict=True))
+
+
+def load_problems() -> Any:
+    """The class `Problems` of the models' tests."""
+    path = HERE / "models" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("problems_of_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.Problems
+
+
+def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float]) -> Verdict:
+    """What becomes of a mutant in a process of its own."""
+    for later in LATER:
+        limits = {
+            name: LIMIT + 5 * later * seconds[name]
+            for name in checks
+            if later == 1 or "late" in name or "barrier" in name
+        }
+        found = _forked(2 * sum(limits.values()), problems, limits, site, later)
+        if found is not None:
+            return Verdict(*found)
+    return Verdict(reached=len(checks))
+
+
+def _try(
+    problems: Any, limits: dict[str, float], site: Any, later: float
+) -> tuple[str, str] | None:
+    """The first of some checks that fails with a mutant, and how."""
+    import checks
+    import forgotten
+    from sites import without
+
+    def end(*_: Any) -> None:
+        raise TimeoutError("it does not end")
+
+    signal.signal(signal.SIGALRM, end)
+    checks.SECONDS["late"] *= later
+    with without(site, forgotten):
+        for name, limit in limits.items():
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            try:
+                checks.CHECKS[name](problems)
+            except BaseException as error:
+                return name, _brief(error)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    return None
+
+
+def _forked(limit: float, *arguments: Any) -> tuple[str, str] | None:
+    """What `_try` finds in a process of its own.
+
+    Raises
+    ------
+    RuntimeError
+        Where it ends with an exception of its own: a mutant that cannot be made.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            return "nothing", f"did not end within {limit:.0f} s"
+        found, error = receiver.recv()
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    if error:
+        raise RuntimeError(error)
+    return found  # type: ignore[no-any-return]
+
+
+def _answer(sender: Any, arguments: Any) -> None:
+    try:
+        sender.send((_try(*arguments), ""))
+    except BaseException as error:
+        sender.send((None, f"{arguments[2]}: {_brief(error)}"))
+
+
+def _brief(error: BaseException) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first[:60]}"
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def _report(chosen: dict[int, Any], verdicts: dict[int, Verdict]) -> int:
+    killed, unexpected = 0, []
+    print(f"{'':3}  {'where':41} {'removed':22} {'killed by':38} how")
+    for number, site in chosen.items():
+        verdict = verdicts[number]
+        reason = SPARED.get((site.function, site.text))
+        if verdict.killer:
+            killed += 1
+            fate = f"{verdict.killer:38} {verdict.how}"
+        elif reason is not None:
+            fate = f"SPARED: {reason}"
+        else:
+            unexpected.append(number)
+            fate = f"SURVIVED {verdict.reached} checks that reach it"
+        print(f"{number:3}  {site.place:41} {site.name:22} {fate}")
+    spared = len(chosen) - killed - len(unexpected)
+    print(f"\n{len(chosen)} mutants, {killed} killed, {spared} spared, {len(unexpected)} survived")
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What a collective leaves behind when somebody forgets it.
+
+Each function has the name of what is forgotten, takes what that was called on and its arguments,
+and does what each rank can do alone: nothing crashes that need not, so that a test must look at
+numbers, or at what a rank was to hear of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint import consensus
+from mpishard.layout import ShardLayout
+
+
+class Done:
+    """A collective that did not take place."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        return self._result
+
+
+def reference(backend: Any, name: str) -> Callable[..., Any]:
+    """A collective that somebody else is to call."""
+    return functools.partial(globals()[name], backend)
+
+
+def all_reduce(backend: Any, array: Any, operation: Any = None, *, out: Any = None) -> Any:
+    """The array as it is."""
+    if out is None:
+        return array
+    out[...] = array
+    return out
+
+
+def all_reduce_async(*arguments: Any, **options: Any) -> Done:
+    return Done(all_reduce(*arguments, **options))
+
+
+def reduce_scatter_async(backend: Any, array: Any, *, out: Any) -> Done:
+    """This rank's own part."""
+    out[...] = array[ShardLayout(len(array), backend.world_size).slice(backend.rank)]
+    return Done(out)
+
+
+def all_gather(backend: Any, array: Any, *, out: Any = None) -> Any:
+    """As if all ranks had what this one has; of an ``out``, this rank's part alone."""
+    if out is None:
+        return np.concatenate([array] * backend.world_size)
+    out[ShardLayout(len(out), backend.world_size).slice(backend.rank)] = array
+    return out
+
+
+def all_gather_async(*arguments: Any, **options: Any) -> Done:
+    return Done(all_gather(*arguments, **options))
+
+
+def broadcast(backend: Any, array: Any, root: int = 0) -> Any:
+    return array
+
+
+def scatter(backend: Any, array: Any, root: int = 0, *, counts: Sequence[int]) -> Any:
+    """The root's own part, and zeros elsewhere."""
+    return np.zeros(counts[backend.rank]) if array is None else array[: counts[0]].copy()
+
+
+def gather(backend: Any, array: Any, root: int = 0) -> Any:
+    return array if backend.rank == root else None
+
+
+def allocate_shared(backend: Any, length: int, dtype: Any) -> None:
+    """As where nothing can be shared."""
+
+
+def barrier_async(backend: Any) -> Done:
+    return Done()
+
+
+def gather_texts(backend: Any, text: str) -> list[str]:
+    return [text] * backend.world_size if backend.rank == 0 else []
+
+
+def share_text(backend: Any, text: str) -> str:
+    return text
+
+
+def together(backend: Any) -> Any:
+    return consensus.together(None)
+
+
+def sum_over_owners(context: Any, array: Any) -> Any:
+    return array
+
+
+def nothing(*arguments: Any) -> None:
+    """Of what gives nothing back, nothing is left."""
+
+
+barrier = progress = wait = nothing
+_share = _finish_oldest = deal_constants = fill = finish = publish = nothing
+reduce = refresh = settle = synchronize = nothing

@@ -1,0 +1,67 @@
+"""Without any one of its collectives the engine fails: the checks of `tests/mutate_engine.py`."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import forgotten
+import pytest
+import sites
+from checks import CHECKS, SECONDS
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_engine_passes(problems, name):
+    CHECKS[name](problems)
+
+
+# A few of the mutants, each with a check that fails; the script tries all.
+KILLED = [
+    ("Engine._totals", "all_reduce", "equality: ddp, messages"),
+    ("NodeParameters._share", "barrier", "a late rank: zero1, arena"),
+    ("NodeGradients.finish", "barrier_async", "a late rank: ddp, arena"),
+    ("NodeGradients.target", "wait", "idle works: ddp, arena"),
+    ("ReplicatedParameters.publish", "wait", "idle works: zero2, messages"),
+    ("ShardedParameters._take_buffer", "wait", "a step after one that failed"),
+    ("OffloadedParameters.unshard", "synchronize", "offloading: parameters"),
+    ("ShardedOptimizerBase.bind", "all_reduce", "lamb"),
+    ("require_agreement", "share_text", "runs that differ"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "check"), KILLED)
+def test_a_mutant_is_killed(problems, function, name, check, monkeypatch):
+    monkeypatch.setattr("worlds.PATIENCE", 2.0)
+    monkeypatch.setitem(SECONDS, "late", 0.03)
+    (site, *_) = (s for s in sites.find_sites() if (s.function, s.name) == (function, name))
+    with pytest.raises((Exception, pytest.fail.Exception)), sites.without(site, forgotten):
+        CHECKS[check](problems)
+
+
+def test_what_is_spared_is_there(script):
+    """And has a reason."""
+    found = {(site.function, site.text) for site in sites.find_sites()}
+    assert set(script.SPARED) <= found
+    assert all(script.SPARED.values())
+
+
+def test_every_call_of_a_backend_is_found():
+    """Whatever its name: a collective that a backend gains must be known to the script."""
+    from mpishard.communication import CommunicationBackend
+
+    tree = ast.parse((sites.PACKAGE / "communication" / "backend.py").read_text())
+    (contract,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert contract.name == CommunicationBackend.__name__
+    public = {n.name for n in contract.body if isinstance(n, ast.FunctionDef)}
+    assert {name for name in public if not name.startswith("_")} <= sites.COLLECTIVES
+    assert {site.name for site in sites.find_sites()} <= set(vars(forgotten))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not os.environ.get("MPISHARD_TEST_FULL"), reason="scripts/test.sh --full")
+def test_every_mutant_is_killed(script):
+    run = subprocess.run(
+        [sys.executable, script.__file__], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

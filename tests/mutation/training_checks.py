@@ -1,0 +1,273 @@
+"""Training equals training in one process, however ranks talk and whoever is late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from registry import CHECKS, PATHS, STEPS, STRATEGIES, as_in_one_process, check, is_late, of
+from worlds import agree, close, copies_under_way, idle, refused, run
+
+import mpishard as ms
+from mpishard import nn
+from mpishard.adapters import AutogradModel
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.testing.cupy_stand_in import installed
+
+# ---------------------------------------------------------------------------------------- equality
+
+
+def trains(problems: Any, kind: str, strategy: str, path: str, rule: str = "sgd") -> None:
+    expected = problems.train_sequentially(kind, problems.TEXTBOOK[rule], steps=STEPS)
+
+    def body(backend: Any) -> None:
+        actual = problems.train_sharded(backend, kind, strategy, rule, 1, STEPS)
+        problems.assert_equal(actual, expected)
+
+    run(body, path)
+
+
+def trains_unwatched(
+    problems: Any, strategy: str, path: str, manner: Callable[[], Any], kind: str = "mlp"
+) -> None:
+    """Nothing but the steps, so that no other collective makes up for a fence."""
+    expected = problems.train_sequentially(kind, problems.TEXTBOOK["sgd"], steps=STEPS)
+
+    def body(backend: Any) -> None:
+        actual = problems.train_sharded(backend, kind, strategy, "sgd", 1, STEPS, watch=False)
+        problems.assert_equal(actual, expected)
+
+    with manner():
+        run(body, path)
+
+
+for _path in PATHS:
+    for _strategy in STRATEGIES:
+        CHECKS[f"equality: {_strategy}, {_path}"] = functools.partial(
+            trains, kind="mlp", strategy=_strategy, path=_path
+        )
+        for _name, _manner in (("idle works", idle), ("a late rank", is_late)):
+            CHECKS[f"{_name}: {_strategy}, {_path}"] = functools.partial(
+                trains_unwatched, strategy=_strategy, path=_path, manner=_manner
+            )
+for _kind in ("tied", "function"):
+    CHECKS[f"equality: {_kind}"] = functools.partial(
+        trains, kind=_kind, strategy="fsdp", path="messages"
+    )
+
+
+@check
+def compression(problems: Any) -> None:
+    for path in PATHS:
+        for strategy in STRATEGIES:
+
+            def body(backend: Any, strategy: str = strategy) -> None:
+                moved = []
+                for compress in (False, True):
+                    plain = nn.MLP([5, 7, 6, 5, 2], activation="tanh", seed=1)
+                    model, _ = of(backend, plain, strategy, enable_gradient_compression=compress)
+                    start = model.get_parameters()
+                    for _ in range(2):
+                        model.set_parameters(start)
+                        model.train(*problems.local_batch(backend, "mlp", 1))
+                    moved.append(model.get_parameters() - start)
+                close(moved[1], moved[0], 0.02 * np.abs(moved[0]).max())
+
+            run(body, path)
+
+
+@check
+def accumulation(problems: Any) -> None:
+    expected = problems.train_sequentially("mlp", problems.TEXTBOOK["sgd"], steps=1)
+    for path in ("messages", "arena"):
+        for strategy in ("ddp", "fsdp"):
+            for defer in (False, True):
+
+                def body(backend: Any, strategy: str = strategy, defer: bool = defer) -> None:
+                    model, optimizer = problems.build(backend, "mlp", strategy, "sgd", 1)
+                    x, y = problems.local_batch(backend, "mlp", 0)
+                    with model.accumulate(defer=defer):
+                        optimizer.step(model, x[:1], y[:1])
+                    optimizer.step(model, x[1:], y[1:])
+                    close(model.get_parameters(), expected.parameters[0])
+
+                run(body, path)
+
+
+@check
+def dropout(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        chain = nn.Sequential({
+            "a": nn.Linear(5, 8), "drop": nn.Dropout(0.5), "b": nn.Linear(8, 2),
+        })  # fmt: skip
+        plain = nn.Model(chain, nn.MSE(), input_shape=(5,), seed=backend.rank)
+        model, optimizer = of(backend, plain, "fsdp")
+        losses = [
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+            for step in range(STEPS)
+        ]
+        return losses, model.get_parameters()
+
+    as_in_one_process(body)
+
+
+@check
+def lamb(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        rule = ms.optimizers.LAMB(0.01, weight_decay=0.1, clip_global_norm=0.05)
+        model, optimizer = of(backend, nn.MLP([5, 7, 2], seed=1), "zero1", rule)
+        for step in range(STEPS):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        return [model.get_parameters()]
+
+    as_in_one_process(body)
+
+
+class Shifted(AutogradModel):
+    """A placed model with a constant, which is rank 0's on all ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self.shift = np.array([1.0 + seed])
+        parameters = {"b": np.full(2, 1.0 + seed), "w": np.full((5, 2), 0.1 + seed)}
+        super().__init__(
+            lambda t, x, y: anp.mean((anp.dot(x, t["w"]) + t["b"] * self.shift - y) ** 2),
+            parameters,
+        )
+
+    def constants(self) -> Any:
+        return iter([self.shift])
+
+    def set_constant(self, index: int, raw: Any) -> None:
+        self.shift[...] = raw
+
+
+@check
+def a_placed_model(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        model, optimizer = of(backend, Shifted(backend.rank), "fsdp")
+        losses = [
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+            for step in range(STEPS)
+        ]
+        return losses, model.get_parameters()
+
+    as_in_one_process(body, *PATHS)
+
+
+OFFLOADED = ("optimizer", "gradients", "parameters")
+
+
+def offloads(problems: Any, *what: str) -> None:
+    """On a stand-in for GPUs, which refuses what their streams leave undefined."""
+    expected = problems.train_sequentially("mlp", problems.TEXTBOOK["sgd"], steps=STEPS)
+    flags = {f"cpu_offload_{name}": True for name in what}
+
+    def body(backend: Any, strategy: str) -> None:
+        plain = nn.MLP([5, 7, 6, 2], activation="tanh", seed=backend.rank, device="cuda")
+        model, optimizer = of(backend, plain, strategy, problems.RULES["sgd"](), **flags)
+        for step in range(STEPS):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        close(model.get_parameters().get(), expected.parameters[-1])
+        model.set_parameters(expected.parameters[0])
+        close(model.get_parameters().get(), expected.parameters[0])
+
+    with installed(device_count=2), copies_under_way():
+        for strategy in STRATEGIES:
+            with idle():
+                run(functools.partial(body, strategy=strategy))
+            for path in ("arena", "two nodes") if what == OFFLOADED else ():
+                run(functools.partial(body, strategy=strategy), path)
+        with is_late():
+            run(functools.partial(body, strategy="ddp"), "arena")
+
+
+for _what in (*((name,) for name in OFFLOADED), OFFLOADED):
+    CHECKS[f"offloading: {', '.join(_what)}"] = functools.partial(
+        lambda problems, what: offloads(problems, *what), what=_what
+    )
+
+
+# ------------------------------------------------------------------------------- after a failure
+
+
+@check
+def a_step_after_one_that_failed(problems: Any) -> None:
+    """What was under way keeps its memory until it is through."""
+
+    def body(backend: Any, strategy: str, where: str) -> None:
+        model, optimizer = problems.build(backend, "mlp", strategy)
+        reference, other = problems.build(backend, "mlp", strategy)
+        gradients = model.engine.gradients
+        original = getattr(gradients, where)
+
+        def fail(unit: Any) -> Any:
+            result = original(unit)
+            if unit.index == 1:
+                raise ArithmeticError("here")
+            return result
+
+        setattr(gradients, where, fail)
+        for _ in range(2):
+            batch = problems.local_batch(backend, "mlp", 0)
+            refused(ArithmeticError, "here", lambda batch=batch: optimizer.step(model, *batch))
+        setattr(gradients, where, original)
+        for step in range(2):
+            batch = problems.local_batch(backend, "mlp", step)
+            assert optimizer.step(model, *batch) == other.step(reference, *batch)
+        agree(backend, model.gather_full_parameters() - reference.gather_full_parameters())
+
+    for path in PATHS:
+        for strategy in STRATEGIES:
+            for where in ("target", "reduce"):
+                with idle():
+                    run(functools.partial(body, strategy=strategy, where=where), path)
+
+
+@check
+def a_unit_that_was_not_needed(problems: Any) -> None:
+    """It is on its way when it is let go, and its buffer is the next unit's."""
+
+    def body(backend: Any) -> None:
+        model, _ = problems.build(backend, "mlp", "fsdp")
+        store, units = model.engine.parameters, model.units
+        expected = problems.MODELS["mlp"](0).get_parameters()
+        for unneeded, needed in (units[:2], units[1::-1]):
+            store.prefetch(unneeded)
+            store.reshard(unneeded)
+            close(store.unshard(needed), expected[needed.start : needed.stop])
+            store.reshard(needed)
+
+    with idle():
+        run(body)
+
+
+# ------------------------------------------------------------------------- memory and messages
+
+
+@check
+def two_full_gradients_at_a_time(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        model, optimizer = of(backend, nn.MLP([5, 7, 6, 5, 4, 2]), "fsdp")
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+        largest = max(unit.length for unit in model.units) * 8
+        assert model.memory.peak(MemoryCategory.FULL_GRADIENTS) <= 2 * largest
+
+    run(body)
+
+
+@check
+def nothing_is_sent_on_a_node(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        model, optimizer = problems.build(backend, "mlp", "fsdp", "sgd", 60)
+        backend.traffic.reset()
+        backend.all_reduce(np.zeros(5))
+        totals = backend.traffic.total_bytes
+        for step in (0, 1):
+            backend.traffic.reset()
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        assert backend.traffic.total_bytes == totals
+
+    run(body, "arena")

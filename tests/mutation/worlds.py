@@ -1,0 +1,172 @@
+"""Worlds in which a missing fence or wait shows for certain: late ranks, and works that idle."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
+from mpishard.devices import Device
+from mpishard.models import offload
+
+PATHS = {
+    "arena": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "1"},
+    "messages": {"MPISHARD_ARENA": "off", "MPISHARD_VIRTUAL_NODES": "1"},
+    "two nodes": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "2"},
+}
+PATIENCE = 10.0
+"""Seconds that a rank waits for the others: a mutant may leave it alone."""
+
+
+def run(body: Callable[[Any], Any], path: str = "messages", size: int = 3) -> list[Any]:
+    """Call ``body(backend)`` on thread-ranks that talk in one of three ways."""
+    with mock.patch.dict(os.environ, PATHS[path]):
+        return run_in_threads(size, body, timeout=PATIENCE)
+
+
+@contextlib.contextmanager
+def late(seconds: float, rank: int = 1) -> Iterator[None]:
+    """Inside, one rank comes late out of every collective: the others are far ahead of it.
+
+    What nothing orders happens in the wrong order then, as long as ``seconds`` suffice for what
+    the others do meanwhile.
+    """
+    wait = Work.wait
+
+    def slow(self: Any) -> Any:
+        result = wait(self)
+        if self._driver.rank == rank:
+            time.sleep(seconds)
+        return result
+
+    with mock.patch.object(Work, "wait", slow):
+        yield
+
+
+class IdleWork(Work):
+    """A collective that does nothing until it is waited for, or one that was issued after it."""
+
+    def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:
+        super().__init__(backend, steps, call)
+        self.arrays: tuple[Any, ...] = ()
+        self._issue = issue
+        self._real: Work | None = None
+        self.queue: deque[IdleWork] = backend.__dict__.setdefault("_idle", deque())
+        self.queue.append(self)
+
+    def wait(self) -> Any:
+        while self._real is None:
+            first = self.queue.popleft()
+            first._real = self._issue(self._driver, first.call, first._steps)
+        return self._real.wait()
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[None]:
+    """Inside, collectives do nothing before somebody waits, which their contract allows.
+
+    What uses the arrays of a collective that nobody has waited for raises, or reads what was there
+    before.
+    """
+    backend = InMemoryCommunicationBackend
+    issue = backend._issue
+
+    def keep(self: Any, call: Any, steps: Any) -> Work:
+        return IdleWork(self, call, steps, issue)
+
+    def watched(name: str) -> Any:
+        original = getattr(backend, name)
+
+        def begin(self: Any, array: Any, *arguments: Any, **options: Any) -> Work:
+            work = original(self, array, *arguments, **options)
+            work.arrays = (array, *([] if options.get("out") is None else [options["out"]]))
+            for other in tuple(work.queue)[:-1]:
+                for mine, theirs in itertools.product(work.arrays, other.arrays):
+                    assert not _overlap(mine, theirs), (
+                        f"{_name(work)} uses memory of {_name(other)}, which is under way"
+                    )
+            return work
+
+        return mock.patch.object(backend, name, begin)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(backend, "_issue", keep))
+        for name in ("all_reduce_async", "reduce_scatter_async", "all_gather_async"):
+            stack.enter_context(watched(name))
+        yield
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    on_host = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return on_host and np.may_share_memory(a, b)
+
+
+def _name(work: Work) -> str:
+    return f"collective {work.call.sequence}, {work.call}"
+
+
+@contextlib.contextmanager
+def copies_under_way() -> Iterator[None]:
+    """Inside, what an offloaded model copies to a GPU is on its way until the GPU is waited for.
+
+    A copy from pinned memory is, and no other: those from other host memory are buffered, and those
+    to the host are waited for. Nobody may write meanwhile to where it comes from.
+    """
+    copy_into, synchronize, pinned = offload.copy_into, offload.synchronize, Device.pinned
+    per_rank = threading.local()
+    pins: list[Any] = []
+
+    def pin(self: Any, *arguments: Any) -> Any:
+        pins.append(pinned(self, *arguments))
+        return pins[-1]
+
+    def look() -> None:
+        for source, values in vars(per_rank).setdefault("copies", []):
+            np.testing.assert_array_equal(source, values, "changed while it was copied")
+
+    def copy(target: Any, source: Any) -> None:
+        look()
+        copy_into(target, source)
+        if isinstance(target, np.ndarray):
+            if not isinstance(source, np.ndarray):
+                per_rank.copies.clear()
+        elif any(_overlap(source, pin) for pin in pins):
+            per_rank.copies.append((source, source.copy()))
+
+    def wait(array: Any) -> None:
+        look()
+        synchronize(array)
+        per_rank.copies.clear()
+
+    with (
+        mock.patch.object(Device, "pinned", pin),
+        mock.patch.object(offload, "copy_into", copy),
+        mock.patch.object(offload, "synchronize", wait),
+    ):
+        yield
+
+
+def refused(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
+    """That this rank, too, hears an error of its own, and not the echo of another rank's."""
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def agree(backend: Any, array: Any) -> None:
+    """That all ranks have the same bits."""
+    everyone = backend.all_gather(np.asarray(array)[None])
+    assert (everyone == everyone[0]).all(), everyone
