@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from mpishard.optimizers.result import OptimizationResult
 
 __all__ = ["Optimizer"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
 
 class Optimizer(PlainOptimizer):
@@ -269,7 +272,8 @@ class Optimizer(PlainOptimizer):
         """
         found: dict[str, Any] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
-            found[name] = value if isinstance(value, int | float | str | None) else repr(value)
+            is_plain = isinstance(value, int | float | str | None)
+            found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
         found["learning_rate"] = rates(self.learning_rate)
         found["parameter_options"] = described(self.parameter_options)
         return found

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
+from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
-from mpishard.contracts import IGradientBasedOptimizer
-from mpishard.errors import NonFiniteLossError
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.options import Segment, check_patterns, named_parameters
 from mpishard.optimizers.own_run import OwnRun
 from mpishard.optimizers.schedules import rate_at
@@ -25,15 +29,17 @@ if TYPE_CHECKING:
 __all__ = ["PlainOptimizer"]
 
 
-class PlainOptimizer(IGradientBasedOptimizer):
+class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """What a rule does where nobody else runs it: it keeps state and step count itself.
 
-    They are made at the first update and kept until `reset`. A sharded optimizer has its own
-    beside them, and `optimize` one of those. One instance serves one thread.
+    They are made at the first update and kept until `reset`; until then one model is trained. A
+    sharded optimizer has its own beside them, and `optimize` one of those. One instance serves one
+    thread.
     """
 
     def __init__(self) -> None:
         self._model: Any = None
+        self._trained: Any = None
         self._run = OwnRun()
 
     @property
@@ -41,7 +47,8 @@ class PlainOptimizer(IGradientBasedOptimizer):
         return cast("Optimizer", self)  # the one class that derives from this one
 
     def reset(self) -> None:
-        """Forget the own state and step count."""
+        """Forget the own state and step count, and which model they are of."""
+        self._trained = None
         self._run = OwnRun()
 
     def set_model(self, model: Any) -> None:
@@ -148,6 +155,8 @@ class PlainOptimizer(IGradientBasedOptimizer):
         ------
         TypeError, ValueError
             As `update_parameters`; the model is as it was.
+        ShardingError
+            For another model than that of the own state.
         """
         if len(given) not in (2, 3):
             raise TypeError(
@@ -157,9 +166,21 @@ class PlainOptimizer(IGradientBasedOptimizer):
         *original, gradients, model = given
         if not hasattr(model, "set_parameters"):
             raise TypeError(f"apply_gradients needs a model last, got {type(model).__name__}")
-        parameters = original[0] if original else model.get_parameters()
-        model.set_parameters(self._advance(parameters, gradients, named_parameters(model)))
+        self._refuse_second_model(model)
+        self._update(model, original[0] if original else model.get_parameters(), gradients)
         return model
+
+    def _update(self, model: Any, parameters: Array, gradients: Array) -> None:
+        updated = self._advance(parameters, gradients, named_parameters(model))
+        self._trained = model
+        model.set_parameters(updated)
+
+    def _refuse_second_model(self, model: Any) -> None:
+        if self._trained is not None and model is not self._trained:
+            raise ShardingError(
+                f"this {type(self).__name__} holds the state of another model; use an optimizer "
+                "per model, or reset() to forget the state"
+            )
 
     def step(self, model: Any, x: Array, y: Array) -> float:
         """One update of a plain model on one batch, as a sharded optimizer's ``step``.
@@ -169,6 +190,9 @@ class PlainOptimizer(IGradientBasedOptimizer):
         model : object
             With ``get_parameters``, ``set_parameters``, and ``compute_loss_and_gradients`` or
             ``compute_gradients``.
+            Gradients of another dtype than the parameters' are converted. A
+            ``compute_loss_and_gradients`` that takes ``step``, as those of `mpishard.nn`, is told
+            the number of the update, from 0, which random layers go by.
         x, y : Array
             Inputs and targets, shape (samples, ...).
 
@@ -181,12 +205,20 @@ class PlainOptimizer(IGradientBasedOptimizer):
         ------
         NonFiniteLossError
             Where the loss or the gradient is not finite; nothing has changed then.
+        ShardingError
+            For another model than that of the own state.
         """
+        self._refuse_second_model(model)
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
-            loss, gradients = model.compute_loss_and_gradients(x, y)
+            compute = model.compute_loss_and_gradients
+            takes_step = "step" in inspect.signature(compute).parameters
+            counted = {"step": self._run.steps} if takes_step else {}
+            loss, gradients = compute(x, y, **counted)
         else:
             gradients = model.compute_gradients(x, y)
+        parameters = model.get_parameters()
+        gradients = _converted(gradients, parameters.dtype)
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
             raise NonFiniteLossError(
@@ -194,7 +226,7 @@ class PlainOptimizer(IGradientBasedOptimizer):
                 f"{'' if are_finite else 'not '}finite. The parameters are those of before the "
                 "step. Lower the learning rate, or look at the data"
             )
-        self.apply_gradients(gradients, model)
+        self._update(model, parameters, gradients)
         return math.nan if loss is None else float(loss)
 
     def reverse_update(self, updated: Array, gradients: Array) -> Array:
@@ -255,7 +287,41 @@ class PlainOptimizer(IGradientBasedOptimizer):
             )
         vars(self).update(settings)
         self._forget_options()
+        self._trained = None
         self._run = run
+
+    def save_model(self, path: PathLike) -> None:
+        """Write what `serialize` gives to a file; a sharded optimizer's is a directory.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no path, or a schedule that cannot be written.
+        OSError
+            Where it cannot be written; what was there is as it was.
+        """
+        check_path("path", path)
+        data = self.serialize()
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.tmp")
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+
+    def load_model(self, path: PathLike) -> None:
+        """Take settings, own state and step count from the file that `save_model` wrote.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no path, or a file that holds something else; nothing has changed then.
+        FileNotFoundError
+            Where nothing is there.
+        """
+        check_path("path", path)
+        self.deserialize(Path(path).read_bytes())
 
     @abstractmethod
     def _forget_options(self) -> None:
@@ -304,3 +370,12 @@ class PlainOptimizer(IGradientBasedOptimizer):
 
 def _end_to_end(arrays: Sequence[Array]) -> Array:
     return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
+
+
+def _converted(gradients: Array, dtype: np.dtype[Any]) -> Array:
+    """A model's gradient in the dtype of its parameters."""
+    array_namespace(gradients)
+    if not np.can_cast(gradients.dtype, dtype, "same_kind"):
+        raise TypeError(f"gradients of parameters of {dtype} cannot be {gradients.dtype}")
+    with np.errstate(over="ignore"):  # it becomes infinite, which is refused
+        return gradients.astype(dtype, copy=False)

@@ -290,7 +290,8 @@ class ShardedOptimizerBase(ShardedTraining):
                 f"{self.backend.describe()}; use one for both"
             )
         self._refuse_second_model()
-        if not model.sharding_configuration.auto_sync_gradients:
+        in_step = model.sharding_configuration.auto_sync_gradients
+        if not in_step:
             model.engine.replicas.require_drifting()
         entries = model.parameter_entries
         check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
@@ -300,7 +301,8 @@ class ShardedOptimizerBase(ShardedTraining):
         }
         if self._awaiting is not None:
             self._require_fit(self._awaiting, model, frozen)
-        require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
+        if in_step:  # elsewhere nothing is sent, and each rank goes its own way
+            require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
         self._frozen = frozen
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)

@@ -7,6 +7,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.checkpoint import load_arrays
+from mpishard.errors import ShardingError
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.testing.worlds import in_worlds
 
@@ -47,6 +48,23 @@ def loss_of(parameters):
 
 
 # ------------------------------------------------------------------------------- an undisturbed run
+
+
+@whole_or_sharded
+@in_worlds(2)
+def test_what_was_put_back_is_news_to_all(backend, strategy):
+    model, optimizer = wrap(backend, strategy)
+    seen = []
+    optimizer.should_early_stop = lambda: seen.append(model.gather_full_parameters())
+    given = {"x_train": X, "y_train": Y, "batch_size": 8, "epochs": 20, "progress": False}
+    result = optimizer.optimize(
+        ms.OptimizationInputData(model=model, patience=3, **given, **VALIDATION)
+    )
+    assert result.best_iteration < result.iterations
+    assert model._cached_full_parameters is None
+    assert (model.gather_full_parameters() == seen[-4]).all()  # three evaluations were no better
+    with pytest.raises(ShardingError, match="no gradient of a last step"):
+        _ = optimizer.last_computed_gradients
 
 
 @by_strategy
@@ -319,17 +337,3 @@ def test_a_black_box_without_a_loss_cannot_be_the_best(backend):
         ms.OptimizationInputData(model=Silent(), x_test=X[:, :2], y_test=Y, **data)
     )
     assert np.isnan(result.test_loss)
-
-
-@in_worlds(2)
-def test_replicas_that_drift_have_no_best_solution(backend):
-    model, optimizer = wrap(backend, "ddp")
-    model.sharding_configuration.auto_sync_gradients = False
-    for options in ({"patience": 3}, {"keep_best": True}):
-        with pytest.raises(ValueError, match="auto_sync_gradients=False each rank has its own"):
-            optimizer.optimize(
-                ms.OptimizationInputData(
-                    model=model, x_train=X, y_train=Y, progress=False, **options
-                )
-            )
-    assert optimizer.steps == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.errors import NonFiniteLossError
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers import (
     LAMB,
     SGD,
@@ -221,7 +222,112 @@ def test_a_model_that_tells_only_gradients():
     assert model.theta.tolist() == [0.5] * 3
 
 
+def dropout(seed=3):
+    nn = ms.nn
+    chain = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    return nn.Model(chain, nn.MSE(), input_shape=(3,), seed=seed, dtype="float64")
+
+
+def test_masks_change_from_step_to_step_as_those_of_the_engine():
+    def sharded(backend):
+        model = ms.as_distributed(dropout(), backend, "ddp")
+        optimizer = ms.as_distributed(SGD(0.05, 0.5), backend, "ddp")
+        return [optimizer.step(model, X, Y) for _ in range(4)], model.get_parameters()
+
+    ((losses, expected),) = ms.run_in_threads(1, sharded)
+    model, rule = dropout(), SGD(0.05, 0.5)
+    np.testing.assert_allclose([rule.step(model, X, Y) for _ in range(4)], losses, atol=1e-12)
+    np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
+    rule.reverse_update(model.get_parameters(), rule.last_computed_gradients)
+    model.set_parameters(expected)
+    again = dropout()
+    again.set_parameters(expected)  # the step that was taken back is step 3 again
+    assert rule.step(model, X, Y) == again.compute_loss_and_gradients(X, Y, step=3)[0]
+
+
+def function(gradient, parameters):
+    return ms.FunctionModel(lambda theta, x, y: (1.0, gradient), parameters)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int64])
+def test_gradients_of_another_dtype_are_converted(dtype):
+    gradient = np.array([1, -2, 4], dtype)
+    model = function(gradient, np.ones(3, np.float32))
+    rule = SGD(0.25, 0.5)
+    rule.step(model, X, Y)
+    assert model.get_parameters().dtype == rule.last_computed_gradients.dtype == np.float32
+    assert model.get_parameters().tolist() == [0.75, 1.5, 0.0]
+
+
+def test_gradients_that_cannot_be_converted():
+    theta = np.ones(3, np.float32)
+    with pytest.raises(NonFiniteLossError, match="not finite"):
+        SGD().step(function(np.full(3, 1e300), theta), X, Y)
+    with pytest.raises(TypeError, match="parameters of float32 cannot be complex128"):
+        SGD().step(function(np.ones(3, complex), theta), X, Y)
+
+
+@by_rule
+def test_a_second_model_is_refused_until_reset(rule):
+    first, second, g = mlp(), mlp(1), numbers(1, (21,))
+    before = second.get_parameters()
+    rule.step(first, X, Y)
+    rule.apply_gradients(g, first)
+    for call in (
+        lambda: rule.step(second, X, Y),
+        lambda: rule.apply_gradients(g, second),
+        lambda: rule.apply_gradients(before, g, second),
+    ):
+        with pytest.raises(ShardingError, match=r"state of another model; .*reset\(\)"):
+            call()
+    assert (second.get_parameters() == before).all()
+    rule.step(first, X, Y)
+    rule.deserialize(rule.serialize())  # state that was read may be that of any model
+    rule.step(second, X, Y)
+    rule.reset()
+    rule.step(first, X, Y)
+
+
 # ------------------------------------------------------------------------------ options and bytes
+
+
+@by_rule
+def test_files_go_on_where_they_were_written(rule, tmp_path):
+    model, other = mlp(), mlp(1)
+    rule.step(model, X, Y)
+    rule.save_model(tmp_path / "rule")
+    rule.step(model, X, Y)
+    rule.save_model(tmp_path / "rule")  # in the place of the first
+    assert [path.name for path in tmp_path.iterdir()] == ["rule"]
+    fresh = type(rule)()
+    fresh.load_model(tmp_path / "rule")
+    assert fresh.serialize() == rule.serialize() == (tmp_path / "rule").read_bytes()
+    stream = io.BytesIO()
+    rule.save_state(stream)
+    stream.seek(0)
+    fresh.load_state(stream)
+    other.set_parameters(model.get_parameters())
+    assert fresh.step(other, X, Y) == rule.step(model, X, Y)
+    assert (other.get_parameters() == model.get_parameters()).all()
+
+
+def test_files_that_are_none(tmp_path):
+    rule = SGD(0.1, 0.5)
+    kept = rule.serialize()
+    (tmp_path / "other").write_bytes(Adam().serialize())
+    for path, error in (
+        ("", ValueError), (5, TypeError), (tmp_path / "nothing", FileNotFoundError),
+        (tmp_path / "other", ValueError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            rule.load_model(path)
+    for path, error in (("  ", ValueError), (None, TypeError)):
+        with pytest.raises(error):
+            rule.save_model(path)
+    with pytest.raises(ValueError, match="cannot be written"):
+        SGD(lambda step: 0.1).save_model(tmp_path / "other")
+    assert rule.serialize() == kept
+    assert (tmp_path / "other").read_bytes() == Adam().serialize()
 
 
 def test_no_decay_on_biases_and_norms():
