@@ -146,6 +146,9 @@ class ShardedOptimizerBase(ShardedTraining):
         ``sample_start`` is the index in the global batch of this rank's first sample; where it is
         not given, models with dropout ask the ranks for it.
         """
+        if model is not self._model:  # then the ranks meet in bind, which a bad batch must not do
+            self._require_model_of_this_kind(model)
+            model.engine.program.check_pair(x, y, model.engine.loss)
         self.bind(model)
         self._last_gradient = None
         report = model.engine.step(
@@ -158,7 +161,8 @@ class ShardedOptimizerBase(ShardedTraining):
     def _settings(self) -> int:
         """A checksum of what may change from step to step, to be compared between ranks."""
         rule = self._optimizer
-        own = rule.learning_rate(self._steps), rule.clip_global_norm, rule.clip_value, self._steps
+        rate = rate_at(rule.learning_rate, self._steps)
+        own = rate, rule.clip_global_norm, rule.clip_value, self._steps
         return zlib.crc32(repr(own).encode())
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
@@ -225,9 +229,11 @@ class ShardedOptimizerBase(ShardedTraining):
         NonFiniteLossError
             On every rank, where the gradient is not finite and that is not allowed.
         """
+        self._require_model_of_this_kind(model)
+        vector = model._agreed(gradients, "apply_gradients")
         self.bind(model)
         self._last_gradient = None
-        model.engine.apply(model._agreed(gradients, "apply_gradients"), self._apply)
+        model.engine.apply(vector, self._apply)
 
     def synchronize_optimizer_state(self) -> None:
         """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
@@ -274,6 +280,31 @@ class ShardedOptimizerBase(ShardedTraining):
             if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
                 model.engine.freeze(self._frozen)
             return
+        self._require_model_of_this_kind(model)
+        entries = model.parameter_entries
+        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        frozen = self._optimizer.frozen_names(trainable) | {
+            e.name for e in entries if not e.trainable
+        }
+        if self._awaiting is not None:
+            self._require_fit(self._awaiting, model, frozen)
+        if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
+            require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
+        self._frozen = frozen
+        if model.engine.program.frozen != self._frozen:
+            model.engine.freeze(self._frozen)
+        if model.engine.policy.shards_state:
+            self._owners = {"sum_over_owners": self.backend.all_reduce}
+        self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
+        self._state = model.optimizer_state(self._optimizer.needed_state())
+        self._model = model
+        self._take_awaited(model)
+
+    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
+        """Refuse a model that this optimizer cannot train. Communicates nothing."""
+        if model is self._model:
+            return
         if not isinstance(model, ShardedModelBase):
             raise TypeError(
                 f"step needs a sharded model, got {type(model).__name__}; wrap it with "
@@ -290,28 +321,8 @@ class ShardedOptimizerBase(ShardedTraining):
                 f"{self.backend.describe()}; use one for both"
             )
         self._refuse_second_model()
-        in_step = model.sharding_configuration.auto_sync_gradients
-        if not in_step:
+        if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
-        entries = model.parameter_entries
-        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
-        trainable = [e.name for e in entries if e.trainable]
-        frozen = self._optimizer.frozen_names(trainable) | {
-            e.name for e in entries if not e.trainable
-        }
-        if self._awaiting is not None:
-            self._require_fit(self._awaiting, model, frozen)
-        if in_step:  # elsewhere nothing is sent, and each rank goes its own way
-            require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
-        self._frozen = frozen
-        if model.engine.program.frozen != self._frozen:
-            model.engine.freeze(self._frozen)
-        if model.engine.policy.shards_state:
-            self._owners = {"sum_over_owners": self.backend.all_reduce}
-        self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
-        self._state = model.optimizer_state(self._optimizer.needed_state())
-        self._model = model
-        self._take_awaited(model)
 
     @property
     def state(self) -> Mapping[str, Array]:
