@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["as_integer", "as_number", "check_path"]
+import numpy as np
+
+__all__ = ["as_flag", "as_integer", "as_number", "check_path", "take_plain_fields"]
 
 
 def as_number(name: str, value: Any) -> float:
@@ -33,6 +36,36 @@ def as_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     return int(value)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """``value`` as a bool, which a string or number meant as one would silently not be.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument, where it is neither True nor False.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+_KINDS = {"float": as_number, "int": as_integer, "bool": as_flag}
+
+
+def take_plain_fields(record: Any) -> None:
+    """Make numbers and flags of a frozen dataclass Python's own, for JSON knows no NumPy scalar.
+
+    Raises
+    ------
+    TypeError
+        Naming the first field that is no ``float``, ``int`` or ``bool`` and says it is one.
+    """
+    for field in fields(record):
+        if field.type in _KINDS:
+            value = _KINDS[field.type](field.name, getattr(record, field.name))
+            object.__setattr__(record, field.name, value)
 
 
 def check_path(name: str, path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +16,24 @@ from mpishard.checkpoint.snapshot import load, save
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["PlainModelFiles", "named_arrays", "named_arrays_of", "packed_vector"]
+__all__ = [
+    "PlainModelFiles",
+    "choices_in",
+    "choices_of",
+    "metadata_with",
+    "named_arrays_of",
+    "named_bytes",
+    "packed_vector",
+]
+
+_HEADER = "mpishard.choices"
 
 
 class PlainModelFiles(ICheckpointableModel):
-    """Serialisation of a flat vector that a subclass gives as `_flat_vector`."""
+    """Serialisation of a flat vector that a subclass gives as `_flat_vector`.
+
+    What else belongs to the model a subclass says in `choices`; of most models that is nothing.
+    """
 
     @abstractmethod
     def _flat_vector(self) -> Array:
@@ -29,17 +43,46 @@ class PlainModelFiles(ICheckpointableModel):
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         """Name, shape and start of each parameter."""
 
+    def choices(self) -> dict[str, Any]:
+        """What is saved beside the parameters, as JSON knows it; empty for a model as made."""
+        return {}
+
+    def check_choices(self, choices: Mapping[str, Any]) -> None:
+        """Refuse `choices` of another model that this one could not take.
+
+        Raises
+        ------
+        ValueError
+            Saying which.
+        """
+        if choices:
+            raise ValueError(
+                f"what was saved goes with {sorted(choices)}, which this {type(self).__name__} "
+                "does not know: load it into a model of the class that saved it"
+            )
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        """Be as `choices` says, which `check_choices` has seen; as made where it says nothing."""
+
     def serialize(self) -> bytes:
-        """The named parameters in safetensors format."""
-        return safetensors.numpy.save(
-            named_arrays(self.checkpoint_parameters(), to_host(self._flat_vector()))
-        )
+        """The named parameters in safetensors format, and `choices` in its header."""
+        vector = to_host(self._flat_vector())
+        return named_bytes(self.checkpoint_parameters(), vector, self.choices())
 
     def deserialize(self, data: bytes) -> None:
-        """Take parameters from what `serialize` gave, also of a sharded model."""
+        """Take parameters and choices from what `serialize` gave, also of a sharded model.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is something else, or of another model; nothing has changed then.
+        """
         vector = self._flat_vector()
-        records = self.checkpoint_parameters()
-        copy_into(vector, packed_vector(named_arrays_of(data), records, vector.dtype))
+        arrays, choices = named_arrays_of(data), choices_of(data)
+        values = packed_vector(arrays, self.checkpoint_parameters(), vector.dtype)
+        self.check_choices(choices)
+        copy_into(vector, values)
+        self.take_choices(choices)
 
     def save_model(self, path: PathLike) -> None:
         """Write the parameters to a checkpoint directory.
@@ -88,11 +131,26 @@ class PlainModelFiles(ICheckpointableModel):
         return self.arrays_to_write()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Nothing beside the parameters."""
-        return {}
+        """The model's `choices`."""
+        return metadata_with(self.choices())
+
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse choices that are another model's."""
+        self.check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Nothing is cached, so nothing is left to do."""
+        """Take the choices; of parameters nothing is cached."""
+        self.take_choices(choices_in(metadata))
+
+
+def metadata_with(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's metadata say of a model's choices: nothing, where there are none."""
+    return {"choices": dict(choices)} if choices else {}
+
+
+def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices in a checkpoint's metadata."""
+    return dict(metadata.get("choices", {}))
 
 
 def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, Array]:
@@ -102,6 +160,22 @@ def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, 
         stop = record.start + int(np.prod(record.shape, dtype=np.int64))
         result[record.name] = vector[record.start : stop].reshape(record.shape)
     return result
+
+
+def named_bytes(
+    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
+) -> bytes:
+    """A flat vector of the host as named arrays in safetensors format, and choices as JSON."""
+    metadata = {_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
+    return safetensors.numpy.save(named_arrays(records, vector), metadata)
+
+
+def choices_of(data: bytes) -> dict[str, Any]:
+    """The choices in what `named_bytes` gave, of which `named_arrays_of` has read the arrays."""
+    # The reader of headers takes files only; the format begins with the header's length.
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    return dict(json.loads(metadata.get(_HEADER, "{}")))
 
 
 def named_arrays_of(data: bytes) -> dict[str, Array]:

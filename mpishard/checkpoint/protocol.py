@@ -74,6 +74,16 @@ class Checkpointable(CheckpointState, Protocol):
         """The parameters along the flat vector, in order and without gaps."""
         ...
 
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse what `restored` could not take, before anything is read.
+
+        Raises
+        ------
+        ValueError
+            Where it does not fit the model.
+        """
+        ...
+
 
 class CheckpointableOptimizer(Protocol):
     """An optimizer whose state can be saved and restored beside its model's parameters."""

@@ -151,6 +151,11 @@ def load_states(
         wanted = {name: state.arrays_to_read() for name, state in states.items()}
         for name, pieces in wanted.items():
             _check_fits(reader, name, pieces)
+        if "model" in states:
+            try:
+                model.check_metadata(reader.metadata["model"])
+            except ValueError as error:
+                raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
     with reader:
         with together(backend):
             for pieces in wanted.values():

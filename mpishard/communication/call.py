@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
@@ -45,7 +46,11 @@ HEADER_BYTES = _HEADER.size
 
 _PLACES_KEPT = 1024
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# Frames that are not the user's: this package's, and those of the context managers in it.
+_NOT_OF_USERS = (
+    str(Path(__file__).resolve().parents[1]) + os.sep,
+    contextlib.contextmanager.__code__.co_filename,
+)
 
 
 class Kind(IntEnum):
@@ -276,8 +281,8 @@ class CallLog:
         return len(self._calls)
 
     def record(self, call: Call, frame: FrameType | None) -> None:
-        """Append ``call``, placed at the nearest frame outside this package."""
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        """Append ``call``, placed at the nearest frame of the user's code."""
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
             frame = frame.f_back
         if frame is not None:
             # To count lines takes long; the code is kept, so that its id stays its own.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-import safetensors.numpy
 
 from mpishard import checkpoint
 from mpishard.arrays import Array, to_host
-from mpishard.checkpoint.plain import named_arrays, named_arrays_of, packed_vector
+from mpishard.checkpoint.plain import (
+    PlainModelFiles,
+    choices_in,
+    choices_of,
+    metadata_with,
+    named_arrays_of,
+    named_bytes,
+    packed_vector,
+)
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
 from mpishard.models.engine import Engine
@@ -25,6 +34,11 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     """Serialisation of what an engine holds: layout-free, and collective throughout."""
 
     strategy: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def wrapped_model(self) -> Any:
+        """The plain model, which holds what is chosen beside parameters."""
 
     @property
     @abstractmethod
@@ -47,15 +61,35 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         return self.engine.holdings.dtype
 
     def serialize(self) -> bytes:
-        """The named parameters in safetensors format, the same bytes on every rank. Collective."""
+        """The named parameters in safetensors format, the same bytes on every rank. Collective.
+
+        With them goes what is chosen of the plain model, such as its active features.
+        """
         self.engine.replicas.require_equal("serialize()")
         full = to_host(self.engine.gather())
-        return safetensors.numpy.save(named_arrays(self.checkpoint_parameters(), full))
+        return named_bytes(self.checkpoint_parameters(), full, self._choices())
 
     def deserialize(self, data: bytes) -> None:
-        """Take parameters from what `serialize` gave at any world size. Collective."""
-        arrays = named_arrays_of(data)
-        self.set_parameters(packed_vector(arrays, self.checkpoint_parameters(), self.dtype))
+        """Take what `serialize` gave at any world size, or the plain model's. Collective.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is something else, or of another model, before anything is communicated;
+            on every rank where the ranks were given different bytes. Nothing has changed then.
+        """
+        arrays, choices = named_arrays_of(data), choices_of(data)
+        vector = packed_vector(arrays, self.checkpoint_parameters(), self.dtype)
+        self._check_choices(choices)
+        text = json.dumps(choices, sort_keys=True).encode()
+        marks = self.backend.all_gather(np.array([zlib.crc32(text)]))
+        if (marks != marks[0]).any():
+            raise ValueError(
+                "deserialize: what is chosen of the model differs between the ranks' bytes "
+                f"(checksums {marks.tolist()}); every rank must pass the same"
+            )
+        self.set_parameters(vector)
+        self._take_choices(choices)
 
     def save_model(self, path: PathLike) -> None:
         """Write the parameters to a checkpoint directory. Collective.
@@ -118,14 +152,38 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""
-        return {
+        origin = {
             "strategy": self.strategy,
             "world_size": self.backend.world_size,
             "steps": self.engine.step_number,
         }
+        return origin | metadata_with(self._choices())
+
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse what the plain model could not take."""
+        self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Hear that the parameters have been read."""
+        """Hear that the parameters have been read, and take what was chosen beside them."""
         # What is random goes on with the step; a plain model's checkpoint knows of none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
+        self._take_choices(choices_in(metadata))
         self.engine.read()
+
+    def _choices(self) -> dict[str, Any]:
+        model = self.wrapped_model
+        return model.choices() if isinstance(model, PlainModelFiles) else {}
+
+    def _check_choices(self, choices: Mapping[str, Any]) -> None:
+        model = self.wrapped_model
+        if isinstance(model, PlainModelFiles):
+            model.check_choices(choices)
+        elif choices:
+            raise ValueError(
+                f"what was saved goes with {sorted(choices)}, which a {type(model).__name__} "
+                "cannot be told: load it into a model of the class that saved it"
+            )
+
+    def _take_choices(self, choices: Mapping[str, Any]) -> None:
+        if isinstance(self.wrapped_model, PlainModelFiles):
+            self.wrapped_model.take_choices(choices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from mpishard.arrays import Array
 from mpishard.contracts import LayerCategory
@@ -65,6 +65,13 @@ class Sequential(Layer):
     def children(self) -> Mapping[str, Layer]:
         """The layers, name -> layer, in order."""
         return self._children
+
+    def copy(self) -> Self:
+        """A chain of copies; a layer that stands in it twice is one layer in the copy too."""
+        own = {id(child): child.copy() for child in self._children.values()}
+        chain = super().copy()
+        chain._children = {name: own[id(child)] for name, child in self._children.items()}
+        return chain
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The last layer's output shape, each layer being asked with the one before's."""
@@ -159,6 +166,12 @@ class Residual(Layer):
     def children(self) -> Mapping[str, Layer]:
         """The inner layers, name -> layer, in order."""
         return self.inner.children
+
+    def copy(self) -> Self:
+        """The same way around a copy of the inner layers."""
+        layer = super().copy()
+        layer.inner = self.inner.copy()
+        return layer
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The input's shape, which the inner layers must keep."""

@@ -32,13 +32,23 @@ class FeatureLinear(Linear):
 
     @active.setter
     def active(self, indices: Iterable[int]) -> None:
+        self._active = self.checked(indices)
+
+    def checked(self, indices: Iterable[int]) -> frozenset[int]:
+        """These indices, where each is that of a feature.
+
+        Raises
+        ------
+        ValueError
+            For one that is not.
+        """
         chosen = list(indices)
         wrong = [index for index in chosen if not is_size(index, 0) or int(index) >= self.inputs]
         if wrong:
             raise ValueError(
                 f"indices of features must be integers in [0, {self.inputs}), got {wrong[0]!r}"
             )
-        self._active = frozenset(int(index) for index in chosen)
+        return frozenset(int(index) for index in chosen)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to (..., O); saves x, masked where a feature is inactive."""

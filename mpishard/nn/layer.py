@@ -6,11 +6,12 @@ H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has s
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -111,6 +112,13 @@ class Layer(ABC):
             yield prefix + name, spec
         for name, child in self.children.items():
             yield from child.walk_parameters(f"{prefix}{name}.")
+
+    def copy(self) -> Self:
+        """A description of its own, for a copy of the model: what is chosen of it stays there.
+
+        What it refers to, such as initializers, is shared. A composite copies its children too.
+        """
+        return copy.copy(self)
 
     @property
     def is_random(self) -> bool:

@@ -5,10 +5,8 @@ Shape suffixes: B batch, F features, O outputs, C classes.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +25,15 @@ from mpishard.nn.softmax import Softmax
 
 __all__ = ["LinearModel", "LinearRegression", "LogisticRegression"]
 
+_SPREAD = "feature_spread"
+
 
 class LinearModel(Model):
     """One linear layer and a loss; what the linear models share.
 
     A model knows its features: which are active, and how much each matters. The choice of active
-    features and their spread belong to this object and its later copies, not to checkpoints.
+    features and their spread are saved and loaded with the parameters, and a copy has its own;
+    with what was saved without them all features are active, and their spread is 1.
 
     Parameters
     ----------
@@ -76,8 +77,7 @@ class LinearModel(Model):
             )
         self.feature_names = tuple(feature_names)
         self._spread = np.ones(features)
-        self._layer = FeatureLinear(features, outputs)
-        chain = Sequential({"linear": self._layer})
+        chain = Sequential({"linear": FeatureLinear(features, outputs)})
         super().__init__(
             chain, loss, input_shape=(features,), seed=seed, dtype=dtype, device=device
         )
@@ -99,7 +99,7 @@ class LinearModel(Model):
 
     def get_active_feature_indices(self) -> list[int]:
         """Indices of the features in use, ascending; all of them at first."""
-        return list(self._layer.active)
+        return list(self._feature_layer.active)
 
     def set_active_feature_indices(self, indices: Iterable[int]) -> None:
         """Use these features and no others: an inactive one counts as 0, and has no gradient.
@@ -112,7 +112,13 @@ class LinearModel(Model):
         ValueError
             For an index that is no integer in [0, F).
         """
-        self._layer.active = tuple(indices)
+        self._feature_layer.active = tuple(indices)
+
+    @property
+    def _feature_layer(self) -> FeatureLinear:
+        layer = self.chain.children["linear"]
+        assert isinstance(layer, FeatureLinear)
+        return layer
 
     @property
     def feature_spread(self) -> np.ndarray[Any, Any]:
@@ -126,12 +132,15 @@ class LinearModel(Model):
     @feature_spread.setter
     def feature_spread(self, spread: Array) -> None:
         array_namespace(spread)
-        values = np.array(to_host(spread), np.float64)
+        self._spread = self._checked_spread(to_host(spread))
+
+    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+        values = np.array(spread, np.float64)
         if values.shape != self._spread.shape:
             raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ValueError(f"feature_spread must be finite and >= 0, got {values}")
-        self._spread = values
+        return values
 
     def get_feature_importance(self) -> dict[str, float]:
         """How far one standard deviation of each feature moves the prediction, by name.
@@ -156,13 +165,25 @@ class LinearModel(Model):
             metadata.feature_importance = self.get_feature_importance()
         return metadata
 
-    def clone(self) -> Self:
-        """A copy that shares the parameters' array, with a choice of active features of its own."""
-        model = super().clone()
-        model._layer = copy.copy(self._layer)
-        model.chain = Sequential({"linear": model._layer})
-        model._infos = tuple(replace(info, layer=model._layer) for info in self._infos)
-        return model
+    # -------------------------------------------------------------------------------------- files
+
+    def choices(self) -> dict[str, Any]:
+        """The active features and the spread, where they are not as they were made."""
+        choices = super().choices()
+        if (self._spread != 1).any():
+            choices[_SPREAD] = self._spread.tolist()
+        return choices
+
+    def check_choices(self, choices: Mapping[str, Any]) -> None:
+        super().check_choices(choices)
+        self._spread_of(choices)
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        super().take_choices(choices)
+        self._spread = self._spread_of(choices)
+
+    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
 
 
 class LinearRegression(LinearModel):

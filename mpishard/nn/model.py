@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
-from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
     IFullModel,
@@ -22,6 +22,7 @@ from mpishard.contracts import (
 from mpishard.devices import Device
 from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.nn.composites import Sequential
+from mpishard.nn.files import ChainFiles
 from mpishard.nn.graph import ComputationNode
 from mpishard.nn.initializers import parameter_generator
 from mpishard.nn.layer import Context, Layer, ParameterSpec
@@ -29,12 +30,12 @@ from mpishard.nn.passes import TrainingPass
 from mpishard.nn.structure import dynamic_shapes, layer_infos
 from mpishard.nn.tracing import input_of, trace_chain
 from mpishard.nn.vector import ParameterVector
-from mpishard.sharding import ParameterEntry, ParameterTable
+from mpishard.sharding import ParameterTable
 
 __all__ = ["Model"]
 
 
-class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
+class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     """A chain of layers with a loss.
 
     Making one allocates nothing: parameters are made on first use, each from a generator keyed
@@ -269,6 +270,14 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             )
         return self._device.put(parameters).astype(self._dtype, copy=False)
 
+    def clone(self) -> Self:
+        """A copy that shares the parameters' array, and has layer descriptions of its own."""
+        model = super().clone()
+        model.chain = self.chain.copy()
+        own = model.chain.children
+        model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
+        return model
+
     def deep_copy(self) -> Self:
         """A copy with parameters of its own; a model that is structure only stays so."""
         model = self.clone()
@@ -384,11 +393,3 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         shape = self._infos[0].input_shape
         x = input_of(input_nodes, shape, self.get_dynamic_shape_info())
         return trace_chain(self.chain, self._table, to_host(self.get_parameters()), x, shape)
-
-    # -------------------------------------------------------------------------------------- files
-
-    def _flat_vector(self) -> Array:
-        return self._parameters()
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return self._table.entries

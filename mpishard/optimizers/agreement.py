@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.arrays import Array
 from mpishard.checkpoint.consensus import gather_texts, share_text, together
 from mpishard.checkpoint.writer import target_of
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILossFunction
 from mpishard.data import take
 from mpishard.models import ShardedModelBase
+from mpishard.models.program import Program
+from mpishard.models.wrapping import program_of
 from mpishard.optimizers.data import OptimizationInputData
+from mpishard.sharding import ShardingConfiguration
 
 if TYPE_CHECKING:
-    from mpishard.optimizers.sharded import ShardedOptimizerBase
+    from mpishard.optimizers.training import ShardedTraining
 
-__all__ = ["refuse_early", "require_agreement"]
+__all__ = ["Subject", "refuse_early", "require_agreement", "require_same_rule"]
 
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
@@ -26,8 +35,44 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def refuse_early(model: ShardedModelBase, data: OptimizationInputData) -> dict[str, list[int]]:
-    """Refuse data and choices that the model cannot work with. Collective.
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What early checks ask of a model, which need not be wrapped for it.
+
+    Parameters
+    ----------
+    name : str
+        Of the user's class.
+    program : Program
+        What is computed.
+    loss : ILossFunction or None
+        What is minimised; None where a black box knows.
+    predict : callable
+        Outputs for inputs, of a black box.
+    """
+
+    name: str
+    program: Program
+    loss: ILossFunction | None
+    predict: Callable[[Array], Array]
+
+    @classmethod
+    def of(cls, model: Any, config: ShardingConfiguration) -> Subject:
+        """Of a sharded model, or of a plain one, which stays as it is."""
+        if isinstance(model, ShardedModelBase):
+            engine = model.engine
+            name = type(model.wrapped_model).__name__
+            return cls(name, engine.program, engine.loss, engine.predict)
+        program = program_of(model, config)
+        loss = getattr(model, "default_loss_function", None)
+        predict = partial(program.predict, None)  # type: ignore[arg-type]  # it needs no store
+        return cls(type(model).__name__, program, loss, predict)
+
+
+def refuse_early(
+    model: Any, config: ShardingConfiguration, data: OptimizationInputData
+) -> dict[str, list[int]]:
+    """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
 
     Returns
     -------
@@ -39,31 +84,37 @@ def refuse_early(model: ShardedModelBase, data: OptimizationInputData) -> dict[s
     TypeError, ValueError, CheckpointError
         On every rank, where one of them has a reason.
     """
-    with together(model.backend):
+    backend = config.communication_backend
+    with together(backend):
+        subject = Subject.of(model, config)
         for part in _PARTS:
             if getattr(data, f"x_{part}") is not None:
-                _check_first(model, data, part)
-        if data.patience is not None or data.keeps_best:
-            _check_comparable(model)
-        if data.local_data and data.batch_size < model.world_size:
+                _check_first(subject, data, part)
+        compares = data.patience is not None or data.keeps_best
+        if compares and not subject.program.knows_loss(subject.loss):
+            raise ValueError(
+                f"patience and keep_best compare losses, and {subject.name} tells none: give it "
+                "compute_loss_and_gradients, or a default_loss_function"
+            )
+        if data.local_data and data.batch_size < backend.world_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, "
-                f"{model.world_size}: where each brings its own data, each needs a share of a batch"
+                f"{backend.world_size}: where each brings its own data, each needs a share of a "
+                "batch"
             )
-        if data.checkpoint is not None and model.rank == 0:
+        if data.checkpoint is not None and backend.rank == 0:
             target_of(data.checkpoint)
     given = [getattr(data, f"x_{part}") for part in _PARTS]
     lengths = np.array([[0 if x is None else len(x) for x in given]])
-    everyone = dict(zip(_PARTS, model.backend.all_gather(lengths).T.tolist(), strict=True))
+    everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))
     for part, x in zip(_PARTS, given, strict=True):
         if x is not None and not any(everyone[part]):
-            raise ValueError(f"x_{part} holds no samples on any of {model.world_size} ranks")
+            raise ValueError(f"x_{part} holds no samples on any of {backend.world_size} ranks")
     return everyone
 
 
-def _check_first(model: ShardedModelBase, data: OptimizationInputData, part: str) -> None:
+def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> None:
     """Refuse a data set whose first sample does not fit the model."""
-    engine = model.engine
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
     indices = np.zeros(min(1, len(x)), np.int64)
     first = take(x, indices), take(y, indices)
@@ -73,27 +124,13 @@ def _check_first(model: ShardedModelBase, data: OptimizationInputData, part: str
                 f"{letter}_{part} gave an array of shape {sample.shape} for the index array "
                 f"{indices}; the first dim must be the samples"
             )
-    engine.program.check_pair(*first, engine.loss)
-    if data.predictions and engine.loss is None and len(indices):
-        engine.predict(first[0])  # a black box may have no predict
-
-
-def _check_comparable(model: ShardedModelBase) -> None:
-    """Refuse to look for the best where evaluations cannot be compared."""
-    if not model.engine.program.knows_loss(model.engine.loss):
-        raise ValueError(
-            f"patience and keep_best compare losses, and {type(model.wrapped_model).__name__} "
-            "tells none: give it compute_loss_and_gradients, or a default_loss_function"
-        )
-    if not model.sharding_configuration.auto_sync_gradients:
-        raise ValueError(
-            "patience and keep_best need one solution, and with auto_sync_gradients=False each "
-            "rank has its own; train without them, or with auto_sync_gradients=True"
-        )
+    subject.program.check_pair(*first, subject.loss)
+    if data.predictions and subject.loss is None and len(indices):
+        subject.predict(first[0])  # a black box may have no predict
 
 
 def require_agreement(
-    optimizer: ShardedOptimizerBase,
+    optimizer: ShardedTraining,
     model: ShardedModelBase,
     data: OptimizationInputData,
     order: Mapping[str, Any],
@@ -112,16 +149,41 @@ def require_agreement(
         "test": data.x_test is not None,
         **optimizer.wrapped_optimizer.fingerprint(),
     }
-    texts = gather_texts(model.backend, json.dumps(mine))  # on rank 0
-    everyone = [json.loads(text) for text in texts]
-    differing = [
-        f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
-        for name in mine
-        if any(other.get(name) != everyone[0][name] for other in everyone)
-    ]
-    message = share_text(model.backend, "; ".join(differing))
-    if message:
-        raise ValueError(f"every rank must ask for the same training; by rank, {message}")
+    differing = _differing(model.backend, json.dumps(mine))
+    if differing:
+        raise ValueError(f"every rank must ask for the same training; by rank, {differing}")
+
+
+def require_same_rule(
+    backend: CommunicationBackend, fingerprint: Mapping[str, Any], frozen: frozenset[str]
+) -> None:
+    """Refuse ranks that would update differently, or train other parameters. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, with what differs.
+    """
+    text = json.dumps({**fingerprint, "frozen": sorted(frozen)})
+    marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))
+    if (marks != marks[0]).any():
+        raise ValueError(
+            f"every rank must train with the same optimizer; by rank, {_differing(backend, text)}"
+        )
+
+
+def _differing(backend: CommunicationBackend, mine: str) -> str:
+    """What differs between the ranks' JSON objects, by rank, in words. Collective."""
+    everyone = [json.loads(text) for text in gather_texts(backend, mine)]  # on rank 0
+    names = dict.fromkeys(name for other in everyone for name in other)
+    return share_text(
+        backend,
+        "; ".join(
+            f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
+            for name in names
+            if any(other.get(name) != everyone[0].get(name) for other in everyone)
+        ),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from mpishard.arguments import take_plain_fields
 from mpishard.optimizers.schedules import Exponential
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class OptimizationAlgorithmOptions:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         for name in ("max_iterations", "early_stopping_patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from mpishard.arguments import as_integer, as_number, check_path
+from mpishard.arguments import as_flag, as_integer, as_number, check_path
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
 
@@ -16,6 +16,7 @@ __all__ = ["OptimizationInputData"]
 _AT_LEAST_ONE = (
     "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "patience",
 )  # fmt: skip
+_FLAGS = ("local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress")
 
 
 @dataclass(kw_only=True)
@@ -116,13 +117,16 @@ class OptimizationInputData:
         """Whether the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
-    def check(self) -> None:
-        """Refuse what cannot be trained; communicates and writes nothing.
+    def checked(self) -> Self:
+        """A copy with Python's own numbers and flags, if it can be trained.
+
+        Communicates and writes nothing.
 
         Raises
         ------
         TypeError
-            Without a model or training data, or for a count or seed that is no integer.
+            Without a model or training data, or for a count or seed that is no integer, or a flag
+            that is neither True nor False.
         ValueError
             For a count below 1, inputs without targets, a tolerance that is negative or without
             patience, a checkpoint interval without a path, or a blank path.
@@ -131,12 +135,11 @@ class OptimizationInputData:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
             self._check_pair(part)
-        self._check_counts()
-        as_integer("seed", self.seed)
+        numbers = self._plain_numbers()
         for name in ("checkpoint", "resume", "metrics"):
             if getattr(self, name) is not None:
                 check_path(name, getattr(self, name))
-        if not 0 <= as_number("tolerance", self.tolerance) < math.inf:
+        if not 0 <= numbers["tolerance"] < math.inf:
             raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
         if self.tolerance and self.patience is None:
             raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
@@ -144,16 +147,25 @@ class OptimizationInputData:
             raise ValueError("checkpoint_every needs checkpoint, the directory to write to")
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
-        if not self.local_data:
-            self.sampler()
+        plain = replace(self, **numbers)
+        if not plain.local_data:
+            plain.sampler()
+        return plain
 
-    def _check_counts(self) -> None:
+    def _plain_numbers(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is None and name not in ("batch_size", "epochs"):
                 continue
-            if as_integer(name, value) < 1:
+            numbers[name] = as_integer(name, value)
+            if numbers[name] < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.keep_best is not None:
+            numbers["keep_best"] = as_flag("keep_best", self.keep_best)
+        numbers["seed"] = as_integer("seed", self.seed)
+        numbers["tolerance"] = as_number("tolerance", self.tolerance)
+        return numbers
 
     def _check_pair(self, part: str) -> None:
         x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")

@@ -55,7 +55,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         """Make state for ``model``."""
 
     def _stateful_entries(self, model: ShardedModelBase) -> list[ParameterEntry]:
-        return [e for e in model.parameter_entries if e.name not in self._frozen]
+        return _not_among(self._frozen, model)
 
     def serialize(self) -> bytes:
         """Settings, step count and state by parameter name, the same on every rank. Collective.
@@ -90,7 +90,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         rule = self._optimizer
         saved.require_rule(type(rule).__name__, rule.needed_state())
         if self._model is not None:
-            self._require_fit(saved, self._model)
+            self._require_fit(saved, self._model, self._frozen)
         marks = self.backend.all_gather(np.array([zlib.crc32(data)]))
         if (marks != marks[0]).any():
             raise ValueError(
@@ -101,8 +101,10 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         if self._model is not None:
             self._take_awaited(self._model)
 
-    def _require_fit(self, saved: StateBytes, model: ShardedModelBase) -> None:
-        entries = self._stateful_entries(model)
+    def _require_fit(
+        self, saved: StateBytes, model: ShardedModelBase, frozen: frozenset[str]
+    ) -> None:
+        entries = _not_among(frozen, model)
         saved.require_parameters(entries, self._optimizer.needed_state(), model.dtype)
 
     def _take_awaited(self, model: ShardedModelBase) -> None:
@@ -164,3 +166,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         """
         model = self._bound_model
         load_states(path, model, {"optimizer": self.checkpoint_view(model)})
+
+
+def _not_among(frozen: frozenset[str], model: ShardedModelBase) -> list[ParameterEntry]:
+    return [entry for entry in model.parameter_entries if entry.name not in frozen]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.checkpoint.consensus import together
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
-from mpishard.optimizers.agreement import refuse_early, require_agreement
+from mpishard.optimizers.agreement import require_agreement
 from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.features import describe_features
@@ -23,40 +24,42 @@ from mpishard.optimizers.result import FitDetectionResult, OptimizationResult
 from mpishard.optimizers.stopping import BestParameters, EarlyStopping
 
 if TYPE_CHECKING:
-    from mpishard.optimizers.sharded import ShardedOptimizerBase
+    from mpishard.optimizers.training import ShardedTraining
 
-__all__ = ["train"]
-
-
-def train(
-    optimizer: ShardedOptimizerBase, model: ShardedModelBase, data: OptimizationInputData
-) -> OptimizationResult:
-    """Train ``model`` as ``data`` says. Collective; every rank returns the same result.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Before training, on every rank, where the data do not fit the model, or the ranks ask for
-        different training.
-    """
-    lengths = refuse_early(model, data)
-    run = _Loop(optimizer, model, data, lengths)
-    require_agreement(optimizer, model, data, run.order)
-    return run.run()
+__all__ = ["TrainingRun"]
 
 
-class _Loop:
+class TrainingRun:
     """One run: where it stands, and what it has seen.
 
     An evaluation is a pass over the validation data or, where there are none, the end of an
     epoch. Those at the steps that ``validate_every`` names are part of the run and of its
     checkpoints; one more, at the end of a run that stops between them, is not, so that a run that
     goes on is the same as one that was never interrupted.
+
+    Made by every rank, and nothing is trained until `run`. Collective.
+
+    Parameters
+    ----------
+    optimizer : ShardedTraining
+        Bound to the model.
+    model : ShardedModelBase
+        What is trained.
+    data : OptimizationInputData
+        Checked.
+    lengths : dict of str to list of int
+        What `refuse_early` gave.
+
+    Raises
+    ------
+    TypeError, ValueError, OSError
+        On every rank, where the ranks ask for different training, there is nothing to resume from,
+        the last update has no learning rate, or the metrics cannot be written.
     """
 
     def __init__(
         self,
-        optimizer: ShardedOptimizerBase,
+        optimizer: ShardedTraining,
         model: ShardedModelBase,
         data: OptimizationInputData,
         lengths: dict[str, list[int]],
@@ -80,10 +83,25 @@ class _Loop:
         self.metrics: MetricsWriter | None = None
         self.progress: Progress
         self.started = 0.0
+        require_agreement(optimizer, model, data, self.order)
+        if data.metrics is not None:
+            with together(model.backend):
+                if model.rank == 0:
+                    MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
+        if data.resume is not None:
+            self._resume(Path(data.resume))
+        if self.step < self.total:
+            with together(model.backend):  # a schedule may be a table, and too short
+                last = optimizer.steps + self.total - self.step - 1
+                optimizer.wrapped_optimizer.checked_rate(last)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether this run has made an update."""
+        return bool(self.result.loss_history)
 
     def run(self) -> OptimizationResult:
-        if self.data.resume is not None:
-            self._resume(Path(self.data.resume))
+        """Train; every rank returns the same result. Collective."""
         is_root = self.model.rank == 0
         self.started = time.perf_counter()
         ends = self.stopping.is_exhausted

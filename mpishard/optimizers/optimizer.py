@@ -27,7 +27,7 @@ from mpishard.optimizers.options import (
 )
 from mpishard.optimizers.plain import PlainOptimizer
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.schedules import Schedule, as_schedule, rates
+from mpishard.optimizers.schedules import Schedule, as_schedule, rate_at, rates
 
 if TYPE_CHECKING:
     from mpishard.optimizers.data import OptimizationInputData
@@ -71,6 +71,8 @@ class Optimizer(PlainOptimizer):
     """
 
     state_names: ClassVar[tuple[str, ...]]
+    clip_global_norm: float | None
+    clip_value: float | None
 
     def __init__(
         self,
@@ -87,13 +89,12 @@ class Optimizer(PlainOptimizer):
         for name, limit in {"clip_global_norm": clip_global_norm, "clip_value": clip_value}.items():
             if limit is not None and not as_number(name, limit) > 0:
                 raise ValueError(f"{name} must be above 0 or None, got {limit}")
+            setattr(self, name, None if limit is None else float(limit))
         if clip_global_norm is not None and clip_value is not None:
             raise ValueError(
                 f"clip_global_norm={clip_global_norm} and clip_value={clip_value} are two ways to "
                 "clip; choose one"
             )
-        self.clip_global_norm = clip_global_norm
-        self.clip_value = clip_value
         self.parameter_options = checked_options(parameter_options or {})
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
         self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
@@ -227,7 +228,7 @@ class Optimizer(PlainOptimizer):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             Where a schedule gives what is no rate.
         """
         schedules = {"the schedule": self.learning_rate} | {
@@ -236,12 +237,12 @@ class Optimizer(PlainOptimizer):
             if "learning_rate" in values
         }
         for name, schedule in schedules.items():
-            rate = schedule(step)
+            rate = rate_at(schedule, step, name)
             if not 0 <= rate < math.inf:
                 raise ValueError(
                     f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
                 )
-        return self.learning_rate(step)
+        return rate_at(self.learning_rate, step)
 
     def clip_factor(self, gradient_norm: float) -> float:
         """What the gradient is multiplied with to satisfy ``clip_global_norm``."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mpishard.arguments import as_number
-from mpishard.optimizers.schedules import Schedule, as_schedule, rates
+from mpishard.arguments import as_flag, as_number
+from mpishard.optimizers.schedules import Schedule, as_schedule, rate_at, rates
 from mpishard.sharding import ParameterEntry, Piece
 
 __all__ = [
@@ -51,8 +51,8 @@ class OptionRange:
 
     def rate(self, step: int, common_rate: float) -> float:
         """The rate of update ``step``, from 0, where ``common_rate`` is that of the others."""
-        own = common_rate if self.learning_rate is None else self.learning_rate(step)
-        return float(own * self.learning_rate_scale)
+        own = common_rate if self.learning_rate is None else rate_at(self.learning_rate, step)
+        return own * self.learning_rate_scale
 
 
 def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:
@@ -94,9 +94,7 @@ def _checked(place: str, name: str, value: Any) -> Any:
         raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
     place = f"{place}[{name!r}]"
     if name == "frozen":
-        if not isinstance(value, bool):
-            raise TypeError(f"{place} must be True or False, got {value!r}")
-        return value
+        return as_flag(place, value)
     if name == "learning_rate":
         return as_schedule(value, place)
     if not 0 <= as_number(place, value) < float("inf"):

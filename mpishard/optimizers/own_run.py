@@ -16,6 +16,7 @@ from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.models.gradient_store import squared_norm
 from mpishard.optimizers.options import Segment
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.schedules import rate_at
 
 if TYPE_CHECKING:
     from mpishard.optimizers.optimizer import Optimizer
@@ -160,7 +161,7 @@ class OwnRun:
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
         context = UpdateContext(
-            self.steps + 1, rule.learning_rate(self.steps), rule.clip_factor(norm)
+            self.steps + 1, rate_at(rule.learning_rate, self.steps), rule.clip_factor(norm)
         )
         rule.update_all(ranges, context)
 

@@ -15,6 +15,7 @@ from mpishard.contracts import IGradientBasedOptimizer
 from mpishard.errors import NonFiniteLossError
 from mpishard.optimizers.options import Segment, check_patterns, named_parameters
 from mpishard.optimizers.own_run import OwnRun
+from mpishard.optimizers.schedules import rate_at
 from mpishard.optimizers.settings_bytes import decoded, encoded
 from mpishard.sharding import ParameterEntry
 
@@ -72,7 +73,7 @@ class PlainOptimizer(IGradientBasedOptimizer):
 
     def get_current_learning_rate(self) -> float:
         """The rate of the next own update; a sharded optimizer counts its own."""
-        return self._rule.learning_rate(self._run.steps)
+        return rate_at(self._rule.learning_rate, self._run.steps)
 
     # ----------------------------------------------------------------------------------- updates
 

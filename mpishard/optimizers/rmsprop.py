@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from mpishard.arguments import as_flag
 from mpishard.arrays import Array, array_namespace
 from mpishard.optimizers.compiled import ElementLoop
 from mpishard.optimizers.optimizer import Optimizer, check_epsilon, check_fraction
@@ -69,7 +70,7 @@ class RMSprop(Optimizer):
         self.beta2 = check_fraction("beta2", beta2)
         self.epsilon = check_epsilon(epsilon)
         self.momentum = check_fraction("momentum", momentum)
-        self.centered = centered
+        self.centered = as_flag("centered", centered)
 
     def needed_state(self) -> tuple[str, ...]:
         is_needed = {"mean_square": True, "velocity": self.momentum > 0, "mean": self.centered}

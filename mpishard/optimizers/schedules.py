@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral
+from typing import Any
 
-from mpishard.arguments import as_number
+from mpishard.arguments import as_integer, as_number, take_plain_fields
 
 __all__ = [
     "Constant",
@@ -19,6 +19,7 @@ __all__ = [
     "StepDecay",
     "WarmUp",
     "as_schedule",
+    "rate_at",
     "rates",
 ]
 
@@ -33,6 +34,7 @@ class Constant:
     rate: float
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_rate("rate", self.rate)
 
     def __call__(self, step: int) -> float:
@@ -53,6 +55,7 @@ class StepDecay:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_rate("initial", self.initial)
         _check_steps("every", self.every, least=1)
         _check_factor(self.factor)
@@ -72,6 +75,7 @@ class Exponential:
     maximum: float = math.inf
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_rate("initial", self.initial)
         _check_factor(self.factor)
         if not 0 <= as_number("minimum", self.minimum) <= as_number("maximum", self.maximum):
@@ -95,6 +99,7 @@ class Cosine:
     minimum: float = 0.0
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_rate("peak", self.peak)
         _check_steps("steps", self.steps, least=1)
         if not 0 <= as_number("minimum", self.minimum) <= self.peak:
@@ -117,6 +122,7 @@ class WarmUp:
     then: Schedule
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_steps("steps", self.steps, least=0)
         if not callable(self.then):
             raise TypeError(f"then must be a schedule, such as Constant(0.1), got {self.then!r}")
@@ -171,6 +177,7 @@ class OneCycle:
     three_phases: bool = False
 
     def __post_init__(self) -> None:
+        take_plain_fields(self)
         _check_rate("peak", self.peak)
         _check_steps("steps", self.steps, least=1)
         longest = 0.5 if self.three_phases else 1.0
@@ -218,9 +225,34 @@ def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule
     return Constant(float(rate))
 
 
-def rates(schedule: Schedule) -> list[float]:
-    """A schedule as JSON knows it: by its rates at some steps, for it may be any function."""
-    return [schedule(step) for step in (0, 1, 10, 100, 1000, 10000)]
+def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
+    """The rate of ``step`` as a float; a schedule may give NumPy scalars and 0-d arrays, too.
+
+    Raises
+    ------
+    TypeError
+        Where the schedule gives what is no number.
+    """
+    rate: Any = schedule(step)
+    if getattr(rate, "shape", None) == ():
+        rate = rate.item()
+    return as_number(f"what {name} gives for step {step}", rate)
+
+
+def rates(schedule: Schedule) -> list[float | str | None]:
+    """A schedule as JSON knows it: by its rates at some steps, for it may be any function.
+
+    None stands where it has none: a schedule may be a table, which ends.
+    """
+    return [_told(schedule, step) for step in (0, 1, 10, 100, 1000, 10000)]
+
+
+def _told(schedule: Schedule, step: int) -> float | str | None:
+    try:
+        rate = rate_at(schedule, step)
+    except Exception:  # noqa: BLE001 - a run that comes to this step hears of it in full
+        return None
+    return rate if math.isfinite(rate) else str(rate)  # NaN would differ from itself
 
 
 def _check_rate(name: str, value: float) -> None:
@@ -233,8 +265,6 @@ def _check_factor(value: float) -> None:
         raise ValueError(f"factor must be in (0, 1], got {value}")
 
 
-def _check_steps(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
+def _check_steps(name: str, value: int, *, least: int) -> None:
+    if as_integer(name, value) < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from mpishard.arguments import as_flag
 from mpishard.arrays import Array, array_namespace
 from mpishard.optimizers.compiled import ElementLoop
 from mpishard.optimizers.optimizer import Optimizer, check_fraction
@@ -56,9 +57,9 @@ class SGD(Optimizer):
             parameter_options=parameter_options,
         )
         self.momentum = check_fraction("momentum", momentum)
-        if nesterov and not momentum:
+        self.nesterov = as_flag("nesterov", nesterov)
+        if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
-        self.nesterov = nesterov
 
     def needed_state(self) -> tuple[str, ...]:
         return self.state_names if self.momentum else ()

@@ -19,20 +19,18 @@ from mpishard.contracts import (
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.step import StepReport, Update
-from mpishard.optimizers.data import OptimizationInputData
-from mpishard.optimizers.files import ShardedOptimizerFiles
-from mpishard.optimizers.loop import train
+from mpishard.optimizers.agreement import require_same_rule
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.result import OptimizationResult
-from mpishard.optimizers.state_bytes import StateBytes
+from mpishard.optimizers.schedules import rate_at
+from mpishard.optimizers.training import ShardedTraining
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
 
 
-class ShardedOptimizerBase(ShardedOptimizerFiles):
+class ShardedOptimizerBase(ShardedTraining):
     """An update rule that runs on what each rank owns, with the state that belongs to it.
 
     The model wrapper owns the policy and the collectives; this one the rule, its state, the
@@ -61,13 +59,14 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         self._optimizer = rule
         self._config = config
-        self._awaiting: StateBytes | None = None
+        self._awaiting = None
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
-        self._model: ShardedModelBase | None = None
-        self._state: dict[str, Array] = {}
+        self._model = None
+        self._given_model = None
+        self._state = {}
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
-        self._frozen: frozenset[str] = frozenset()
+        self._frozen = frozenset()
         self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
@@ -96,13 +95,16 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
 
     def get_current_learning_rate(self) -> float:
         """The rate of the next update."""
-        return self._optimizer.learning_rate(self._steps)
+        return rate_at(self._optimizer.learning_rate, self._steps)
 
     def reset(self) -> None:
         """Forget state and step count; the next step starts anew, with any model."""
         self._optimizer.reset()
-        self._model = None
+        self._forget_model()
         self._awaiting = None
+
+    def _forget_model(self) -> None:
+        self._model = None
         self._last_gradient = None
         self._state = {}
         self._steps = 0
@@ -255,7 +257,7 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         model.set_parameters(self.backend.all_reduce(parameters, ReductionOperation.AVERAGE))
 
     def bind(self, model: ShardedModelBase) -> None:
-        """Make state for ``model``; one optimizer trains one model until `reset`.
+        """Make state for ``model``; one optimizer trains one model until `reset`. Collective.
 
         Raises
         ------
@@ -263,6 +265,10 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
             For a model that is not sharded.
         ShardingError
             For another strategy or backend than this one's, or a second model.
+        ValueError
+            For a pattern of ``parameter_options`` that matches nothing, or a configuration that
+            the strategy cannot step with; on every rank, where their rules differ. Nothing has
+            changed then.
         """
         if model is self._model:
             if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
@@ -283,19 +289,19 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
                 f"the model's backend, {model.backend.describe()}, is not the optimizer's, "
                 f"{self.backend.describe()}; use one for both"
             )
-        if self._model is not None:
-            raise ShardingError(
-                "this optimizer holds the state of another model; use an optimizer per model, or "
-                "reset() to forget the state"
-            )
+        self._refuse_second_model()
+        if not model.sharding_configuration.auto_sync_gradients:
+            model.engine.replicas.require_drifting()
         entries = model.parameter_entries
         check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
         trainable = [e.name for e in entries if e.trainable]
-        self._frozen = self._optimizer.frozen_names(trainable) | {
+        frozen = self._optimizer.frozen_names(trainable) | {
             e.name for e in entries if not e.trainable
         }
         if self._awaiting is not None:
-            self._require_fit(self._awaiting, model)
+            self._require_fit(self._awaiting, model, frozen)
+        require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
+        self._frozen = frozen
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
         if model.engine.policy.shards_state:
@@ -304,42 +310,6 @@ class ShardedOptimizerBase(ShardedOptimizerFiles):
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
         self._take_awaited(model)
-
-    def should_early_stop(self) -> bool:
-        """Whether any rank wants training to end now. Collective.
-
-        Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
-        may override; where one says yes, all stop. `optimize` asks at every evaluation.
-        """
-        mine = np.array([int(bool(self._optimizer.should_early_stop()))])
-        return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
-
-    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
-        """Train: epochs of shuffled global batches dealt over the ranks. Collective.
-
-        Validation, history, progress on rank 0, checkpoints and resume as ``input_data`` says.
-        A plain model is wrapped in this optimizer's strategy; ``result.model`` is the wrapper. A
-        rule made ``from_options`` brings an end of training with it.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For input that cannot be trained, before anything is communicated or written.
-        """
-        if not isinstance(input_data, OptimizationInputData):
-            raise TypeError(
-                f"optimize needs an OptimizationInputData, got {type(input_data).__name__}"
-            )
-        if self._optimizer.algorithm_options is not None:
-            input_data = self._optimizer.algorithm_options.applied(input_data)
-        input_data.check()
-        if self._optimizer.algorithm_options is not None:
-            input_data = self._optimizer.algorithm_options.applied(input_data)
-        model = input_data.model
-        if not isinstance(model, ShardedModelBase):
-            model = self.model_class(model, self._config)
-        self.bind(model)
-        return train(self, model, input_data)
 
     @property
     def state(self) -> Mapping[str, Array]:

@@ -29,7 +29,7 @@ def optimize_single(optimizer: Optimizer, input_data: OptimizationInputData) -> 
         raise TypeError(f"optimize needs an OptimizationInputData, got {type(input_data).__name__}")
     if input_data.model is None:
         input_data = replace(input_data, model=optimizer.model)
-    input_data.check()
+    input_data.checked()  # before a world is made for it
     plain = input_data.model
     with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
         sharded = DDPOptimizer(optimizer, ShardingConfiguration(backend))

@@ -114,7 +114,7 @@ class BestParameters:
         for piece, target in zip(self._pieces, owned, strict=True):
             target[...] = self._vector[piece.in_shard]
         engine.parameters.publish(self._pieces)
-        engine.program.changed(engine.parameters)
+        engine.changed()
 
     def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """The rank's pieces; no kind before anything was kept."""

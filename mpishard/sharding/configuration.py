@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-import numpy as np
-
-from mpishard.arguments import as_integer, as_number
+from mpishard.arguments import as_flag, as_integer, as_number
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["ShardingConfiguration"]
@@ -174,7 +172,7 @@ class ShardingConfiguration:
 
     @auto_sync_gradients.setter
     def auto_sync_gradients(self, value: bool) -> None:
-        self._auto_sync_gradients = _flag("auto_sync_gradients", value)
+        self._auto_sync_gradients = as_flag("auto_sync_gradients", value)
 
     @property
     def enable_gradient_compression(self) -> bool:
@@ -183,7 +181,7 @@ class ShardingConfiguration:
 
     @enable_gradient_compression.setter
     def enable_gradient_compression(self, value: bool) -> None:
-        self._enable_gradient_compression = _flag("enable_gradient_compression", value)
+        self._enable_gradient_compression = as_flag("enable_gradient_compression", value)
 
     @property
     def cpu_offload_optimizer(self) -> bool:
@@ -192,7 +190,7 @@ class ShardingConfiguration:
 
     @cpu_offload_optimizer.setter
     def cpu_offload_optimizer(self, value: bool) -> None:
-        self._cpu_offload_optimizer = _flag("cpu_offload_optimizer", value)
+        self._cpu_offload_optimizer = as_flag("cpu_offload_optimizer", value)
 
     @property
     def cpu_offload_gradients(self) -> bool:
@@ -201,7 +199,7 @@ class ShardingConfiguration:
 
     @cpu_offload_gradients.setter
     def cpu_offload_gradients(self, value: bool) -> None:
-        self._cpu_offload_gradients = _flag("cpu_offload_gradients", value)
+        self._cpu_offload_gradients = as_flag("cpu_offload_gradients", value)
 
     @property
     def cpu_offload_parameters(self) -> bool:
@@ -210,7 +208,7 @@ class ShardingConfiguration:
 
     @cpu_offload_parameters.setter
     def cpu_offload_parameters(self, value: bool) -> None:
-        self._cpu_offload_parameters = _flag("cpu_offload_parameters", value)
+        self._cpu_offload_parameters = as_flag("cpu_offload_parameters", value)
 
     @property
     def allow_nonfinite(self) -> bool:
@@ -219,7 +217,7 @@ class ShardingConfiguration:
 
     @allow_nonfinite.setter
     def allow_nonfinite(self, value: bool) -> None:
-        self._allow_nonfinite = _flag("allow_nonfinite", value)
+        self._allow_nonfinite = as_flag("allow_nonfinite", value)
 
     @property
     def check_collectives(self) -> bool:
@@ -228,11 +226,4 @@ class ShardingConfiguration:
 
     @check_collectives.setter
     def check_collectives(self, value: bool) -> None:
-        self._backend.check_collectives = _flag("check_collectives", value)
-
-
-def _flag(name: str, value: object) -> bool:
-    """``value``, which a string or number meant as one would silently not be."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
+        self._backend.check_collectives = as_flag("check_collectives", value)

@@ -88,6 +88,10 @@ class Model(State):
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
         return entries(self.shapes)
 
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        if metadata["kind"] != "fake":
+            raise ValueError(f"expected a fake, got {metadata['kind']}")
+
 
 class Optimizer(State):
     """A `CheckpointableOptimizer` that is its own view."""

@@ -1,0 +1,178 @@
+"""The training loop's place in a sharded optimizer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication import ReductionOperation
+from mpishard.errors import CommunicationError, NonFiniteLossError, ShardingError
+from mpishard.models import ShardedModelBase
+from mpishard.models.step import StepReport
+from mpishard.optimizers.agreement import refuse_early
+from mpishard.optimizers.data import OptimizationInputData
+from mpishard.optimizers.files import ShardedOptimizerFiles
+from mpishard.optimizers.loop import TrainingRun
+from mpishard.optimizers.result import OptimizationResult
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["ShardedTraining"]
+
+
+class ShardedTraining(ShardedOptimizerFiles):
+    """`optimize`, with plain and with sharded models, and what ends it early."""
+
+    model_class: ClassVar[type[ShardedModelBase]]
+
+    _config: ShardingConfiguration
+    _given_model: Any
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Updates made so far."""
+
+    @abstractmethod
+    def get_current_learning_rate(self) -> float:
+        """The rate of the next update."""
+
+    @abstractmethod
+    def step_report(
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
+    ) -> StepReport:
+        """One synchronised update. Collective."""
+
+    @abstractmethod
+    def _forget_model(self) -> None:
+        """Forget the bound model, its state and the step count."""
+
+    def set_model(self, model: Any) -> None:
+        """Name the model, plain or sharded, that `optimize` trains where its data has none.
+
+        Raises
+        ------
+        TypeError
+            For None.
+        """
+        if model is None:
+            raise TypeError("set_model needs a model, got None")
+        self._given_model = model
+
+    def should_early_stop(self) -> bool:
+        """Whether any rank wants training to end now. Collective.
+
+        Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
+        may override; where one says yes, all stop. `optimize` asks at every evaluation.
+        """
+        mine = np.array([int(bool(self._optimizer.should_early_stop()))])
+        return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
+
+    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
+        """Train: epochs of shuffled global batches dealt over the ranks. Collective.
+
+        Validation, history, progress on rank 0, checkpoints and resume as ``input_data`` says.
+        A rule made ``from_options`` brings an end of training with it.
+
+        A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
+        holds the parameters. The same plain model, passed again, goes on with its wrapper. Where
+        training is refused before the first update the plain model has its parameters back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For input that cannot be trained, before anything is communicated or written.
+        ShardingError
+            For a second model, or one of another strategy or backend.
+        """
+        data = self._checked(input_data)
+        bound = self._model
+        if bound is not None and data.model is bound.wrapped_model:
+            data = replace(data, model=bound)
+        if not isinstance(data.model, ShardedModelBase):
+            return self._optimize_plain(data)
+        model = data.model
+        self.bind(model)
+        lengths = refuse_early(model, self._config, data)
+        return TrainingRun(self, model, data, lengths).run()
+
+    def _checked(self, data: OptimizationInputData) -> OptimizationInputData:
+        if not isinstance(data, OptimizationInputData):
+            raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
+        if data.model is None:
+            data = replace(data, model=self._given_model)
+        data = data.checked()
+        config = (
+            data.model.sharding_configuration
+            if isinstance(data.model, ShardedModelBase)
+            else self._config
+        )
+        if not config.auto_sync_gradients:
+            raise ValueError(
+                "optimize reports one loss and one solution, and with auto_sync_gradients=False "
+                "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
+                "model, or set auto_sync_gradients=True"
+            )
+        options = self._optimizer.algorithm_options
+        return data if options is None else options.applied(data)
+
+    def _optimize_plain(self, data: OptimizationInputData) -> OptimizationResult:
+        """Train a plain model in a wrapper, which ends here where no update was made."""
+        self._refuse_second_model()
+        self.backend.initialize()
+        lengths = refuse_early(data.model, self._config, data)
+        model = self.model_class(data.model, self._config)
+        awaiting = self._awaiting
+        run = None
+        try:
+            self.bind(model)
+            run = TrainingRun(self, model, data, lengths)
+            return run.run()
+        except CommunicationError:  # the parameters cannot be gathered any more
+            raise
+        except Exception as error:
+            # Before training what raises does so on every rank, and in it this error.
+            if run is None or (isinstance(error, NonFiniteLossError) and not run.has_updated):
+                self._forget_model()
+                self._awaiting = awaiting
+                model.release()
+            raise
+
+    def _refuse_second_model(self) -> None:
+        if self._model is not None:
+            raise ShardingError(
+                "this optimizer holds the state of another model; use an optimizer per model, or "
+                "reset() to forget the state"
+            )
+
+    # ------------------------------------------------------------------ members of the plain ones
+
+    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+        """Nothing: the state belongs to a model's shards, so there is none for a vector.
+
+        Raises
+        ------
+        NotImplementedError
+            Always, naming what does it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
+            "vectors: use apply_gradients(gradients, model), or "
+            "wrapped_optimizer.update_parameters, whose state is its own"
+        )
+
+    def reverse_update(self, updated: Array, gradients: Array) -> Array:
+        """Nothing: no rank keeps the state from before an update.
+
+        Raises
+        ------
+        NotImplementedError
+            Always, naming what does it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps no copy of the state from before an update: save a "
+            "checkpoint before it, or use wrapped_optimizer.reverse_update, whose state is its own"
+        )
