@@ -15,7 +15,7 @@ from worlds import agree, close, refused, run
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.errors import NonFiniteLossError
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.position import check_position
 
 # ------------------------------------------------------------------------ parameters from elsewhere
@@ -134,6 +134,18 @@ def a_loss_that_is_not_finite(problems: Any) -> None:
         x, y = problems.batch("mlp", 0)
         x = x * np.nan if backend.rank == 1 else x
         refused(NonFiniteLossError, r"ranks \[1\]", lambda: optimizer.step(model, x, y))
+
+    run(body)
+
+
+@check
+def settings_that_differ(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        rule = ms.optimizers.SGD(0.1 + backend.rank % 2)
+        model, optimizer = of(backend, nn.MLP([5, 4, 2], seed=1), "ddp", rule)
+        batch = problems.batch("mlp", 0)
+        of_two_ranks = r"checksums by rank: \[(\d+), (?!\1,)\d+, \1\]"
+        refused(ShardingError, of_two_ranks, lambda: optimizer.step(model, *batch))
 
     run(body)
 
