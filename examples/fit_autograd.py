@@ -140,14 +140,21 @@ def plot(path, found, seen, losses):
     print(path)
 
 
+def positive(text):
+    """An integer >= 1, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
+    return int(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=int, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
     parser.add_argument(
         "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
     )
-    parser.add_argument("--experiments", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--experiments", type=positive, default=128)
+    parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--output", type=Path, default=Path("runs/fit_autograd"))
     arguments = parser.parse_args()
     ms.launch(main, arguments, world_size=arguments.n)

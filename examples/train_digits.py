@@ -123,13 +123,20 @@ def plot(path, results, read):
     print(path)
 
 
+def positive(text):
+    """An integer >= 1, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
+    return int(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=int, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
     parser.add_argument(
         "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
     )
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=positive, default=25)
     parser.add_argument("--output", type=Path, default=Path("runs/digits"))
     arguments = parser.parse_args()
     ms.launch(main, arguments, world_size=arguments.n)

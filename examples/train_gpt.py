@@ -11,7 +11,9 @@ Runs alone, on threads, or under MPI, with the same results:
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data import topics
 
@@ -36,7 +38,24 @@ DEFAULTS = {
     "validate_every": 150,
     "checkpoint_every": 300,
 }
+AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
+
+
+def number(name: str) -> Callable[[str], int | float]:
+    """What reads a setting from the command line: a number of its default's type and range."""
+    kind = type(DEFAULTS.get(name, 1))
+
+    def read(text: str) -> int | float:
+        value = kind(text)
+        if not (value > 0 or value == AT_LEAST.get(name)) or value == math.inf:
+            raise argparse.ArgumentTypeError(
+                f"needs a number {'>= 0' if name in AT_LEAST else '> 0'}, got {text}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where it raises ValueError
+    return read
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["auto", "mpi", "memory"], default="auto")
     parser.add_argument(
         "-n",
-        type=int,
+        type=number("ranks"),
         default=None,
         metavar="N",
         help="thread-ranks, where no launcher started this process (default 1)",
@@ -61,8 +80,11 @@ def parse_arguments() -> argparse.Namespace:
         help="go on where that run was; settings are its own, --steps may grow",
     )
     for name, value in DEFAULTS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=None,
-                            help=f"default {value}")  # fmt: skip
+        option = f"--{name.replace('_', '-')}"
+        if name == "dtype":
+            parser.add_argument(option, choices=["float32", "float64"], help=f"default {value}")
+        else:
+            parser.add_argument(option, type=number(name), help=f"default {value}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
@@ -70,6 +92,12 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--resume takes the run's own settings; remove {changed or '--name'}")
         if not (arguments.resume / "settings.json").is_file():
             parser.error(f"--resume: there is no run in {arguments.resume}")
+    settings = settings_of(arguments)
+    if settings["width"] % settings["heads"]:
+        parser.error(f"--heads {settings['heads']} must divide --width {settings['width']}")
+    longest = len(load_text()[1]) - 2
+    if settings["context"] > longest:
+        parser.error(f"--context {settings['context']}: the text to validate holds {longest}")
     return arguments
 
 

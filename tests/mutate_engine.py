@@ -133,8 +133,8 @@ def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float
             for name in checks
             if later == 1 or "late" in name or "barrier" in name
         }
-        found = _forked(2 * sum(limits.values()), problems, limits, site, later)
-        if found is not None:
+        found = limits and _forked(2 * sum(limits.values()), problems, limits, site, later)
+        if found:
             return Verdict(*found)
     return Verdict(reached=len(checks))
 
@@ -181,6 +181,8 @@ def _forked(limit: float, *arguments: Any) -> tuple[str, str] | None:
         if not receiver.poll(limit):
             return "nothing", f"did not end within {limit:.0f} s"
         found, error = receiver.recv()
+    except EOFError:
+        return "nothing", "its process died"
     finally:
         receiver.close()
         process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.devices import HOST, Device
@@ -81,6 +83,10 @@ class Program(ABC):
             if unit.start <= entry.start < unit.stop and entry.name not in self.frozen
         }
         return frozenset(unit.index for unit in self.units) - trained
+
+    def description(self) -> str:
+        """What must be the same on all ranks beside units, entries and dtype."""
+        return repr(sorted(self.frozen))
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         """Whether `forward` can tell the loss; a black box need only know its gradient."""
@@ -225,6 +231,11 @@ class LayeredProgram(Program):
             i for i, entries in enumerate(self._entries)
             if any(entry.name not in names for entry in entries.values())
         )  # fmt: skip
+
+    def description(self) -> str:
+        layers = [type(layer).__name__ for layer in self._layers]
+        choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
+        return f"{super().description()} {layers} {json.dumps(choices, sort_keys=True)}"
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:

@@ -143,8 +143,9 @@ def require_same_on_all_ranks(
     structure = repr(
         ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in program.entries])
     ).encode()
-    manner = f"{strategy}/{program.dtype.name}/{program.device.kind}".encode()
-    mine = [program.length, len(program.units), zlib.crc32(structure), zlib.crc32(manner)]
+    manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
+    mine = [program.length, len(program.units), zlib.crc32(structure)]
+    mine.append(zlib.crc32(manner.encode()))
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
         return
@@ -154,7 +155,12 @@ def require_same_on_all_ranks(
     counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
     raise ValueError(
         f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-        + ("" if counts_differ else " (units, names, shapes, strategy, dtype or device differ)")
+        + (
+            ""
+            if counts_differ
+            else " (units, names, shapes, kinds of layers, features in "
+            "use, frozen parameters, strategy, dtype or device differ)"
+        )
     )
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what els
 
 Backend = InMemoryCommunicationBackend
 Patch = pytest.MonkeyPatch
-TOTALS = (7,)  # see Engine._totals
+TOTALS = (7,)  # shape of the small all-reduce of a step, see Engine._totals
 
 
 class Done:

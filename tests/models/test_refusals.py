@@ -274,3 +274,21 @@ def test_nonfinite_numbers_can_be_allowed(backend: Any) -> None:
     config.allow_nonfinite = False
     with pytest.raises(NonFiniteLossError):
         model.train(X, Y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: nn.MLP([5, 7, 2], activation="tanh" if rank else "relu"),
+        lambda rank: _with_features(nn.LinearRegression(5), [0, 1] if rank else [0, 1, 2]),
+    ],
+)
+@in_worlds(2, 3)
+def test_models_that_compute_differently_are_not_wrapped(backend: Any, make: Any) -> None:
+    with pytest.raises(ValueError, match="kinds of layers, features"):
+        FSDPModel(make(backend.rank), ShardingConfiguration(backend))
+
+
+def _with_features(model: Any, indices: list[int]) -> Any:
+    model.set_active_feature_indices(indices)
+    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
 import threading
 import time
@@ -15,7 +16,7 @@ from worlds import agree, close, refused, run
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.errors import NonFiniteLossError
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.position import check_position
 
 # ------------------------------------------------------------------------ parameters from elsewhere
@@ -123,6 +124,12 @@ def disagreement_is_every_rank_s_error(problems: Any) -> None:
         linear, _ = of(backend, nn.LinearRegression(5), "fsdp")
         refused(ValueError, "same features", lambda: linear.set_active_feature_indices([rank % 2]))
         linear.set_active_feature_indices([1, 2])
+        fewer = linear.serialize()
+        linear.set_active_feature_indices([1, 2, 3])
+        more = linear.serialize()
+        chosen = fewer if rank == 1 else more
+        differs = "what is chosen of the model differs"
+        refused(ValueError, differs, lambda: linear.deserialize(chosen))
 
     run(body)
 
@@ -134,6 +141,21 @@ def a_loss_that_is_not_finite(problems: Any) -> None:
         x, y = problems.batch("mlp", 0)
         x = x * np.nan if backend.rank == 1 else x
         refused(NonFiniteLossError, r"ranks \[1\]", lambda: optimizer.step(model, x, y))
+
+    run(body)
+
+
+@check
+def settings_that_differ(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        batch = problems.batch("mlp", 0)
+        plain = nn.MLP([5, 4, 2], seed=1)
+        rule = ms.optimizers.SGD(0.1 + backend.rank % 2)
+        model, optimizer = of(backend, plain, "ddp", rule)
+        refused(ValueError, "same optimizer", lambda: optimizer.step(model, *batch))
+        model.sharding_configuration.learning_rate = 0.1 + backend.rank % 2
+        of_two_ranks = r"checksums by rank: \[(\d+), (?!\1,)\d+, \1\]"
+        refused(ShardingError, of_two_ranks, lambda: model.train(*batch))
 
     run(body)
 
@@ -255,6 +277,11 @@ def runs_that_differ(problems: Any) -> None:
         agree(backend, result.loss_history)
         assert result.weight == 14
         where = folder.with_name("nowhere") if rank == 1 else folder
+        (folder.parent / "file").touch()
+        refused(OSError, "file", lambda: optimize(metrics=folder.parent / "file" / "metrics"))
+        rule = ms.optimizers.SGD(lambda step: math.inf if (rank, step) == (1, 23) else 0.1)
+        model, optimizer = of(backend, nn.MLP([5, 4, 2], seed=1), "fsdp", rule)
+        refused(ValueError, "learning rate of inf for step 23", lambda: optimize(epochs=8))
         refused(FileNotFoundError, "nowhere", lambda: check_position(
             where, backend,
             {"local_data": True, "samples": [5, 0, 9], "batch_size": 8, "seed": 1,

@@ -23,9 +23,13 @@ PACKAGE = Path(mpishard.__file__).parent
 ROOMS = ("models", "optimizers")
 
 COLLECTIVES = {
-    "all_gather", "all_gather_async", "all_reduce", "all_reduce_async", "all_to_all",
-    "allocate_shared", "barrier", "barrier_async", "broadcast", "gather", "progress", "receive",
-    "reduce_scatter", "reduce_scatter_async", "scatter", "send", "split",
+    "allocate_shared", "progress", "receive", "send", "split",
+    *(
+        name + twin
+        for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
+                     "reduce_scatter", "scatter")
+        for twin in ("", "_async")
+    ),
 }  # fmt: skip
 """Methods of a backend."""
 

@@ -139,6 +139,31 @@ def test_races_between_threads_are_found(waits, first):
         assert waits or ("written" if first == "write" else "read") in outcomes[0]
 
 
+def test_of_threads_that_begin_at_once_none_is_overlooked():
+    with installed() as cp:
+        a, own = cp.zeros(4), cp.cuda.get_current_stream()
+        own.synchronize()
+
+        class Slow:
+            """A stream of which one asks how far it is while another thread begins to write."""
+
+            @property
+            def syncs(self):
+                if threading.current_thread() is threading.main_thread():
+                    thread.start()
+                    thread.join(0.2)  # it has begun, or waits for its turn
+                return 1
+
+        thread = threading.Thread(target=lambda: a.__setitem__(slice(0, 1), 1))
+        a._memory._work = {(Slow(), 0, 0, 0, False)}
+        a[2:] = 1
+        thread.join()
+        streams = {entry[0] for entry in a._memory._work}
+        a._memory._work.clear()
+        assert own in streams
+        assert len(streams) == 2
+
+
 def test_it_leaves_no_trace():
     import sys
 

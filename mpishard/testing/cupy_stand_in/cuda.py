@@ -44,6 +44,7 @@ class Memory:
         self.device = current.device
         self._stream = current.stream  # CuPy gives the memory to this stream's next array
         self._work: set[tuple[Stream, int, int, int, bool]] = set()
+        self._lock = threading.RLock()
 
     def read(self, host: np.ndarray[Any, Any]) -> None:
         """Begin to read ``host`` on this thread's stream, or refuse."""
@@ -55,17 +56,16 @@ class Memory:
 
     def _begin(self, host: np.ndarray[Any, Any], *, writes: bool) -> None:
         low, high = byte_bounds(host)
-        # Other threads add while this one looks; what is done need not be looked at.
-        work = {entry for entry in tuple(self._work) if entry[0].syncs == entry[1]}
-        for stream, _, start, stop, other_writes in work:
-            overlaps = host.size and start < high and low < stop
-            if stream is not current.stream and overlaps and (writes or other_writes):
-                raise AssertionError(
-                    f"a race: this array may still be {'written' if other_writes else 'read'} by "
-                    "another thread's stream, which that thread has not synchronized since"
-                )
-        work.add((current.stream, current.stream.syncs, low, high, writes))
-        self._work = work
+        with self._lock:  # of two threads that begin at once, each must see the other, or be seen
+            self._work = {entry for entry in self._work if entry[0].syncs == entry[1]}
+            for stream, _, start, stop, other_writes in self._work:
+                overlaps = host.size and start < high and low < stop
+                if stream is not current.stream and overlaps and (writes or other_writes):
+                    raise AssertionError(
+                        f"a race: this array may still be {'written' if other_writes else 'read'} "
+                        "by another thread's stream, which that thread has not synchronized since"
+                    )
+            self._work.add((current.stream, current.stream.syncs, low, high, writes))
 
     def __del__(self) -> None:
         for stream, syncs, *_ in self._work:
