@@ -248,7 +248,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             For another length, before anything is communicated; for vectors that differ between
             ranks, on every rank.
         """
-        self.engine.require_no_round("set_parameters()")
+        self.engine.round.require_none("set_parameters()")
         self.engine.take(self._agreed(parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
@@ -284,7 +284,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         rate = as_number("learning_rate", learning_rate)
         engine = self.engine
         engine.replicas.require_equal("apply_gradients")
-        engine.require_no_round("apply_gradients()")
+        engine.round.require_none("apply_gradients()")
         vector = self._agreed(gradients, "apply_gradients", rate)
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):

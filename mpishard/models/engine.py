@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
 from mpishard.models.offload import OffloadedGradients, UpdateStage
@@ -22,13 +20,12 @@ from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
 from mpishard.models.replicas import Replicas
+from mpishard.models.round import Round
 from mpishard.models.step import StepReport, Update
 from mpishard.nn.layer import Context
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
-
-_SETTINGS = 1 << 20  # so that squares of checksums add up exactly in float64, on 8192 ranks
 
 Rule = Callable[[list[Update], StepReport], None]
 
@@ -73,11 +70,7 @@ class Engine:
         self._make_gradients = make_gradients
         self.stage = stage
         self.replicas = Replicas(parameters, policy)
-        self._samples = 0  # of all ranks, in the round so far; counted where the program is random
-        self._accumulates: bool = False
-        self._defers: bool = False
-        self._local = np.zeros(3)  # of the round so far: loss sum, weight, passes
-        self._round_is_open = False
+        self.round = Round(parameters.backend, config)
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -93,7 +86,7 @@ class Engine:
         ValueError
             Where nothing would be left to train.
         """
-        self.require_no_round("what is trained cannot change")
+        self.round.require_none("what is trained cannot change")
         if all(entry.name in names for entry in self.program.entries):
             raise ValueError(
                 f"all {len(self.program.entries)} parameters are frozen; leave one to train"
@@ -173,8 +166,11 @@ class Engine:
         else:
             self.replicas.require_equal("a synchronised step")
         try:
-            start = self._sample_start(len(x), is_local) if sample_start is None else sample_start
-            return self._step(x, y, rule, start, settings % _SETTINGS, is_local=is_local)
+            if sample_start is None:
+                sample_start = 0
+                if self.program.is_random:
+                    sample_start = self.round.sample_start(len(x), is_local=is_local)
+            return self._step(x, y, rule, sample_start, settings, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -189,23 +185,23 @@ class Engine:
         *,
         is_local: bool,
     ) -> StepReport:
-        if not self._round_is_open:
-            self._local[:] = 0
+        round_ = self.round
         loss, weight = self._pass(
-            x, y, self.gradients, is_first=not self._round_is_open,
-            is_last=not (self._accumulates or is_local), sample_start=sample_start,
+            x, y, self.gradients, is_first=not round_.is_open,
+            is_last=not (round_.accumulates or is_local), sample_start=sample_start,
         )  # fmt: skip
-        self._round_is_open = True
-        self._local += np.array([loss, weight, 1.0])
+        round_.add(loss, weight)
         if is_local:
             return self._local_update(loss, weight, rule)
-        if self._accumulates:
-            total, total_weight, _ = self._totals(np.array([loss, weight, 0.0]), loss, settings)
+        step = self.step_number + 1
+        if round_.accumulates:
+            message = np.array([loss, weight, 0.0])
+            total, total_weight, _ = round_.totals(message, loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
         norm_part = squared_norm(self.gradients.owned(self.own_pieces))
-        message = np.array([*self._local[:2], norm_part])
-        total, total_weight, squared = self._totals(message, loss, settings)
+        message = np.array([round_.loss, round_.weight, norm_part])
+        total, total_weight, squared = round_.totals(message, loss, settings, step)
         if total_weight == 0:
             raise ValueError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
@@ -218,20 +214,6 @@ class Engine:
             self.parameters.publish(self.published_pieces)
         self._end_round()
         return report
-
-    def require_no_round(self, purpose: str) -> None:
-        """Refuse what would make gradients stale that wait for their update.
-
-        Raises
-        ------
-        ShardingError
-            After a step inside `accumulate`, until a step has ended the round.
-        """
-        if self._round_is_open:
-            raise ShardingError(
-                f"{purpose} in the middle of a round of accumulate(): {self._local[2]:g} batches "
-                "of this rank wait for the step that ends it"
-            )
 
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
@@ -246,14 +228,14 @@ class Engine:
             On every rank, where the gradient is not finite.
         """
         self.replicas.require_equal("apply_gradients")
-        self.require_no_round("apply_gradients()")
+        self.round.require_none("apply_gradients()")
         trained = [
             gradient[e.start : e.stop] for e in self.program.entries
             if e.name not in self.program.frozen
         ]  # fmt: skip
         norm = math.sqrt(squared_norm(trained))
         if not math.isfinite(norm):
-            self._refuse_nonfinite("the given gradient")
+            self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [gradient[p.start : p.stop] for p in self.updated_pieces]
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
         if self.policy.shards_state:
@@ -271,34 +253,22 @@ class Engine:
 
     def _end_round(self) -> None:
         self.changed()
-        self._round_is_open = False
-        self._samples = 0
+        self.round.end()
         self.step_number += 1
-
-    def _sample_start(self, samples: int, is_local: bool) -> int:
-        """The index of this rank's first sample in the round. Collective where it matters."""
-        if not self.program.is_random:
-            return 0
-        before = self._samples if self._round_is_open else 0
-        if is_local or self.backend.world_size == 1:
-            self._samples = before + samples
-            return before
-        counts = self.backend.all_gather(np.array([samples]))
-        self._samples = before + int(counts.sum())
-        return before + int(counts[: self.backend.rank].sum())
 
     def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
-        if self._accumulates:
+        if self.round.accumulates:
             return StepReport(self._mean(loss, weight), weight, None)
-        total, total_weight = float(self._local[0]), float(self._local[1])
+        total, total_weight = self.round.loss, self.round.weight
         if total_weight == 0:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         gradients = self.gradients.local(self.updated_pieces)
         squared = squared_norm(gradients)
         if not (math.isfinite(total) and math.isfinite(squared)):
-            self._refuse_nonfinite(f"the loss or the gradient of rank {self.backend.rank}")
+            what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
+            self.round.refuse_nonfinite(what, self.step_number + 1)
         report = StepReport(
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
@@ -319,7 +289,7 @@ class Engine:
         loss: ILossFunction | None = None,
     ) -> tuple[float, float]:
         """One forward and backward pass; this rank's loss sum and weight."""
-        gradients.begin(is_first=is_first, is_last=is_last, defer=self._defers)
+        gradients.begin(is_first=is_first, is_last=is_last, defer=self.round.defers)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         total, weight, tape = self.program.forward(
             self.parameters, x, y, loss or self.loss, context
@@ -327,50 +297,6 @@ class Engine:
         self.program.backward(self.parameters, gradients, tape)
         gradients.settle()
         return total, weight
-
-    def _totals(
-        self, message: np.ndarray[Any, Any], own_loss: float, settings: int
-    ) -> tuple[float, float, float]:
-        """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
-
-        With them travel two numbers and their squares, which tell whether they are the same on all
-        ranks: the passes of the round, and the checksum of the settings.
-        """
-        own = np.array([self._local[2] + 0.5 * self._accumulates, settings])
-        sums = self.backend.all_reduce(np.array([*message, *own, *(own * own)]))
-        total, weight, squared, all_passes = (float(v) for v in sums[:4])
-        same = sums[3:5] ** 2 == sums[5:] * self.backend.world_size
-        if not same[0]:
-            raise ShardingError(
-                f"the ranks are in different rounds: rank {self.backend.rank} has added "
-                f"{self._local[2]:g} batches, all {self.backend.world_size} together "
-                f"{int(all_passes)}. One has left accumulate() by an exception that its script "
-                "caught, or did not enter it. Nothing was updated, and every rank drops its round"
-            )
-        if not same[1]:
-            ranks = self.backend.all_gather(np.array([settings])).tolist()
-            raise ShardingError(
-                f"step {self.step_number + 1}: the ranks would update with different settings, "
-                f"such as learning rate or clipping (checksums by rank: {ranks}). Nothing was "
-                "updated; give every rank the same"
-            )
-        if not all(math.isfinite(v) for v in (total, weight, squared)):
-            losses = []
-            if not self._config.allow_nonfinite:
-                losses = self.backend.all_gather(np.array([own_loss])).tolist()
-            ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-            what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
-            self._refuse_nonfinite(what, f" (loss sums by rank: {losses})")
-        return total, weight, squared
-
-    def _refuse_nonfinite(self, what: str, details: str = "") -> None:
-        if self._config.allow_nonfinite:
-            return
-        raise NonFiniteLossError(
-            f"step {self.step_number + 1}: {what} is not finite{details}. The parameters are those "
-            "of before the step. Lower the learning rate, clip_global_norm=1.0, or look at the "
-            "data; ShardingConfiguration(allow_nonfinite=True) goes on regardless"
-        )
 
     def _mean(self, total: float, weight: float) -> float:
         """The mean loss; NaN where a black box does not tell its loss, or nothing was weighed."""
@@ -380,21 +306,16 @@ class Engine:
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
         """Inside, `step` adds to the round and does not end it. See `ShardedModelBase`."""
-        if self._accumulates:
-            raise RuntimeError("accumulate() cannot be nested")
-        self._accumulates, self._defers = True, defer
         try:
-            yield
+            with self.round.accumulating(defer=defer):
+                yield
         except BaseException:
             self.abandon()
             raise
-        finally:
-            self._accumulates = False
 
     def abandon(self) -> None:
         """Drop an unfinished round."""
-        self._round_is_open = False
-        self._samples = 0
+        self.round.end()
         self.gradients.abandon()
         self.parameters.abandon()
 

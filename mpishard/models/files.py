@@ -145,7 +145,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
         """All that this rank holds."""
-        self.engine.require_no_round("a checkpoint cannot be loaded")
+        self.engine.round.require_none("a checkpoint cannot be loaded")
         store = self.engine.parameters
         owned = store.owned(store.held)
         return {"parameters": [(p.start, a) for p, a in zip(store.held, owned, strict=True)]}

@@ -19,7 +19,7 @@ from mpishard.testing.worlds import in_worlds
 
 pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what else is done
 
-TOTALS = np.zeros(7)  # the one small all-reduce of a step, see Engine._totals
+TOTALS = np.zeros(7)  # the one small all-reduce of a step, see Round.totals
 
 by_kind = pytest.mark.parametrize("kind", ["mlp", "gpt", "tied"])
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])

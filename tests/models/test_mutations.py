@@ -22,6 +22,7 @@ from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import ScatteredGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
 from mpishard.models.program import LayeredProgram
+from mpishard.models.round import Round
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.optimizers.optimizer import Optimizer
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("messages_only")  # test_arena.py: what els
 
 Backend = InMemoryCommunicationBackend
 Patch = pytest.MonkeyPatch
-TOTALS = (7,)  # shape of the small all-reduce of a step, see Engine._totals
+TOTALS = (7,)  # shape of the small all-reduce of a step, see Round.totals
 
 
 class Done:
@@ -130,25 +131,25 @@ def weight_ignored(patch: Patch) -> None:
 
 
 def weight_of_this_rank_only(patch: Patch) -> None:
-    original = Engine._totals
+    original = Round.totals
 
     def mutant(self: Any, message: Any, *rest: Any) -> Any:
-        weight = max(float(message[1]), 1.0) * self.backend.world_size
+        weight = max(float(message[1]), 1.0) * self._backend.world_size
         total, _, squared = original(self, message, *rest)
         return total, weight, squared
 
-    patch.setattr(Engine, "_totals", mutant)
+    patch.setattr(Round, "totals", mutant)
 
 
 def norm_of_this_rank_only(patch: Patch) -> None:
-    original = Engine._totals
+    original = Round.totals
 
     def mutant(self: Any, message: Any, *rest: Any) -> Any:
         squared = float(message[2])
         total, weight, _ = original(self, message, *rest)
         return total, weight, squared
 
-    patch.setattr(Engine, "_totals", mutant)
+    patch.setattr(Round, "totals", mutant)
 
 
 def clipping_dropped(patch: Patch) -> None:

@@ -17,6 +17,7 @@ from mpishard.communication import run_in_threads
 from mpishard.models import gradient_store, sharded_gradients
 from mpishard.models.engine import Engine
 from mpishard.models.replicas import Replicas
+from mpishard.models.round import Round
 from mpishard.optimizers import LAMB
 from mpishard.optimizers.sharded import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration
@@ -223,16 +224,16 @@ def weights_not_forgotten(patch: Patch) -> None:
 
 def masks_of_this_rank_alone(patch: Patch) -> None:
     """Every rank takes its first sample for the batch's."""
-    patch.setattr(Engine, "_sample_start", lambda self, samples, is_local: 0)
+    patch.setattr(Round, "sample_start", lambda self, samples, *, is_local: 0)
 
 
 def masks_of_the_neighbour(patch: Patch) -> None:
-    original = Engine._sample_start
+    original = Round.sample_start
 
-    def mutant(self: Any, samples: int, is_local: bool) -> int:
-        return original(self, samples, is_local) + (self.backend.world_size > 1)
+    def mutant(self: Any, samples: int, *, is_local: bool) -> int:
+        return original(self, samples, is_local=is_local) + (self._backend.world_size > 1)
 
-    patch.setattr(Engine, "_sample_start", mutant)
+    patch.setattr(Round, "sample_start", mutant)
 
 
 def norms_of_this_rank_s_pieces(patch: Patch) -> None:

@@ -18,7 +18,7 @@ def test_the_engine_passes(problems, name):
 
 # A few of the mutants, each with a check that fails; the script tries all.
 KILLED = [
-    ("Engine._totals", "all_reduce", "equality: ddp, messages"),
+    ("Round.totals", "all_reduce", "equality: ddp, messages"),
     ("NodeParameters._share", "barrier", "a late rank: zero1, arena"),
     ("NodeGradients.finish", "barrier_async", "a late rank: ddp, arena"),
     ("NodeGradients.target", "wait", "idle works: ddp, arena"),

@@ -1,0 +1,156 @@
+"""What one update uses: one backward pass, or several that accumulate, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpishard.communication import CommunicationBackend
+from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["Round"]
+
+_SETTINGS = 1 << 20  # so that squares of checksums add up exactly in float64, on 8192 ranks
+
+
+class Round:
+    """The passes since the last update: their losses, and what the ranks must agree on.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        How the ranks talk.
+    config : ShardingConfiguration
+        Says whether what is not finite is refused.
+
+    Attributes
+    ----------
+    is_open : bool
+        Whether a pass waits for its update.
+    accumulates : bool
+        Whether the next pass only adds to the round.
+    defers : bool
+        Whether its gradients stay local until the round's last pass.
+    loss, weight : float
+        Sums over this rank's samples.
+    passes : int
+        How many this rank has added.
+    """
+
+    def __init__(self, backend: CommunicationBackend, config: ShardingConfiguration) -> None:
+        self.is_open = False
+        self.accumulates = False
+        self.defers = False
+        self.loss = self.weight = 0.0
+        self.passes = 0
+        self._samples = 0  # of all ranks; counted where the program is random
+        self._backend = backend
+        self._config = config
+
+    def add(self, loss: float, weight: float) -> None:
+        """Count one pass, with the sum and weight of its loss."""
+        self.is_open = True
+        self.loss += loss
+        self.weight += weight
+        self.passes += 1
+
+    def end(self) -> None:
+        """Begin anew, after an update or an error."""
+        self.is_open = False
+        self.loss = self.weight = 0.0
+        self.passes = self._samples = 0
+
+    def require_none(self, purpose: str) -> None:
+        """Refuse what would make gradients stale that wait for their update.
+
+        Raises
+        ------
+        ShardingError
+            After a step inside `accumulate`, until a step has ended the round.
+        """
+        if self.is_open:
+            raise ShardingError(
+                f"{purpose} in the middle of a round of accumulate(): {self.passes} batches of "
+                "this rank wait for the step that ends it"
+            )
+
+    @contextmanager
+    def accumulating(self, *, defer: bool) -> Iterator[None]:
+        """Inside, passes add to the round and do not end it."""
+        if self.accumulates:
+            raise RuntimeError("accumulate() cannot be nested")
+        self.accumulates, self.defers = True, defer
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    def sample_start(self, samples: int, *, is_local: bool) -> int:
+        """The index of the first of this rank's ``samples`` among those of all ranks. Collective.
+
+        Not where ``is_local``: then this rank is alone.
+        """
+        before = self._samples
+        if is_local or self._backend.world_size == 1:
+            self._samples += samples
+            return before
+        counts = self._backend.all_gather(np.array([samples]))
+        self._samples += int(counts.sum())
+        return before + int(counts[: self._backend.rank].sum())
+
+    def totals(
+        self, message: np.ndarray[Any, Any], own_loss: float, settings: int, step: int
+    ) -> tuple[float, float, float]:
+        """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
+
+        With them travel two numbers and their squares, which tell whether they are the same on all
+        ranks: the passes of the round, and a checksum of the settings. ``step`` is the number that
+        errors name.
+
+        Raises
+        ------
+        ShardingError, NonFiniteLossError
+            On every rank.
+        """
+        backend = self._backend
+        own = np.array([self.passes + 0.5 * self.accumulates, settings % _SETTINGS])
+        sums = backend.all_reduce(np.array([*message, *own, *(own * own)]))
+        total, weight, squared, all_passes = (float(v) for v in sums[:4])
+        same = sums[3:5] ** 2 == sums[5:] * backend.world_size
+        if not same[0]:
+            raise ShardingError(
+                f"the ranks are in different rounds: rank {backend.rank} has added {self.passes} "
+                f"batches, all {backend.world_size} together {int(all_passes)}. One has left "
+                "accumulate() by an exception that its script caught, or did not enter it. Nothing "
+                "was updated, and every rank drops its round"
+            )
+        if not same[1]:
+            ranks = backend.all_gather(np.array([settings % _SETTINGS])).tolist()
+            raise ShardingError(
+                f"step {step}: the ranks would update with different settings, such as learning "
+                f"rate or clipping (checksums by rank: {ranks}). Nothing was updated; give every "
+                "rank the same"
+            )
+        if not all(math.isfinite(v) for v in (total, weight, squared)):
+            losses = []
+            if not self._config.allow_nonfinite:
+                losses = backend.all_gather(np.array([own_loss])).tolist()
+            ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+            what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
+            self.refuse_nonfinite(f"{what} is not finite (loss sums by rank: {losses})", step)
+        return total, weight, squared
+
+    def refuse_nonfinite(self, what: str, step: int) -> None:
+        """Raise `NonFiniteLossError`, which says ``what``, unless the configuration allows it."""
+        if self._config.allow_nonfinite:
+            return
+        raise NonFiniteLossError(
+            f"step {step}: {what}. The parameters are those of before the step. Lower the learning "
+            "rate, clip_global_norm=1.0, or look at the data; "
+            "ShardingConfiguration(allow_nonfinite=True) goes on regardless"
+        )
