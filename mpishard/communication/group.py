@@ -163,6 +163,7 @@ class Group:
         """
         if not self.all_left:
             return True
+        self._receive_notices()
         if self.mailbox is not None:
             self.mailbox.close()
         for request in tuple(self.in_flight):
@@ -173,6 +174,20 @@ class Group:
             if comm is not None:
                 comm.Free()
         return True
+
+    def _receive_notices(self) -> None:
+        """Take all notices that were sent to this rank. Every rank of the group calls it.
+
+        What is not received when a communicator is freed meets the next one that MPI gives the
+        same identity: a rank of another world would be told that this one's have left.
+        """
+        sent = np.zeros(self.world_size, np.uint8)
+        request = self.comm.Iallgather(np.array([self._notified], np.uint8), sent)
+        while not request.Test():
+            yield_processor()
+        missing = {r for r in range(self.world_size) if sent[r] and r != self.rank}
+        while missing - self.departures().keys():
+            yield_processor()
 
 
 def _duplicates(comm: Any, count: int) -> list[Any]:

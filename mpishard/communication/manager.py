@@ -22,8 +22,8 @@ class _WithState(type):
 
     @property
     def is_initialized(cls) -> bool:
-        """Whether this rank has given a backend and not shut it down."""
-        return _backend.get() is not None
+        """Whether this rank has given a backend that is not shut down."""
+        return _given() is not None
 
 
 class CommunicationManager(metaclass=_WithState):
@@ -62,7 +62,7 @@ class CommunicationManager(metaclass=_WithState):
                 f"backend must be a CommunicationBackend, got {type(backend).__name__}; "
                 "mpishard.init() returns one"
             )
-        if _backend.get() is not None:
+        if _given() is not None:
             raise CommunicationError(
                 "the CommunicationManager has a backend already; shutdown() lets it go"
             )
@@ -137,8 +137,14 @@ class CommunicationManager(metaclass=_WithState):
         return _ours().scatter(array, root)
 
 
-def _ours() -> CommunicationBackend:
+def _given() -> CommunicationBackend | None:
+    """This rank's backend; None where there is none, or it was shut down by others than us."""
     backend = _backend.get()
+    return backend if backend is not None and backend.is_initialized else None
+
+
+def _ours() -> CommunicationBackend:
+    backend = _given()
     if backend is None:
         raise NotInitializedError(
             "the CommunicationManager has no backend here; call "

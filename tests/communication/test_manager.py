@@ -79,6 +79,10 @@ def test_what_it_refuses(backend):
         with pytest.raises(TypeError):
             call(None)
     assert Manager.all_reduce(np.ones(1)).tolist() == [backend.world_size]  # nobody is stranded
+    backend.shutdown()  # not through the manager, which has none then
+    assert not Manager.is_initialized
+    with pytest.raises(NotInitializedError):
+        Manager.get_rank()
 
 
 def test_it_initialises_the_backend_and_can_begin_anew():
