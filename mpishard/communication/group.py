@@ -68,6 +68,8 @@ class Group:
         self._left = False
         self._notified = False
         self._noticed: dict[int, int] = {}
+        self._settling: Any = None
+        self._notices_sent = np.zeros(self.world_size, np.uint8)
 
     def element(self, itemsize: int) -> Any:
         """An MPI type of ``itemsize`` bytes. What the bytes mean is nobody's business here."""
@@ -163,7 +165,8 @@ class Group:
         """
         if not self.all_left:
             return True
-        self._receive_notices()
+        if not self.has_all_notices():
+            return False
         if self.mailbox is not None:
             self.mailbox.close()
         for request in tuple(self.in_flight):
@@ -175,19 +178,23 @@ class Group:
                 comm.Free()
         return True
 
-    def _receive_notices(self) -> None:
-        """Take all notices that were sent to this rank. Every rank of the group calls it.
+    def has_all_notices(self) -> bool:
+        """Whether all notices that were sent to this rank have come. Never blocks.
 
         What is not received when a communicator is freed meets the next one that MPI gives the
-        same identity: a rank of another world would be told that this one's have left.
+        same identity: a rank of another world would be told that this one's have left. True where
+        not `all_left`: that communicator stays.
         """
-        sent = np.zeros(self.world_size, np.uint8)
-        request = self.comm.Iallgather(np.array([self._notified], np.uint8), sent)
-        while not request.Test():
-            yield_processor()
-        missing = {r for r in range(self.world_size) if sent[r] and r != self.rank}
-        while missing - self.departures().keys():
-            yield_processor()
+        if not self.all_left:
+            return True
+        if self._settling is None:
+            self._settling = self.comm.Iallgather(
+                np.array([self._notified], np.uint8), self._notices_sent
+            )
+        if not self._settling.Test():
+            return False
+        sent = {rank for rank in range(self.world_size) if self._notices_sent[rank]}
+        return sent - {self.rank} <= self.departures().keys()
 
 
 def _duplicates(comm: Any, count: int) -> list[Any]:

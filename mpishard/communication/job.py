@@ -181,6 +181,9 @@ class Job:
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+        waiting = groups
+        while waiting := [group for group in waiting if not group.has_all_notices()]:
+            yield_processor()
         self._stop_progress()
         for group in groups:
             group.free()

@@ -138,7 +138,7 @@ class CommunicationManager(metaclass=_WithState):
 
 
 def _given() -> CommunicationBackend | None:
-    """This rank's backend; None where there is none, or it was shut down by others than us."""
+    """The backend of this rank; None where there is none, or it was shut down by others than us."""
     backend = _backend.get()
     return backend if backend is not None and backend.is_initialized else None
 
