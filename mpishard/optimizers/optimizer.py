@@ -9,6 +9,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -73,7 +74,7 @@ class Optimizer(PlainOptimizer):
         For a number outside its range, an unknown option, or both ways of clipping.
     """
 
-    state_names: ClassVar[tuple[str, ...]]
+    state_names: ClassVar[tuple[str, ...]] = ()
     clip_global_norm: float | None
     clip_value: float | None
 
@@ -87,8 +88,10 @@ class Optimizer(PlainOptimizer):
         parameter_options: ParameterOptions | None = None,
     ) -> None:
         super().__init__()
-        self.learning_rate = as_schedule(learning_rate)
-        self.weight_decay = _at_least_zero("weight_decay", weight_decay)
+        self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
+        self._scratch: dict[Any, list[Array]] = {}
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
         for name, limit in {"clip_global_norm": clip_global_norm, "clip_value": clip_value}.items():
             if limit is not None and not as_number(name, limit) > 0:
                 raise ValueError(f"{name} must be above 0 or None, got {limit}")
@@ -98,10 +101,50 @@ class Optimizer(PlainOptimizer):
                 f"clip_global_norm={clip_global_norm} and clip_value={clip_value} are two ways to "
                 "clip; choose one"
             )
-        self.parameter_options = checked_options(parameter_options or {})
+        self.parameter_options = parameter_options or {}
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
-        self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
-        self._scratch: dict[Any, list[Array]] = {}
+
+    @property
+    def learning_rate(self) -> Schedule:
+        """The rate by step. It may be set between steps, to a number too."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | Schedule) -> None:
+        self._learning_rate = as_schedule(rate)
+
+    @property
+    def weight_decay(self) -> float:
+        """Strength of decay. It may be set between steps."""
+        return self._weight_decay
+
+    @weight_decay.setter
+    def weight_decay(self, value: float) -> None:
+        self._weight_decay = _at_least_zero("weight_decay", value)
+        self._spans.clear()
+
+    @property
+    def parameter_options(self) -> Mapping[str, Mapping[str, Any]]:
+        """What differs by name; read-only. Another mapping may be set between steps.
+
+        A sharded optimizer that has made its state refuses other frozen parameters.
+        """
+        return MappingProxyType(
+            {k: MappingProxyType(v) for k, v in self._parameter_options.items()}
+        )
+
+    @parameter_options.setter
+    def parameter_options(self, options: ParameterOptions) -> None:
+        self._parameter_options = checked_options(options)
+        self._described: str | None = None
+        self._spans.clear()
+
+    @property
+    def described_options(self) -> str:
+        """``parameter_options`` as text, the same in every process whose options are the same."""
+        if self._described is None:
+            self._described = described(self._parameter_options)
+        return self._described
 
     @classmethod
     def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
@@ -263,7 +306,18 @@ class Optimizer(PlainOptimizer):
         return optimize_single(self, input_data)
 
     def get_options(self) -> Mapping[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        """The settings: what ``__init__`` of the class and its bases takes and keeps by name.
+
+        Other attributes are none: a rule may keep counts and records of its own.
+        """
+        given = (
+            name
+            for kind in reversed(type(self).__mro__)
+            if "__init__" in vars(kind) and issubclass(kind, Optimizer)
+            for name in list(inspect.signature(kind.__init__).parameters)[1:]
+        )
+        names = dict.fromkeys((*given, "algorithm_options"))
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings as JSON knows them, to be compared between ranks and with a checkpoint.
@@ -275,11 +329,8 @@ class Optimizer(PlainOptimizer):
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
         found["learning_rate"] = rates(self.learning_rate)
-        found["parameter_options"] = described(self.parameter_options)
+        found["parameter_options"] = self.described_options
         return found
-
-    def _forget_options(self) -> None:
-        self._spans.clear()
 
     def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
         key = tuple(segments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -285,8 +284,13 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
                 f"these bytes have the settings {', '.join(settings)}; {type(self).__name__} has "
                 + ", ".join(self.get_options())
             )
-        vars(self).update(settings)
-        self._forget_options()
+        held = dict(vars(self))
+        try:
+            for name, value in settings.items():
+                setattr(self, name, value)
+        except (TypeError, ValueError):
+            vars(self).update(held)
+            raise
         self._trained = None
         self._run = run
 
@@ -322,10 +326,6 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         check_path("path", path)
         self.deserialize(Path(path).read_bytes())
-
-    @abstractmethod
-    def _forget_options(self) -> None:
-        """Drop what was found with other settings."""
 
     def _advance(
         self, parameters: Array, gradients: Array, entries: Sequence[ParameterEntry] | None

@@ -67,6 +67,7 @@ class ShardedOptimizerBase(ShardedTraining):
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._steps = 0
         self._frozen = frozenset()
+        self._options = ""  # those that `_frozen` was found with
         self._owners: dict[str, Callable[[Array], Array]] = {}
 
     @property
@@ -162,7 +163,10 @@ class ShardedOptimizerBase(ShardedTraining):
         """A checksum of what may change from step to step, to be compared between ranks."""
         rule = self._optimizer
         rate = rate_at(rule.learning_rate, self._steps)
-        own = rate, rule.clip_global_norm, rule.clip_value, self._steps
+        own = (
+            rate, rule.clip_global_norm, rule.clip_value, self._steps,
+            rule.weight_decay, rule.described_options,
+        )  # fmt: skip
         return zlib.crc32(repr(own).encode())
 
     def _apply(self, updates: list[Update], report: StepReport) -> None:
@@ -273,25 +277,21 @@ class ShardedOptimizerBase(ShardedTraining):
             For another strategy or backend than this one's, or a second model.
         ValueError
             For a pattern of ``parameter_options`` that matches nothing, or a configuration that
-            the strategy cannot step with; on every rank, where their rules differ. Nothing has
-            changed then.
+            the strategy cannot step with; where other parameters than before are to be frozen; on
+            every rank, where their rules differ. Nothing has changed then.
         """
         if model is self._model:
+            self._check_new_options(model)
             if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
                 model.engine.freeze(self._frozen)
             return
         self._require_model_of_this_kind(model)
         entries = model.parameter_entries
-        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
-        trainable = [e.name for e in entries if e.trainable]
-        frozen = self._optimizer.frozen_names(trainable) | {
-            e.name for e in entries if not e.trainable
-        }
-        if self._awaiting is not None:
-            self._require_fit(self._awaiting, model, frozen)
+        frozen = self._frozen_of(model)
         if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
             require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
         self._frozen = frozen
+        self._options = self._optimizer.described_options
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
         if model.engine.policy.shards_state:
@@ -300,6 +300,32 @@ class ShardedOptimizerBase(ShardedTraining):
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
         self._take_awaited(model)
+
+    def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
+        """What of ``model`` is not trained, or a refusal of options. Communicates nothing."""
+        entries = model.parameter_entries
+        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        frozen = self._optimizer.frozen_names(trainable) | {
+            e.name for e in entries if not e.trainable
+        }
+        if self._awaiting is not None:
+            self._require_fit(self._awaiting, model, frozen)
+        return frozen
+
+    def _check_new_options(self, model: ShardedModelBase) -> None:
+        """Refuse options set since the last step that the state does not fit."""
+        options = self._optimizer.described_options
+        if options == self._options:
+            return
+        frozen = self._frozen_of(model)
+        if frozen != self._frozen:
+            raise ValueError(
+                f"parameter_options would freeze {sorted(frozen)}, and this optimizer's state was "
+                f"made with {sorted(self._frozen)} frozen; call reset() to begin with new state, "
+                "or give the options to an optimizer of their own"
+            )
+        self._options = options
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
