@@ -86,7 +86,8 @@ class ShardedTraining(ShardedOptimizerFiles):
         TypeError, ValueError
             For input that cannot be trained, before anything is communicated or written.
         ShardingError
-            For a second model, or one of another strategy or backend.
+            For a second model, or one of another strategy or backend; inside ``accumulate()``,
+            and before the step that ends its round.
         """
         data = self._checked(input_data)
         bound = self._model
@@ -95,6 +96,12 @@ class ShardedTraining(ShardedOptimizerFiles):
         if not isinstance(data.model, ShardedModelBase):
             return self._optimize_plain(data)
         model = data.model
+        if model.engine.round.accumulates:
+            raise ShardingError(
+                "optimize inside accumulate() would add to a round and update nothing; call it "
+                "after the with block, and after the step that ends the round"
+            )
+        model.engine.round.require_none("optimize")
         self.bind(model)
         lengths = refuse_early(model, self._config, data)
         return TrainingRun(self, model, data, lengths).run()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.errors import CheckpointError
+from mpishard.errors import CheckpointError, ShardingError
 
 X = np.random.default_rng(0).standard_normal((12, 3))
 Y = X[:, :1]
@@ -135,3 +135,22 @@ def test_the_class_instead_of_an_object():
 def test_bytes_that_are_no_model():
     with pytest.raises(ValueError, match="3 bytes are not what serialize"):
         ms.nn.MLP([3, 1]).deserialize(b"abc")
+
+
+def test_a_round_of_accumulate_ends_before_training():
+    def main(backend):
+        model, optimizer = wrap(backend)
+        before, sequence = model.get_parameters(), backend._sequence
+        with pytest.raises(ShardingError, match=r"optimize inside accumulate\(\)"):  # noqa: SIM117
+            with model.accumulate():
+                optimizer.optimize(data(model))
+        assert backend._sequence == sequence
+        with model.accumulate():
+            optimizer.step(model, X, Y)
+        with pytest.raises(ShardingError, match=r"optimize in the middle of a round .* 1 batches"):
+            optimizer.optimize(data(model))
+        assert (model.get_parameters() == before).all()
+        optimizer.step(model, X, Y)
+        assert optimizer.optimize(data(model)).iterations == 3
+
+    ms.run_in_threads(2, main)
