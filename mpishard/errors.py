@@ -13,6 +13,7 @@
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- DeviceUnavailableError (RuntimeError)  a GPU was asked for; CuPy or the GPU is not there
     |-- NonFiniteLossError (ArithmeticError)
+    |-- NoSampleError (ValueError)         a step in which all weights are 0, on all ranks
     |-- MissingInterfaceError (RuntimeError)  a model was asked what its kind does not know
     |   `-- MissingMemberError (NotImplementedError)  a user's model lacks a member
     |-- MissingLossError (RuntimeError)    gradients asked of a model that has no loss
@@ -35,6 +36,7 @@ __all__ = [
     "MissingLossError",
     "MissingMemberError",
     "MpishardError",
+    "NoSampleError",
     "NonFiniteLossError",
     "NotInitializedError",
     "PeerError",
@@ -103,6 +105,10 @@ class DeviceUnavailableError(MpishardError, RuntimeError):
 
 class NonFiniteLossError(MpishardError, ArithmeticError):
     """Raised on every rank, before the update, when the loss or its gradient is not finite."""
+
+
+class NoSampleError(MpishardError, ValueError):
+    """Raised on every rank, before the update, when no rank has a sample that counts."""
 
 
 class MissingInterfaceError(MpishardError, RuntimeError):

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
+from mpishard.errors import NoSampleError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
 from mpishard.models.offload import OffloadedGradients, UpdateStage
@@ -203,7 +204,7 @@ class Engine:
         message = np.array([round_.loss, round_.weight, norm_part])
         total, total_weight, squared = round_.totals(message, loss, settings, step)
         if total_weight == 0:
-            raise ValueError("no rank has a sample that counts in this step; all weights are 0")
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
         try:

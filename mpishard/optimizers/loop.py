@@ -54,7 +54,7 @@ class TrainingRun:
     ------
     TypeError, ValueError, OSError
         On every rank, where the ranks ask for different training, there is nothing to resume from,
-        the last update has no learning rate, or the metrics cannot be written.
+        the first or the last update has no learning rate, or the metrics cannot be written.
     """
 
     def __init__(
@@ -84,16 +84,17 @@ class TrainingRun:
         self.progress: Progress
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
-        if data.metrics is not None:
-            with together(model.backend):
-                if model.rank == 0:
-                    MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
         if data.resume is not None:
             self._resume(Path(data.resume))
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
                 last = optimizer.steps + self.total - self.step - 1
-                optimizer.wrapped_optimizer.checked_rate(last)
+                for step in (optimizer.steps, last):
+                    optimizer.wrapped_optimizer.checked_rate(step)
+        if data.metrics is not None:
+            with together(model.backend):
+                if model.rank == 0:
+                    MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
 
     @property
     def has_updated(self) -> bool:

@@ -313,6 +313,10 @@ class ShardedOptimizerBase(ShardedTraining):
             self._require_fit(self._awaiting, model, frozen)
         return frozen
 
+    def _check_rule(self, model: ShardedModelBase) -> None:
+        self._frozen_of(model)
+        self._optimizer.fingerprint()  # asks a user's attributes for their names
+
     def _check_new_options(self, model: ShardedModelBase) -> None:
         """Refuse options set since the last step that the state does not fit."""
         options = self._optimizer.described_options

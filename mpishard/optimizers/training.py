@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.checkpoint.consensus import together
 from mpishard.communication import ReductionOperation
-from mpishard.errors import CommunicationError, NonFiniteLossError, ShardingError
+from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.step import StepReport
 from mpishard.optimizers.agreement import refuse_early
@@ -50,6 +51,15 @@ class ShardedTraining(ShardedOptimizerFiles):
     def _forget_model(self) -> None:
         """Forget the bound model, its state and the step count."""
 
+    @abstractmethod
+    def _check_rule(self, model: ShardedModelBase) -> None:
+        """Refuse a rule that does not fit the model. Communicates nothing."""
+
+    @property
+    def model(self) -> ShardedModelBase | None:
+        """The wrapper whose state this optimizer holds; None before the first step."""
+        return self._model
+
     def set_model(self, model: Any) -> None:
         """Name the model, plain or sharded, that `optimize` trains where its data has none.
 
@@ -79,7 +89,8 @@ class ShardedTraining(ShardedOptimizerFiles):
 
         A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
         holds the parameters. The same plain model, passed again, goes on with its wrapper. Where
-        training is refused before the first update the plain model has its parameters back.
+        training is refused before the first update the plain model has its parameters back; where
+        one rank alone fails, as in a loss of the user's, `model` is the wrapper that holds them.
 
         Raises
         ------
@@ -134,18 +145,30 @@ class ShardedTraining(ShardedOptimizerFiles):
         model = self.model_class(data.model, self._config)
         awaiting = self._awaiting
         run = None
+        # What every rank raises, where one does: giving parameters back needs them all.
+        common: tuple[type[Exception], ...] = (Exception,)
         try:
+            with together(self.backend):
+                self._check_rule(model)
+            common = (ValueError,)
             self.bind(model)
+            common = (Exception,)
             run = TrainingRun(self, model, data, lengths)
+            common = (NonFiniteLossError, NoSampleError, ShardingError)
             return run.run()
         except CommunicationError:  # the parameters cannot be gathered any more
             raise
         except Exception as error:
-            # Before training what raises does so on every rank, and in it this error.
-            if run is None or (isinstance(error, NonFiniteLossError) and not run.has_updated):
+            if isinstance(error, common) and (run is None or not run.has_updated):
                 self._forget_model()
                 self._awaiting = awaiting
                 model.release()
+            elif self._model is not None:
+                error.add_note(
+                    "The plain model's parameters are held by its wrapper, which is the "
+                    "optimizer's `model`: where every rank calls optimizer.model.release(), the "
+                    "plain model has them back"
+                )
             raise
 
     def _refuse_second_model(self) -> None:

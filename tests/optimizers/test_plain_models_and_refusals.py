@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.errors import NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.optimizers import Cosine, OptimizationAlgorithmOptions
 from mpishard.testing.worlds import in_worlds
 
@@ -45,6 +45,8 @@ REFUSED = [
     ("no agreement", lambda rank: {"seed": rank}, ValueError, None),
     ("nothing to resume", {"resume": "nowhere"}, FileNotFoundError, None),
     ("the last rate", {}, ValueError, {"learning_rate": lambda step: 1.5 - step}),
+    ("the first rate", {}, ValueError, {"learning_rate": lambda step: step - 1.0}),
+    ("no first rate", {}, KeyError, {"learning_rate": {1: 0.1, 2: 0.1}.__getitem__}),
     ("the first loss", {"x_train": X * np.nan}, NonFiniteLossError, None),
 ]
 
@@ -68,6 +70,74 @@ def test_a_refused_plain_model_is_as_it_was(backend, make, strategy, options, er
     again = optimizer_of(backend, strategy=strategy).optimize(data(plain))
     fresh = optimizer_of(backend, strategy=strategy).optimize(data(make()))
     np.testing.assert_array_equal(again.model.get_parameters(), fresh.model.get_parameters())
+
+
+@in_worlds(2)
+def test_a_refusal_that_one_rank_finds(backend):
+    plain = mlp()
+    before = plain.get_parameters()
+    options = {"*.bais" if backend.rank else "*.bias": {"weight_decay": 0.0}}
+    refused = optimizer_of(backend, ms.optimizers.Adam(0.01, parameter_options=options))
+    with pytest.raises(ValueError, match=r"'\*.bais' matches none"):
+        refused.optimize(data(plain))
+    np.testing.assert_array_equal(plain.get_parameters(), before)
+    assert optimizer_of(backend).optimize(data(plain)).iterations == 3
+
+
+class Unlike(ms.optimizers.Adam):
+    """A rule whose clipping differs between ranks from the first step on."""
+
+    rank = 0
+
+    def checked_rate(self, step):
+        self.clip_value = 1.0 + self.rank
+        return super().checked_rate(step)
+
+
+@in_worlds(2)
+def test_refusals_of_the_first_step(backend):
+    rule = Unlike(0.01)
+    rule.rank = backend.rank
+    plain, optimizer = mlp(), optimizer_of(backend, rule)
+    before = plain.get_parameters()
+    with pytest.raises(ShardingError, match="different settings"):
+        optimizer.optimize(data(plain))
+    np.testing.assert_array_equal(plain.get_parameters(), before)
+    tokens = np.zeros((12, 3), np.int64)
+    gpt = ms.nn.GPT(vocabulary_size=2, context_length=3, width=4, heads=2, layers=1)
+    before, optimizer = gpt.get_parameters(), optimizer_of(backend)
+    with pytest.raises(NoSampleError, match="no rank has a sample that counts"):
+        optimizer.optimize(data(gpt, x_train=tokens, y_train=tokens - 1))
+    np.testing.assert_array_equal(gpt.get_parameters(), before)
+    assert optimizer.model is None
+
+
+@in_worlds(2)
+def test_an_error_of_a_user_s_loss_tells_where_the_parameters_are(backend):
+    def loss(theta, x, y):
+        raise LookupError("no such sample")
+
+    plain, optimizer = ms.FunctionModel(loss, np.ones(3)), optimizer_of(backend, strategy="ddp")
+    assert optimizer.model is None
+    with pytest.raises(LookupError) as caught:
+        optimizer.optimize(data(plain))
+    assert "optimizer.model.release()" in caught.value.__notes__[-1]
+    assert optimizer.model.wrapped_model is plain
+    assert optimizer.model.release() is plain
+    np.testing.assert_array_equal(plain.get_parameters(), np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"resume": "nowhere"}, {"rate": lambda step: 0.1 - step}], ids=["resume", "rate"]
+)
+@in_worlds(2)
+def test_a_refused_run_writes_no_metrics(backend, shared_path, settings):
+    options = dict(settings)
+    rule = ms.optimizers.Adam(options.pop("rate", 0.1))
+    with pytest.raises((ValueError, FileNotFoundError)):
+        optimizer_of(backend, rule).optimize(data(mlp(), metrics=shared_path / "d/m", **options))
+    backend.barrier()
+    assert not (shared_path / "d").exists()
 
 
 @in_worlds(2)
