@@ -112,6 +112,14 @@ def as_distributed(
             "as_distributed needs a model or optimizer, and a backend or configuration; got "
             f"{type(model_or_optimizer).__name__} and {type(backend_or_config).__name__}"
         )
+    if isinstance(model_or_optimizer, CommunicationBackend | ShardingConfiguration):
+        raise TypeError("as_distributed takes the model or optimizer first, then the backend")
+    if not isinstance(backend_or_config, CommunicationBackend | ShardingConfiguration):
+        raise TypeError(
+            "backend_or_config must be a CommunicationBackend or a ShardingConfiguration, got "
+            f"{type(backend_or_config).__name__}; mpishard.init() and mpishard.launch() give a "
+            "backend"
+        )
     if isinstance(model_or_optimizer, type):
         name = model_or_optimizer.__name__
         raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")

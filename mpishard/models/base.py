@@ -24,6 +24,7 @@ from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
+from mpishard.models.program import Program
 from mpishard.models.shards import Shards
 from mpishard.models.step import StepReport, Update
 from mpishard.models.wrapped import WrappedMembers
@@ -97,12 +98,14 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         program = program_of(self._wrapped_model, self._config)
         claim(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
-        self._engine: Engine | None = build_engine(
-            program, self.policy, self._config, self.default_loss_function
-        )
+        self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
         deal(self.engine)
         self._take_over()
+
+    def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
+        program.default_loss = self.default_loss_function
+        return build_engine(program, self.policy, self._config, arena=arena)
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
@@ -347,9 +350,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
         model._invalidate_cache()
-        engine = model._engine = build_engine(
-            program, self.policy, self._config, model.default_loss_function, arena=False
-        )
+        engine = model._engine = model._build_engine(program, arena=False)
         copied = engine.parameters
         for target, values in zip(
             copied.owned(copied.held), self.engine.parameters.owned(copied.held), strict=True

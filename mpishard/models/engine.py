@@ -364,9 +364,7 @@ class Engine:
                 self.parameters, x, y, None, Context(training=False)
             )
             return total, weight
-        y = self.program.device.put(y)
-        total, weight, _ = self.loss.forward(self.predict(x), y, training=False)
-        return total, weight
+        return self.program.measure(self.loss, self.predict(x), self.program.device.put(y))
 
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""

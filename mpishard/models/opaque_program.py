@@ -106,9 +106,15 @@ class OpaqueProgram(Program):
     ) -> tuple[float, float, Any]:
         if len(x) == 0:
             return 0.0, 0.0, None
-        own_loss = loss is getattr(self._model, "default_loss_function", None)
+        own_loss = loss is None or loss is self.default_loss
         if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
-            mean, gradient = self._model.compute_loss_and_gradients(x, y)
+            found = self._model.compute_loss_and_gradients(x, y)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise TypeError(
+                    f"{type(self._model).__name__}.compute_loss_and_gradients must return (loss, "
+                    f"gradient), got a {type(found).__name__}"
+                )
+            mean, gradient = found
         else:
             # A loss is named only where it is not the model's own, so that a black box may do
             # without that argument.
@@ -123,7 +129,22 @@ class OpaqueProgram(Program):
                    else f"a {type(gradient).__name__} as its gradient")
                 + f" for {self.length} parameters"
             )  # fmt: skip
-        return float(mean) * len(x), float(len(x)), (gradient, len(x))
+        return self._mean(mean) * len(x), float(len(x)), (gradient, len(x))
+
+    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+        """As `Program.measure`; a black box's loss may be any function that returns a mean."""
+        if hasattr(loss, "forward"):
+            return super().measure(loss, prediction, y)
+        return self._mean(loss(prediction, y)) * len(y), float(len(y))
+
+    def _mean(self, loss: Any) -> float:
+        """``loss`` as a number: an array of one element is one, too."""
+        if getattr(loss, "size", 1) != 1:
+            raise ValueError(
+                f"the loss of {type(self._model).__name__} must be one number, the mean over the "
+                f"samples; got an array of shape {loss.shape}"
+            )
+        return float(loss.item() if hasattr(loss, "item") else loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
         (unit,) = self.units

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, beside
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
@@ -55,6 +55,8 @@ class Program(ABC):
         Of that randomness; rank 0's on every rank.
     frozen : frozenset of str
         Names of the parameters that training leaves as they are.
+    default_loss : ILossFunction or None
+        The model's own loss, which a model may make anew whenever it is asked.
     """
 
     units: tuple[Unit, ...]
@@ -66,6 +68,7 @@ class Program(ABC):
     is_random: bool = False
     seed: int = 0
     frozen: frozenset[str] = frozenset()
+    default_loss: ILossFunction | None = None
 
     def freeze(self, names: frozenset[str]) -> None:
         """Leave the parameters of these names as they are from now on."""
@@ -143,6 +146,11 @@ class Program(ABC):
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         """Outputs. Makes the same calls of the store for any number of samples, 0 included."""
+
+    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of ``loss``, without a gradient."""
+        total, weight, _ = loss.forward(prediction, beside(y, prediction), training=False)
+        return total, weight
 
     @abstractmethod
     def forward(

@@ -108,7 +108,10 @@ class Shards(IShardedModel):
             model = model.with_parameters(full)
         else:
             model = copy.deepcopy(model)
-            model.set_parameters(full)
+            if isinstance(model, ILayeredModel):
+                model.reclaim_parameters(full)
+            else:
+                model.set_parameters(full)
         del full
         try:
             yield model

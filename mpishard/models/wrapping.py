@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import (
@@ -168,7 +168,6 @@ def build_engine(
     program: Program,
     policy: Policy,
     config: ShardingConfiguration,
-    loss: ILossFunction | None,
     *,
     arena: bool = True,
 ) -> Engine:
@@ -208,7 +207,7 @@ def build_engine(
     else:
         parameters = _parameter_store(holdings, policy)
     stage = UpdateStage(holdings.on_host if offload.optimizer else holdings)
-    return Engine(program, parameters, make_gradients, stage, policy, loss, config)
+    return Engine(program, parameters, make_gradients, stage, policy, program.default_loss, config)
 
 
 def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, beside, to_host
+from mpishard.arrays import Array, to_host
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine import Engine
@@ -108,5 +108,4 @@ def _measure(
     if not engine.policy.shards_parameters and len(x) == 0:
         return None, 0.0, 0.0
     prediction = engine.predict(x)
-    total, weight, _ = engine.loss.forward(prediction, beside(y, prediction), training=False)
-    return prediction, total, weight
+    return prediction, *engine.program.measure(engine.loss, prediction, y)

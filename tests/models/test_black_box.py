@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import run_in_threads
@@ -228,3 +229,74 @@ def test_one_warning_says_what_is_not_sharded(caplog: pytest.LogCaptureFixture) 
     (message,) = wrap(FSDPModel)
     for words in ("FSDPModel", "parameters of Least stay whole", "ILayeredModel"):
         assert words in message
+
+
+class Minimal:
+    """A linear black box with one member of each kind, as users write them."""
+
+    def __init__(self) -> None:
+        self.theta = np.ones(3)
+
+    def get_parameters(self) -> Any:
+        return self.theta.copy()
+
+    def set_parameters(self, theta: Any) -> None:
+        self.theta = theta
+
+    def predict(self, x: Any) -> Any:
+        return x @ self.theta
+
+
+class MakesItsLoss(Minimal):
+    @property
+    def default_loss_function(self) -> Any:
+        return nn.MSE()  # another object each time
+
+    def compute_loss_and_gradients(self, x: Any, y: Any) -> Any:
+        error = self.predict(x) - y
+        return np.array([(error**2).mean()]), 2 * x.T @ error / len(x)
+
+
+class PlainFunctionForLoss(Minimal):
+    @staticmethod
+    def default_loss_function(prediction: Any, y: Any) -> Any:
+        return ((prediction - y) ** 2).mean()
+
+    def compute_gradients(self, x: Any, y: Any) -> Any:
+        return 2 * x.T @ (self.predict(x) - y) / len(x)
+
+
+@pytest.mark.parametrize("kind", [MakesItsLoss, PlainFunctionForLoss])
+@in_worlds(1, 2)
+def test_losses_as_users_write_them(backend: Any, kind: Any) -> None:
+    model = ms.as_distributed(kind(), backend, "zero2")
+    x = np.arange(12.0).reshape(4, 3) / 12
+    mine = ms.ShardLayout(4, backend.world_size).slice(backend.rank)
+    expected = ((x.sum(axis=1)) ** 2).mean()
+    assert model.train(x[mine], np.zeros(4)[mine]) == pytest.approx(expected, rel=1e-12)
+    optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend, "zero2")
+    result = optimizer.optimize(
+        ms.OptimizationInputData(
+            model=model, x_train=x, y_train=np.zeros(4), x_validation=x, y_validation=np.zeros(4),
+            epochs=2, progress=False,
+        )
+    )  # fmt: skip
+    assert result.validation_history[-1][1] < expected
+    assert model.deep_copy().train(x, np.zeros(4)) > 0
+
+
+@in_worlds(1)
+def test_what_a_black_box_returns_is_looked_at(backend: Any) -> None:
+    class Alone(MakesItsLoss):
+        def compute_loss_and_gradients(self, x: Any, y: Any) -> Any:
+            return 1.0
+
+    class PerSample(MakesItsLoss):
+        def compute_loss_and_gradients(self, x: Any, y: Any) -> Any:
+            return self.predict(x) - y, np.ones(3)
+
+    x, y = np.ones((2, 3)), np.ones(2)
+    with pytest.raises(TypeError, match=r"must return \(loss, gradient\), got a float"):
+        ms.as_distributed(Alone(), backend, "ddp").train(x, y)
+    with pytest.raises(ValueError, match=r"must be one number.* shape \(2,\)"):
+        ms.as_distributed(PerSample(), backend, "ddp").train(x, y)

@@ -486,3 +486,39 @@ def test_a_closed_model_lets_its_memory_go(backend: Any, problems: Any, strategy
     model.close()
     with pytest.raises(ShardingError, match="closed"):
         model.predict(problems.batch("mlp", 0)[0])
+
+
+class Layered(ms.contracts.ILayeredModel):
+    """A layered model with what the interface asks and no more."""
+
+    def __init__(self) -> None:
+        self.inner = nn.MLP([5, 7, 2], seed=1)
+        self.default_loss_function = nn.MSE()
+
+    layers = property(lambda self: self.inner.layers)
+    parameter_table = property(lambda self: self.inner.parameter_table)
+    dtype = property(lambda self: self.inner.dtype)
+
+    def get_layer_info(self, index: int) -> Any:
+        return self.inner.get_layer_info(index)
+
+    def fill_parameters(self, start: int, out: Any) -> None:
+        self.inner.fill_parameters(start, out)
+
+    def release_parameters(self, holder: str) -> None:
+        self.inner.release_parameters(holder)
+
+    def reclaim_parameters(self, parameters: Any) -> None:
+        self.inner.reclaim_parameters(parameters)
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_minimal_layered_model_can_be_unsharded(backend: Any, strategy: str) -> None:
+    model = ms.as_distributed(Layered(), backend, strategy)
+    model.train(np.ones((2, 5)), np.ones((2, 2)))
+    with model.unsharded() as plain:
+        close(plain.inner.get_parameters(), model.get_parameters())
+        close(plain.inner.predict(np.ones((1, 5))), model.predict(np.ones((1, 5))))
+    copied = model.deep_copy()
+    copied.train(np.ones((2, 5)), np.ones((2, 2)))
