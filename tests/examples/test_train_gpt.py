@@ -114,7 +114,7 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
         (("--stepz", "3"), "unrecognized arguments"),
         (("--resume", "runs/none"), "there is no run in runs/none"),
         (("--heads", "3"), "3"),
-        (("-n", "0"), "world_size must be 1 or more, got 0"),
+        (("-n", "0"), "argument -n: needs a number > 0, got 0"),
     ],
 )
 def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
