@@ -290,3 +290,19 @@ def runs_that_differ(problems: Any) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run(functools.partial(body, folder=Path(folder) / "c"))
+
+
+@check
+def one_rank_s_mistyped_pattern(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        pattern = "linear9.*" if backend.rank == 1 else "linear0.*"
+        rule = ms.optimizers.SGD(0.05, parameter_options={pattern: {"weight_decay": 0.1}})
+        plain = nn.MLP([5, 4, 2], seed=1)
+        optimizer = ms.as_distributed(rule, backend, "fsdp")
+        refused(
+            ValueError, "linear9",
+            lambda: optimizer.optimize(ms.OptimizationInputData(model=plain, **data(problems))),
+        )  # fmt: skip
+        assert len(plain.get_parameters()) == 34  # every rank has its model back
+
+    run(body)
