@@ -3,6 +3,7 @@
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.manager import CommunicationManager
 from mpishard.communication.memory import InMemoryCommunicationBackend
+from mpishard.communication.mesh import ProcessMesh
 from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.start import init
@@ -14,6 +15,7 @@ __all__ = [
     "CommunicationManager",
     "InMemoryCommunicationBackend",
     "MPICommunicationBackend",
+    "ProcessMesh",
     "ReductionOperation",
     "Work",
     "init",

@@ -24,6 +24,7 @@ from mpishard.nn.targets import GradientTargets
 from mpishard.sharding import (
     ParameterEntry,
     ParameterTable,
+    Placement,
     Unit,
     build_units,
     nested_views,
@@ -94,6 +95,11 @@ class Program(ABC):
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         """Whether `forward` can tell the loss; a black box need only know its gradient."""
         return loss is not None
+
+    @property
+    def placement(self) -> Placement:
+        """Which part of the model this rank's own flat vector is; all of it, unless told."""
+        return Placement.whole(self.entries)
 
     @property
     def length(self) -> int:

@@ -2,19 +2,25 @@
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration
+from mpishard.sharding.placement import Box, Placement, Region, Slice, whole_box
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
 from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
 
 __all__ = [
+    "Box",
     "ParameterAnalyzer",
     "ParameterEntry",
     "ParameterGroup",
     "ParameterTable",
     "Piece",
+    "Placement",
+    "Region",
     "ShardingConfiguration",
+    "Slice",
     "Unit",
     "build_units",
     "nested_views",
     "owned_pieces",
     "pieces_within",
+    "whole_box",
 ]

@@ -1,0 +1,3 @@
+"""What a run will cost, before it runs."""
+
+__all__: list[str] = []

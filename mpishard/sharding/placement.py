@@ -1,0 +1,168 @@
+"""Which part of the model a rank's own flat vector holds, and where in the model it belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = ["Box", "Placement", "Region", "Slice", "whole_box"]
+
+Box = tuple[tuple[int, int], ...]
+"""A block of a tensor: the range ``(start, stop)`` of each dim."""
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor of ``shape``."""
+    return tuple((0, int(size)) for size in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Sizes of the dims of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``."""
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What a rank holds of one parameter.
+
+    Parameters
+    ----------
+    entry : ParameterEntry
+        In the rank's own flat vector: the parameter's name, the shape of what is held, its start
+        there.
+    boxes : tuple of Box
+        What it is of the model's parameter: boxes, one below the other along dim 0. A slice of
+        queries, keys and values has three.
+    is_counted : bool
+        Whether this rank speaks for it, of all that hold the same: for norms and in files.
+    """
+
+    entry: ParameterEntry
+    boxes: tuple[Box, ...]
+    is_counted: bool = True
+
+
+class Placement:
+    """Where the elements of a rank's own flat vector belong in the model's.
+
+    Parameters
+    ----------
+    entries : sequence of ParameterEntry
+        The model's parameters, in its flat order.
+    slices : sequence of Slice
+        What this rank holds, in the order of its own flat vector.
+
+    Attributes
+    ----------
+    entries, slices : tuple
+        As given.
+    length : int
+        Length of the model's flat vector.
+    own_length : int
+        Length of this rank's.
+
+    Raises
+    ------
+    ValueError
+        Where a slice is of no parameter, or its boxes do not have its shape.
+    """
+
+    def __init__(self, entries: Sequence[ParameterEntry], slices: Sequence[Slice]) -> None:
+        self.entries = tuple(entries)
+        self.slices = tuple(slices)
+        self.length = self.entries[-1].stop if self.entries else 0
+        self.own_length = self.slices[-1].entry.stop if self.slices else 0
+        self._origin = {entry.name: entry for entry in self.entries}
+        for part in self.slices:
+            if part.entry.name not in self._origin:
+                raise ValueError(f"there is no parameter {part.entry.name!r} to hold a slice of")
+            held = sum(math.prod(box_shape(box)) for box in part.boxes)
+            if held != part.entry.size:
+                raise ValueError(
+                    f"the boxes {part.boxes} of {part.entry.name} have {held} elements, its slice "
+                    f"of shape {part.entry.shape} has {part.entry.size}"
+                )
+
+    @classmethod
+    def whole(cls, entries: Sequence[ParameterEntry]) -> Placement:
+        """Of a rank whose own flat vector is the model's."""
+        return cls(entries, [Slice(e, (whole_box(e.shape),)) for e in entries])
+
+    @property
+    def counted_ranges(self) -> list[tuple[int, int]]:
+        """Ranges ``(start, stop)`` of the rank's own flat vector that it speaks for."""
+        return [(s.entry.start, s.entry.stop) for s in self.slices if s.is_counted]
+
+    def regions(self, start: int, stop: int) -> Iterator[tuple[Region, slice]]:
+        """What the range ``[start, stop)`` of the rank's own flat vector is, in order.
+
+        Yields
+        ------
+        region : Region
+            Of the model's parameters.
+        part : slice
+            Where it lies in the range.
+        """
+        for held in self.slices:
+            position = held.entry.start
+            for box in held.boxes:
+                size = math.prod(box_shape(box))
+                low, high = max(start, position), min(stop, position + size)
+                if low < high:
+                    region = Region(held.entry.name, box, low - position, high - position)
+                    yield region, slice(low - start, high - start)
+                position += size
+
+    def take(self, full: Array, start: int, out: Array) -> None:
+        """Fill ``out`` with the rank's own range that begins at ``start``, from the model's vector.
+
+        Parameters
+        ----------
+        full : Array
+            Shape (length,), on any device.
+        start : int
+            In the rank's own flat vector.
+        out : Array
+            1-D.
+        """
+        for region, part in self.regions(start, start + int(out.size)):
+            copy_into(out[part], self._box(full, region)[region.start : region.stop])
+
+    def put(self, own: Array, start: int, full: Array) -> None:
+        """The opposite of `take`: write the rank's own range into the model's vector."""
+        for region, part in self.regions(start, start + int(own.size)):
+            size = math.prod(box_shape(region.box))
+            view = self._view(full, region)
+            if region.length == size:
+                copy_into(view, own[part].reshape(view.shape))
+                continue
+            block = array_namespace(view).ascontiguousarray(view).reshape(-1)
+            copy_into(block[region.start : region.stop], own[part])
+            view[...] = block.reshape(view.shape)
+
+    def _view(self, full: Array, region: Region) -> Array:
+        entry = self._origin[region.name]
+        tensor = full[entry.start : entry.stop].reshape(entry.shape)
+        return tensor[tuple(slice(low, high) for low, high in region.box)]
+
+    def _box(self, full: Array, region: Region) -> Array:
+        return self._view(full, region).reshape(-1)
