@@ -292,10 +292,9 @@ class Engine:
         """One forward and backward pass; this rank's loss sum and weight."""
         gradients.begin(is_first=is_first, is_last=is_last, defer=self.round.defers)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
-        total, weight, tape = self.program.forward(
-            self.parameters, x, y, loss or self.loss, context
+        total, weight = self.program.train(
+            self.parameters, gradients, x, y, loss or self.loss, context
         )
-        self.program.backward(self.parameters, gradients, tape)
         gradients.settle()
         return total, weight
 

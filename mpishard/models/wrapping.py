@@ -22,6 +22,7 @@ from mpishard.models.gradient_store import (
     ScatteredGradients,
 )
 from mpishard.models.holdings import Holdings
+from mpishard.models.layered_program import LayeredProgram
 from mpishard.models.offload import (
     Offload,
     OffloadedGradients,
@@ -37,7 +38,7 @@ from mpishard.models.parameter_store import (
 )
 from mpishard.models.placed_program import IPlaceableModel, PlacedProgram
 from mpishard.models.policy import Policy
-from mpishard.models.program import LayeredProgram, Program
+from mpishard.models.program import Program
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
