@@ -72,7 +72,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         Where another rank of this process, or another wrapper, has wrapped the same object.
     """
 
-    policy: ClassVar[Policy]
+    policy: Policy
     strategy: ClassVar[str]
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
@@ -154,6 +154,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def data_size(self) -> int:
         """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
         return self.engine.backend.world_size
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        """One of the ranks that compute the samples of each data rank, in that order."""
+        return range(self.data_size)
 
     @property
     def engine(self) -> Engine:
