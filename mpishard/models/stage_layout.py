@@ -96,11 +96,11 @@ def lay_out(
         layers = {names[i]: model.layers[i] for i in range(first, stop)}
         if layers and mesh.tensor_size > 1:
             part = partition_chain(
-                layers, mesh.tensor, sequence_parallel=sequence_parallel,
-                split_output=split_output and stop == len(names),
+                layers, mesh.tensor, model_layers=dict(zip(names, model.layers, strict=True)),
+                sequence_parallel=sequence_parallel, split_output=split_output and stop == len(names),
             )  # fmt: skip
         else:
-            part = TensorPartition(layers, {}, splits_output=False, log=())
+            part = TensorPartition(layers, {}, splits_output=False, decisions=())
         ranges[stage] = builder.add(part)
         splits_output |= part.splits_output
         log += part.log
