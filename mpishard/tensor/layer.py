@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layer import Initializer, Layer, ParameterSpec
 from mpishard.sharding import Box
-from mpishard.sharding.placement import box_shape
+from mpishard.sharding.regions import box_shape
 
 __all__ = ["TensorParallelLayer"]
 
