@@ -97,7 +97,8 @@ def lay_out(
         if layers and mesh.tensor_size > 1:
             part = partition_chain(
                 layers, mesh.tensor, model_layers=dict(zip(names, model.layers, strict=True)),
-                sequence_parallel=sequence_parallel, split_output=split_output and stop == len(names),
+                sequence_parallel=sequence_parallel,
+                split_output=split_output and stop == len(names),
             )  # fmt: skip
         else:
             part = TensorPartition(layers, {}, splits_output=False, decisions=())
