@@ -25,7 +25,7 @@ from mpishard.models.stage_run import StageRun
 from mpishard.nn.layer import Context
 from mpishard.pipeline import IPipelineSchedule, PipelineExecutor
 from mpishard.sharding import Placement, ShardingConfiguration, Unit
-from mpishard.tensor import gather_last_dim, parallel_loss
+from mpishard.tensor import DimSplit, parallel_loss
 
 __all__ = ["MeshChoices", "MeshProgram"]
 
@@ -90,7 +90,7 @@ class MeshProgram(LayeredProgram):
         self._vector = MeshVector(self.mesh, self._placement)
         self._tie_groups = self._meet_in_ties()
         self._executor = PipelineExecutor(
-            self.mesh.pipeline, choices.schedule, choices.micro_batch_count
+            self.mesh.pipeline, choices.schedule, choices.micro_batch_count, self.dtype
         )
 
     def _hold(self) -> None:
@@ -194,7 +194,7 @@ class MeshProgram(LayeredProgram):
             xp = self.device.namespace
             y = run.outputs[0] if len(run.outputs) == 1 else xp.concatenate(run.outputs)
             if self._splits_output:
-                y = gather_last_dim(y, self.mesh.tensor, self._classes)
+                y = DimSplit(self._classes, self.mesh.tensor_size).gather(self.mesh.tensor, y)
         if self.mesh.pipeline_size == 1:
             assert y is not None
             return y

@@ -93,12 +93,14 @@ def lay_out(
     ranges: dict[int, tuple[int, int]] = {}
     for stage in sorted(own):
         first, stop = stages[stage]
-        part = partition_chain(
-            {names[i]: model.layers[i] for i in range(first, stop)},
-            mesh.tensor,
-            sequence_parallel=sequence_parallel,
-            split_output=split_output and stop == len(names),
-        ) if stop > first else TensorPartition({}, {}, False, ())  # fmt: skip
+        layers = {names[i]: model.layers[i] for i in range(first, stop)}
+        if layers and mesh.tensor_size > 1:
+            part = partition_chain(
+                layers, mesh.tensor, sequence_parallel=sequence_parallel,
+                split_output=split_output and stop == len(names),
+            )  # fmt: skip
+        else:
+            part = TensorPartition(layers, {}, splits_output=False, log=())
         ranges[stage] = builder.add(part)
         splits_output |= part.splits_output
         log += part.log

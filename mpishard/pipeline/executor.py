@@ -15,6 +15,7 @@ from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.work import Transfer
+from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType
 from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
 from mpishard.pipeline.record import OperationTimes, PipelineRecord
@@ -37,9 +38,10 @@ class PipelineExecutor:
     With T global stages on more than one rank, M micro-batches and no two neighbours on one rank,
     a run sends 2 (T - 1) M messages in all, and forward alone (T - 1) M.
 
-    Nothing is sent before the schedule was found to be complete. An exception on one rank reaches
-    the others through the backend; receives that were posted are given up then, and the next run
-    does not meet what the failed one left: runs are told apart by their messages' tags.
+    Nothing is sent before `check_schedule` has found that the schedule comes to its end. An
+    exception on one rank reaches the others through the backend; receives that were posted are
+    given up then, and the next run does not meet what the failed one left: runs are told apart by
+    their messages' tags.
 
     Parameters
     ----------
@@ -96,8 +98,8 @@ class PipelineExecutor:
         Raises
         ------
         ValueError
-            Before anything is sent, where the schedule is not complete; for an output of another
-            shape or dtype than the stage announced.
+            As `check_schedule`, before anything is sent; for an output of another shape or dtype
+            than the stage announced, or an input of another shape.
         PeerError
             Where another rank failed or left.
         """
@@ -120,8 +122,10 @@ class PipelineExecutor:
         return self._execute(stage, self._forward_plan)
 
     def _make_plan(self, *, is_training: bool) -> PipelinePlan:
-        make = schedule_orders if is_training else forward_orders
         ranks = self._backend.world_size
+        if is_training:
+            check_schedule(self._schedule, ranks, self._micro_batches)
+        make = schedule_orders if is_training else forward_orders
         orders = make(self._schedule, ranks, self._micro_batches)
         return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
 

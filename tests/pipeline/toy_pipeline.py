@@ -6,10 +6,16 @@ import numpy as np
 
 from mpishard.layout import ShardLayout
 from mpishard.pipeline import (
+    GPipeSchedule,
+    Interleaved1F1BSchedule,
     IPipelineSchedule,
     IPipelineStage,
+    LoopedBFSSchedule,
+    OneForwardOneBackwardSchedule,
     PipelineOperation,
     PipelineOperationType,
+    ZeroBubbleH2Schedule,
+    ZeroBubbleVSchedule,
 )
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
@@ -59,31 +65,16 @@ class ToySchedule(IPipelineSchedule):
         ]
 
 
-class GPipe(ToySchedule):
-    def get_schedule(self, stage_id, num_stages, num_micro_batches):
-        forward = [PipelineOperation(FORWARD, m) for m in range(num_micro_batches)]
-        return forward + [PipelineOperation(BACKWARD, f.micro_batch_index) for f in forward[::-1]]
-
-
-class OneForwardOneBackward(ToySchedule):
-    def get_schedule(self, stage_id, num_stages, num_micro_batches):
-        ahead = min(num_stages - 1 - stage_id, num_micro_batches)
-        operations = [PipelineOperation(FORWARD, m) for m in range(ahead)]
-        for m in range(num_micro_batches):
-            if m + ahead < num_micro_batches:
-                operations.append(PipelineOperation(FORWARD, m + ahead))
-            operations.append(PipelineOperation(BACKWARD, m))
-        return operations
-
-
 SCHEDULES = {
-    "GPipe": GPipe(),
-    "1F1B": OneForwardOneBackward(),
-    "interleaved": ToySchedule(virtual=2),
-    "V": ToySchedule(virtual=2, turns=True),
-    "three stages, V": ToySchedule(virtual=3, turns=True),
-    "split": ToySchedule(splits=True),
-    "split V": ToySchedule(virtual=2, turns=True, splits=True),
+    "GPipe": GPipeSchedule(),
+    "1F1B": OneForwardOneBackwardSchedule(),
+    "interleaved": Interleaved1F1BSchedule(2),
+    "looped BFS": LoopedBFSSchedule(3),
+    "ZB-H2": ZeroBubbleH2Schedule(),
+    "ZB-V": ZeroBubbleVSchedule(),
+    "toy": ToySchedule(virtual=2),
+    "toy, three stages in a zigzag": ToySchedule(virtual=3, turns=True),
+    "toy, split": ToySchedule(virtual=2, turns=True, splits=True),
 }
 
 
