@@ -37,7 +37,7 @@ LATER = (1, 20)
 
 # What may survive, by function and text, and why.
 SPARED = {
-    ("LayeredProgram._views", "parameters.backend.progress()"):
+    ("LayerChain._views", "parameters.backend.progress()"):
         "speed alone: lets what is under way go on; every result is waited for elsewhere",
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",

@@ -26,7 +26,7 @@ from mpishard.communication.reduction import (
 )
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
-from mpishard.communication.work import Steps, Work
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
@@ -36,8 +36,8 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Identity, life cycle, and what a subclass must give.
 
-    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_receive`, and the
-    two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_steps_receive`, and
+    the two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -46,7 +46,8 @@ class Transport(ABC):
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._sequence = 0
-        self._pending: deque[Work] = deque()
+        self._pending: deque[CollectiveWork] = deque()
+        self._transfers: list[Transfer] = []
         self._reducer = TreeReducer()
         self._regions = Regions()
         self.check_collectives = True
@@ -156,13 +157,13 @@ class Transport(ABC):
             print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
-        """Let collectives that were issued go on as far as they can. Never blocks.
+        """Let what was issued, and not waited for, go on as far as it can. Never blocks.
 
         Worth calling between pieces of a long computation, where a `Work` should advance.
         """
-        if not self._pending:
+        if not self._pending and not self._transfers:
             return
-        for pending in tuple(self._pending):
+        for pending in (*self._pending, *self._transfers):
             pending.advance()
         self._forget_done()
 
@@ -180,7 +181,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _drive(self, work: Work) -> None:
-        """Advance the pending collectives, oldest first, until ``work`` is done.
+        """Advance pending collectives and messages, oldest first, until ``work`` is done.
 
         All of them are advanced, not only ``work``, so that ranks may wait in different orders.
         """
@@ -222,23 +223,44 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def _send(self, array: Array, destination: int, tag: int) -> None: ...
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        """Send a copy; do not wait."""
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        """Send ``array``, which stays as it is until this ends; here, where a copy is made."""
+        self._send(array, destination, tag)
+        yield from ()
 
     @abstractmethod
-    def _receive(self, source: int, count: int, tag: int) -> Array: ...
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        """Take the next message that no earlier receive of (source, tag) takes.
+
+        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it.
+        """
 
     # ------------------------------------------------------------------------------------ shared
 
     def _issue(self, call: Call, steps: Steps) -> Work:
-        work = Work(self, steps, call)
+        work = CollectiveWork(self, steps, call)
         self._pending.append(work)
         work.advance()
         self._forget_done()
         return work
 
+    def _begin(self, transfer: Transfer) -> Transfer:
+        """Issue a message. It stands beside the collectives: they do not wait for it."""
+        self._transfers.append(transfer)
+        transfer.advance()
+        self._forget_done()
+        return transfer
+
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done:
             self._pending.popleft()
+        if self._transfers:
+            self._transfers = [transfer for transfer in self._transfers if not transfer.done]
 
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse, on every rank alike, calls that do not belong together."""

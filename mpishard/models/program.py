@@ -1,36 +1,28 @@
-"""What is computed in a step, and how a chain of layers is: unit by unit."""
+"""What is computed in a step."""
 
 from __future__ import annotations
 
-import copy
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, beside
-from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.arrays import Array, beside, copy_into
 from mpishard.communication import CommunicationBackend
-from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
+from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
-from mpishard.errors import MissingLossError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
-from mpishard.nn.targets import GradientTargets
 from mpishard.sharding import (
     ParameterEntry,
-    ParameterTable,
     Placement,
+    ShardingConfiguration,
     Unit,
-    build_units,
-    nested_views,
 )
 
-__all__ = ["LayeredProgram", "Program"]
+__all__ = ["Program"]
 
 
 class Program(ABC):
@@ -103,8 +95,32 @@ class Program(ABC):
 
     @property
     def length(self) -> int:
-        """Length of the flat vector."""
-        return self.units[-1].stop
+        """Length of this rank's own flat vector."""
+        return self.units[-1].stop if self.units else 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss counts, of all ranks that compute the same samples."""
+        return True
+
+    def axis(self, config: ShardingConfiguration) -> CommunicationBackend:
+        """The ranks that hold the same part of the model, and compute other samples."""
+        return config.communication_backend
+
+    def owners(
+        self, config: ShardingConfiguration, *, shards_state: bool
+    ) -> CommunicationBackend | None:
+        """The ranks that together update every parameter once; None where each updates all."""
+        return config.communication_backend if shards_state else None
+
+    def tell(self, total: float, weight: float) -> tuple[float, float]:
+        """Sum and weight of a loss, told to all ranks that compute the same samples. Collective."""
+        return total, weight
+
+    def structure(self) -> str:
+        """What must be the same on all ranks of how the model is cut."""
+        units = [(u.start, u.stop) for u in self.units]
+        return repr((units, [(e.name, e.shape) for e in self.entries]))
 
     @abstractmethod
     def check(self, x: Any) -> None:
@@ -117,6 +133,47 @@ class Program(ABC):
     @abstractmethod
     def fill(self, unit: Unit, out: Array) -> None:
         """Write the model's own values of ``unit`` into ``out``."""
+
+    def deal(self, parameters: ParameterStore, world: CommunicationBackend) -> None:
+        """Give every rank world rank 0's values: no rank holds two full units. Collective."""
+        is_root = world.rank == 0
+        longest = max(unit.length for unit in self.units)
+        full = np.empty(longest if is_root else 0, self.dtype)
+        for unit in self.units:
+            values = None
+            if is_root:
+                values = full[: unit.length]
+                self.fill(unit, values)
+            parameters.fill(unit, values)
+        self.deal_constants(world)
+
+    def gather(self, parameters: ParameterStore) -> Array:
+        """The model's flat vector, a new array on every rank. Collective."""
+        full = self.device.namespace.empty(self.length, self.dtype)
+        for unit in self.units:
+            full[unit.start : unit.stop] = parameters.unshard(unit)
+            parameters.reshard(unit)
+        return full
+
+    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+        """As `gather`, on world rank ``root`` alone: each unit's pieces travel to it."""
+        holdings = parameters.holdings
+        full = None
+        if holdings.backend.rank == root:
+            full = self.device.namespace.empty(self.length, self.dtype)
+        pieces = holdings.pieces(sharded=is_sharded)
+        for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
+            values = holdings.backend.gather(owned, root=root) if is_sharded else owned
+            if full is not None:
+                copy_into(full[piece.unit.start : piece.unit.stop], values)
+        return full
+
+    def assemble(self, own: Array) -> Array:
+        """The model's flat vector, from one of which each rank has its own part. Collective."""
+        return own
+
+    def finish_local(self, gradients: GradientStore) -> None:
+        """Complete a gradient that is not reduced over ranks with other samples. Collective."""
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         """Give every rank what rank 0's model holds beside parameters. Collective."""
@@ -173,238 +230,16 @@ class Program(ABC):
     def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
         """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
 
-
-class LayeredProgram(Program):
-    """A chain of layers. A unit is gathered when its first layer begins, let go after its last.
-
-    The last unit, and any unit that a layer outside it uses too, is kept from its first use in
-    forward to its last in backward.
-
-    Parameters
-    ----------
-    model : ILayeredModel
-        Structure, first parameters and loss.
-    minimum_unit_size : int
-        See `mpishard.sharding.build_units`.
-    """
-
-    def __init__(self, model: ILayeredModel, minimum_unit_size: int) -> None:
-        infos = model.get_all_layer_info()
-        self._model = model
-        self._minimum_unit_size = minimum_unit_size
-        self._layers: Sequence[Any] = model.layers
-        self._names = [info.name for info in infos]
-        self._table: ParameterTable = model.parameter_table
-        self._input_shape = infos[0].input_shape
-        self.dtype = model.dtype
-        self.device = getattr(model, "device", HOST)
-        self.entries = self._table.entries
-        self.units = build_units([info.parameter_count for info in infos], minimum_unit_size)
-        self._own_unit = [
-            next(u for u in self.units if u.first_layer <= i <= u.last_layer)
-            for i in range(len(infos))
-        ]
-        self._entries = [self._table.layer_entries(info.name) for info in infos]
-        self._of_unit = [
-            [e for e in self._table.entries if unit.start <= e.start and e.stop <= unit.stop]
-            for unit in self.units
-        ]
-        # Where each parameter lies: its unit, and its range in the unit's buffer.
-        self._places = {
-            entry.name: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
-            for unit, entries in zip(self.units, self._of_unit, strict=True)
-            for entry in entries
-        }
-        self._uses = [self._units_of(entries) for entries in self._entries]
-        reused = {
-            unit.index
-            for layer, uses in enumerate(self._uses)
-            for unit in uses
-            if unit is not self._own_unit[layer]
-        }
-        self.kept = frozenset(reused | {self.units[-1].index})
-        # Backward is through with a unit at the first layer that uses it, tied or its own.
-        self._ending: list[list[Unit]] = [[] for _ in infos]
-        for unit in self.units:
-            first_use = next(i for i, uses in enumerate(self._uses) if unit in uses)
-            self._ending[first_use].append(unit)
-        self.is_random = any(layer.is_random for layer in self._layers)
-        self.seed = int(getattr(model, "seed", 0))
-        self._first_trained = 0
-        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
-
-    def freeze(self, names: frozenset[str]) -> None:
-        super().freeze(names)
-        self._without_gradient = self.frozen_units
-        # Of a layer: whether it has parameters and training changes none of them.
-        self._is_frozen = [
-            bool(entries) and all(entry.name in names for entry in entries.values())
-            for entries in self._entries
-        ]
-        self._first_trained = next(
-            i for i, entries in enumerate(self._entries)
-            if any(entry.name not in names for entry in entries.values())
-        )  # fmt: skip
-
-    def description(self) -> str:
-        layers = [type(layer).__name__ for layer in self._layers]
-        choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return f"{super().description()} {layers} {json.dumps(choices, sort_keys=True)}"
-
-    def deal_constants(self, backend: CommunicationBackend) -> None:
-        if self.is_random:
-            self.seed = int(backend.broadcast(np.array([self.seed]))[0])
-
-    def _units_of(self, entries: dict[str, ParameterEntry]) -> tuple[Unit, ...]:
-        indices = {self._places[entry.name][0] for entry in entries.values()}
-        return tuple(self.units[index] for index in sorted(indices))
-
-    def check(self, x: Any) -> None:
-        self._output_shape(x)
-
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
-        shape = self._output_shape(x)
-        if loss is None:
-            raise MissingLossError(
-                f"{type(self._model).__name__} has no default loss; pass loss_function"
-            )
-        if not isinstance(loss, ILossFunction):
-            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
-        if getattr(y, "shape", None) is None:
-            raise TypeError(f"targets must be an array, got {type(y).__name__}")
-        if len(y) != len(x):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        loss.check_target((len(x), *shape), y)
-
-    def _output_shape(self, x: Any) -> tuple[int, ...]:
-        """Shape of a sample's output; the layers refuse what they cannot take."""
-        shape = getattr(x, "shape", None)
-        expected = f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
-        if shape is None:
-            raise TypeError(expected + type(x).__name__)
-        if len(shape) != 1 + len(self._input_shape):
-            raise ValueError(f"{expected}shape {tuple(shape)}")
-        self._model.check_input(x)
-        output = tuple(shape[1:])
-        for layer in self._layers:
-            output = layer.output_shape(output)
-        return output
-
-    def fill(self, unit: Unit, out: Array) -> None:
-        self._model.fill_parameters(unit.start, out)
-
-    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
-        self._model.release_parameters(holder)
-        return None
-
-    def give_back(self, gather: Callable[[], Array]) -> None:
-        self._model.reclaim_parameters(gather())
-
-    def copy(self) -> tuple[Program, Any]:
-        # What layers choose, such as the features in use, is the copy's own.
-        model = (
-            self._model.deep_copy()
-            if isinstance(self._model, ICloneable)
-            else (copy.deepcopy(self._model))
-        )
-        return self._copied(LayeredProgram(model, self._minimum_unit_size)), model
-
-    def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        y, _ = self._run(parameters, self._model.as_input(x), Context(training=False))
-        for unit in self.units:
-            if unit.index in self.kept:
-                parameters.reshard(unit)
-        return y
-
-    def forward(
+    def train(
         self,
         parameters: ParameterStore,
+        gradients: GradientStore,
         x: Array,
         y: Array,
         loss: ILossFunction | None,
         context: Context,
-    ) -> tuple[float, float, Any]:
-        assert loss is not None
-        prediction, tape = self._run(parameters, self._model.as_input(x), context)
-        total, weight, saved = loss.forward(prediction, self.device.put(y))
-        tape.append((loss, saved))
-        return total, weight, tape
-
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
-        loss, saved = tape.pop()
-        dy = loss.backward(saved)
-        unwritten: set[str] = set()
-        xp = array_namespace(dy)
-        first = self._first_trained
-        for index in reversed(range(len(self._layers))):
-            layer_saved = tape.pop()
-            if index >= first:
-                following = self._own_unit[index].index - 1
-                if following < self._own_unit[first].index:
-                    following = -1  # backward ends before
-                views = self._views(index, parameters, following)
-                targets = self._targets(index, gradients, unwritten, xp)
-                if self._is_frozen[index]:
-                    dy, _ = self._layers[index].backward_input(views, layer_saved, dy)
-                else:
-                    dy = self._layers[index].backward(
-                        views, layer_saved, dy, targets, needs_input_gradient=index > first
-                    )
-                targets.clear_unwritten()
-                del views, targets
-            del layer_saved
-            for unit in self._ending[index]:
-                parameters.reshard(unit)
-                if unit.index not in self._without_gradient:
-                    gradients.reduce(unit)
-
-    def _run(self, parameters: ParameterStore, x: Array, context: Context) -> tuple[Array, Any]:
-        tape: list[Any] = []
-        for index, layer in enumerate(self._layers):
-            own = self._own_unit[index]
-            views = self._views(index, parameters, following=own.index + 1)
-            x, saved = layer.forward(views, x, context.enter(self._names[index], layer))
-            tape.append(saved)
-            del views
-            if index == own.last_layer and own.index not in self.kept:
-                parameters.reshard(own)
-        return x, tape
-
-    def _views(self, index: int, parameters: ParameterStore, following: int) -> dict[str, Any]:
-        """The parameters of one layer; starts to fetch the unit that is needed after its own."""
-        parameters.backend.progress()  # what was begun before may have something to send now
-        buffers = {unit.index: parameters.unshard(unit) for unit in self._uses[index]}
-        if self._own_unit[index].index in buffers and 0 <= following < len(self.units):
-            parameters.prefetch(self.units[following])
-        return nested_views(self._entries[index], self._finder(buffers))
-
-    def _targets(
-        self, index: int, gradients: GradientStore, unwritten: set[str], xp: ModuleType
-    ) -> GradientTargets:
-        buffers: dict[int, Array] = {}
-        for unit in self._uses[index]:
-            if unit.index in self._without_gradient:
-                continue
-            buffers[unit.index], is_empty = gradients.target(unit)
-            if is_empty:
-                unwritten.update(entry.name for entry in self._of_unit[unit.index])
-
-        def find(entry: ParameterEntry) -> Array:
-            unit, place = self._places[entry.name]
-            if unit in buffers:
-                return buffers[unit][place]
-            # Frozen, and another layer's beside: what is added here nobody reads.
-            return xp.zeros(entry.size, self.dtype)
-
-        return GradientTargets(self._entries[index], find, unwritten)
-
-    def _finder(self, buffers: dict[int, Array]) -> Callable[[ParameterEntry], Array]:
-        def find(entry: ParameterEntry) -> Array:
-            unit, place = self._places[entry.name]
-            return buffers[unit][place]
-
-        return find
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return ", ".join(str(dim) for dim in shape)
+    ) -> tuple[float, float]:
+        """Forward and backward: sum and weight of the loss, of what this rank speaks for."""
+        total, weight, tape = self.forward(parameters, x, y, loss, context)
+        self.backward(parameters, gradients, tape)
+        return total, weight

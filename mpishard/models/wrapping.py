@@ -22,6 +22,7 @@ from mpishard.models.gradient_store import (
     ScatteredGradients,
 )
 from mpishard.models.holdings import Holdings
+from mpishard.models.layered_program import LayeredProgram
 from mpishard.models.offload import (
     Offload,
     OffloadedGradients,
@@ -37,7 +38,7 @@ from mpishard.models.parameter_store import (
 )
 from mpishard.models.placed_program import IPlaceableModel, PlacedProgram
 from mpishard.models.policy import Policy
-from mpishard.models.program import LayeredProgram, Program
+from mpishard.models.program import Program
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "build_engine",
     "claim",
-    "deal",
     "disclaim",
     "is_claimed_by",
     "program_of",
@@ -140,11 +140,11 @@ def require_same_on_all_ranks(
     ValueError
         On every rank, with each rank's number of parameters and units.
     """
-    structure = repr(
-        ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in program.entries])
-    ).encode()
+    structure = program.structure().encode()
     manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
-    mine = [program.length, len(program.units), zlib.crc32(structure)]
+    placement = program.placement
+    units = len(program.units) if placement.is_whole else 0  # on a mesh each has its own
+    mine = [placement.length, units, zlib.crc32(structure)]
     mine.append(zlib.crc32(manner.encode()))
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
@@ -187,7 +187,7 @@ def build_engine(
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
     holdings = Holdings(
-        program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger(),
+        program.units, program.kept, program.dtype, program.axis(config), MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
     offload = Offload.of(config, device)
@@ -239,17 +239,3 @@ def _gradient_store(
     if vectors is not None and holdings.backend.node_count == 1:
         return NodeGradients(holdings, compresses, [vector for (vector,) in vectors])
     return ReplicatedGradients(holdings, compresses, mine)
-
-
-def deal(engine: Engine) -> None:
-    """Give every rank rank 0's values, unit by unit: no rank holds two full units. Collective."""
-    is_root = engine.backend.rank == 0
-    longest = max(unit.length for unit in engine.program.units)
-    full = np.empty(longest if is_root else 0, engine.program.dtype)
-    for unit in engine.program.units:
-        values = None
-        if is_root:
-            values = full[: unit.length]
-            engine.program.fill(unit, values)
-        engine.parameters.fill(unit, values)
-    engine.program.deal_constants(engine.backend)

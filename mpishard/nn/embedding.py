@@ -176,9 +176,22 @@ class PositionalEmbedding(Layer):
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add P[:T] to each sample of x_BTD; saves nothing."""
+        """Add P[:T] to each sample of x_BTD, behind S cached positions P[S : S + T]; saves nothing.
+
+        Raises
+        ------
+        ValueError
+            Where there are not so many positions.
+        """
         self.output_shape(x.shape[1:])
-        return x + p["weight"][: x.shape[1]], None
+        start = 0 if context.cache is None else context.cache.length
+        stop = start + x.shape[1]
+        if stop > self.context_length:
+            raise ValueError(
+                f"{start} positions are cached and {x.shape[1]} more are given; "
+                f"PositionalEmbedding has {self.context_length}"
+            )
+        return x + p["weight"][start:stop], None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""

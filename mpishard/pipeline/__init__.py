@@ -1,9 +1,39 @@
 """Pipelines: schedules as data, how layers are dealt to stages, and what runs a schedule."""
 
+from mpishard.pipeline.checker import check_schedule
+from mpishard.pipeline.clock import TimedOperation, bubble_fraction, run_clock
+from mpishard.pipeline.gpipe import GPipeSchedule
+from mpishard.pipeline.interleaved import Interleaved1F1BSchedule
+from mpishard.pipeline.looped_bfs import LoopedBFSSchedule
+from mpishard.pipeline.one_forward_one_backward import OneForwardOneBackwardSchedule
 from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
 )
+from mpishard.pipeline.schedule import RuleSchedule
+from mpishard.pipeline.schedules import SCHEDULE_NAMES, schedule_by_name
+from mpishard.pipeline.stage_times import StageTimes
+from mpishard.pipeline.zero_bubble import ZeroBubbleH1Schedule, ZeroBubbleH2Schedule
+from mpishard.pipeline.zero_bubble_v import ZeroBubbleVSchedule
 
-__all__ = ["IPipelineSchedule", "PipelineOperation", "PipelineOperationType"]
+__all__ = [
+    "SCHEDULE_NAMES",
+    "GPipeSchedule",
+    "IPipelineSchedule",
+    "Interleaved1F1BSchedule",
+    "LoopedBFSSchedule",
+    "OneForwardOneBackwardSchedule",
+    "PipelineOperation",
+    "PipelineOperationType",
+    "RuleSchedule",
+    "StageTimes",
+    "TimedOperation",
+    "ZeroBubbleH1Schedule",
+    "ZeroBubbleH2Schedule",
+    "ZeroBubbleVSchedule",
+    "bubble_fraction",
+    "check_schedule",
+    "run_clock",
+    "schedule_by_name",
+]

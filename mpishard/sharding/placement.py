@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace, copy_into
 from mpishard.sharding.regions import (
     Box,
     Region,
@@ -73,6 +74,9 @@ class Placement:
         self.length = self.entries[-1].stop if self.entries else 0
         self.own_length = self.slices[-1].entry.stop if self.slices else 0
         self._origin = {entry.name: entry for entry in self.entries}
+        self._is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
+            held.is_counted for held in self.slices
+        )
         for part in self.slices:
             if part.entry.name not in self._origin:
                 raise ValueError(f"there is no parameter {part.entry.name!r} to hold a slice of")
@@ -92,6 +96,27 @@ class Placement:
     def counted_ranges(self) -> list[tuple[int, int]]:
         """Ranges ``(start, stop)`` of the rank's own flat vector that it speaks for."""
         return [(s.entry.start, s.entry.stop) for s in self.slices if s.is_counted]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank's own flat vector is the model's."""
+        return self._is_whole
+
+    def part(self, full: Array, start: int, stop: int) -> Array:
+        """The rank's own range ``[start, stop)``, from the model's vector: a view where it is one.
+
+        Shape (stop - start,).
+        """
+        if self._is_whole:
+            return full[start:stop]
+        out = array_namespace(full).empty(stop - start, full.dtype)
+        self.take(full, start, out)
+        return out
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The ranges of the model's flat vector that the rank's own range ``[start, stop)`` is."""
+        for region, _ in self.regions(start, stop):
+            yield from _runs(self._origin[region.name], region)
 
     def regions(
         self, start: int, stop: int, *, counted: bool = False
@@ -157,6 +182,9 @@ class Placement:
         out : Array
             1-D.
         """
+        if self._is_whole:
+            copy_into(out, full[start : start + int(out.size)])
+            return
         for region, part in self.regions(start, start + int(out.size)):
             take_region(self._tensor(full, region), region, out[part])
 
@@ -168,3 +196,31 @@ class Placement:
     def _tensor(self, full: Array, region: Region) -> Array:
         entry = self._origin[region.name]
         return full[entry.start : entry.stop].reshape(entry.shape)
+
+
+def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
+    """The flat ranges of a region, in order; neighbours are joined."""
+    shape = box_shape(region.box)
+    # Trailing dims that the box takes whole make one run with the dim before them.
+    joined = len(shape)
+    run = 1
+    while joined and shape[joined - 1] == entry.shape[joined - 1]:
+        joined -= 1
+        run *= shape[joined]
+    if joined:
+        joined -= 1
+        run *= shape[joined]
+    if not run:
+        return
+    strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(shape))]
+    for number, outer in enumerate(itertools.product(*(range(n) for n in shape[:joined]))):
+        low = max(region.start - number * run, 0)
+        high = min(region.stop - number * run, run)
+        if low < high:
+            index = [*outer, *([0] * (len(shape) - joined))]
+            places = (
+                (box[0] + i) * stride
+                for box, i, stride in zip(region.box, index, strides, strict=True)
+            )
+            first = entry.start + sum(places)
+            yield first + low, first + high

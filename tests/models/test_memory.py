@@ -276,9 +276,12 @@ class Recorder:
         for name in ("prefetch", "reshard"):
             self._record(self.store, name)
         self.kept = program.kept
-        for index, layer in enumerate(program._layers):
-            if program._own_unit[index] in program._uses[index]:
-                self._watch(layer, program._own_unit[index].index)
+        (chain,) = program._chains
+        held = chain._held
+        for index, layer in enumerate(held.layers):
+            for unit in held.units_of(index):
+                if unit.first_layer <= index <= unit.last_layer:
+                    self._watch(layer, unit.index)
 
     def _record(self, store: Any, name: str) -> None:
         original = getattr(store, name)

@@ -18,10 +18,10 @@ from mpishard.communication import (
     run_in_threads,
 )
 from mpishard.layout import ShardLayout
+from mpishard.models.chain import LayerChain
 from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import ScatteredGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
-from mpishard.models.program import LayeredProgram
 from mpishard.models.round import Round
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.optimizers.optimizer import Optimizer
@@ -200,14 +200,14 @@ def publish_of_one_unit_alone(patch: Patch) -> None:
 
 def gradients_of_the_first_pass_alone(patch: Patch) -> None:
     """What a unit's later uses add is written over: a tied weight has two."""
-    original = LayeredProgram._targets
+    original = LayerChain._targets
 
     def mutant(self: Any, index: int, gradients: Any, unwritten: set[str], xp: Any) -> Any:
         found = original(self, index, gradients, unwritten, xp)
-        unwritten.update(self._entries[index][leaf].name for leaf in self._entries[index])
+        unwritten.update(entry.name for entry in self._held.of_layer[index].values())
         return found
 
-    patch.setattr(LayeredProgram, "_targets", mutant)
+    patch.setattr(LayerChain, "_targets", mutant)
 
 
 # What is broken, and where training must notice.
