@@ -4,12 +4,19 @@ from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.clock import TimedOperation, bubble_fraction, run_clock
 from mpishard.pipeline.gpipe import GPipeSchedule
 from mpishard.pipeline.interleaved import Interleaved1F1BSchedule
+from mpishard.pipeline.layer_costs import measured_layer_costs
+from mpishard.pipeline.layer_partition import partition_layers
 from mpishard.pipeline.looped_bfs import LoopedBFSSchedule
 from mpishard.pipeline.one_forward_one_backward import OneForwardOneBackwardSchedule
 from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
+)
+from mpishard.pipeline.partition import (
+    IPipelinePartitionStrategy,
+    LoadBalancedPartitionStrategy,
+    UniformPartitionStrategy,
 )
 from mpishard.pipeline.schedule import RuleSchedule
 from mpishard.pipeline.schedules import SCHEDULE_NAMES, schedule_by_name
@@ -20,8 +27,10 @@ from mpishard.pipeline.zero_bubble_v import ZeroBubbleVSchedule
 __all__ = [
     "SCHEDULE_NAMES",
     "GPipeSchedule",
+    "IPipelinePartitionStrategy",
     "IPipelineSchedule",
     "Interleaved1F1BSchedule",
+    "LoadBalancedPartitionStrategy",
     "LoopedBFSSchedule",
     "OneForwardOneBackwardSchedule",
     "PipelineOperation",
@@ -29,11 +38,14 @@ __all__ = [
     "RuleSchedule",
     "StageTimes",
     "TimedOperation",
+    "UniformPartitionStrategy",
     "ZeroBubbleH1Schedule",
     "ZeroBubbleH2Schedule",
     "ZeroBubbleVSchedule",
     "bubble_fraction",
     "check_schedule",
+    "measured_layer_costs",
+    "partition_layers",
     "run_clock",
     "schedule_by_name",
 ]
