@@ -43,6 +43,7 @@ class DividedProgram(Program):
     """
 
     needs_whole_parameters = True
+    is_on_mesh = True
 
     def __init__(self, whole: WholeProgram, mesh: ProcessMesh) -> None:
         self.mesh = mesh

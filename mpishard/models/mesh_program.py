@@ -102,7 +102,6 @@ class MeshProgram(LayeredProgram):
             [self.choices.stages_of(rank) for rank in range(mesh.pipeline_size)],
             self._minimum_unit_size,
             sequence_parallel=self.choices.sequence_parallel,
-            split_output=True,
         )
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
@@ -117,6 +116,8 @@ class MeshProgram(LayeredProgram):
         self.chains = [LayerChain(held, *bounds, self.kept) for bounds in layout.ranges]
         self._chains = self.chains
         self._classes = self._model.get_all_layer_info()[-1].output_shape[-1]
+
+    is_on_mesh = True
 
     @property
     def placement(self) -> Placement:
@@ -159,9 +160,11 @@ class MeshProgram(LayeredProgram):
         shape = sample_shape
         for layer in layers[:first]:
             shape = layer.output_shape(shape)
+        ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and 0 < first < len(layers):
-            ranks = ShardLayout(shape[0], self.mesh.tensor_size)
-            shape = (ranks.size(self.mesh.tensor_rank), *shape[1:])
+            shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
+        if self._splits_output and first == len(layers):
+            shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
         return shape
 
     # ------------------------------------------------------------------------------- computing

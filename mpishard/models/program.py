@@ -42,6 +42,8 @@ class Program(ABC):
         Where it computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
+    is_on_mesh : bool
+        Whether ranks may hold different parts of the model, and have other units.
     is_random : bool
         Whether what is computed in training depends on seed, step and sample.
     seed : int
@@ -58,6 +60,7 @@ class Program(ABC):
     entries: tuple[ParameterEntry, ...]
     device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False
+    is_on_mesh: ClassVar[bool] = False
     is_random: bool = False
     seed: int = 0
     frozen: frozenset[str] = frozenset()

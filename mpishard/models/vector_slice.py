@@ -30,7 +30,8 @@ def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Pl
     Examples
     --------
     >>> entries = [ParameterEntry("w", (2, 3), 0), ParameterEntry("b", (3,), 6)]
-    >>> [(held.entry.name, held.entry.start, held.boxes) for held in placed_range(entries, 2, 7).slices]
+    >>> slices = placed_range(entries, 2, 7).slices
+    >>> [(held.entry.name, held.entry.start, held.boxes) for held in slices]
     [('w', 0, (((0, 1), (2, 3)), ((1, 2), (0, 3)))), ('b', 4, (((0, 1),),))]
     """
     slices = []

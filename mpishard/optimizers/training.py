@@ -31,6 +31,7 @@ class ShardedTraining(ShardedOptimizerFiles):
 
     _config: ShardingConfiguration
     _given_model: Any
+    _model_options: Mapping[str, Any]
 
     @property
     @abstractmethod

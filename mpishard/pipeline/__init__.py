@@ -2,6 +2,7 @@
 
 from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.clock import TimedOperation, bubble_fraction, run_clock
+from mpishard.pipeline.executor import PipelineExecutor
 from mpishard.pipeline.gpipe import GPipeSchedule
 from mpishard.pipeline.interleaved import Interleaved1F1BSchedule
 from mpishard.pipeline.looped_bfs import LoopedBFSSchedule
@@ -11,8 +12,10 @@ from mpishard.pipeline.operations import (
     PipelineOperation,
     PipelineOperationType,
 )
+from mpishard.pipeline.record import OperationTimes, PipelineRecord
 from mpishard.pipeline.schedule import RuleSchedule
 from mpishard.pipeline.schedules import SCHEDULE_NAMES, schedule_by_name
+from mpishard.pipeline.stage import IPipelineStage
 from mpishard.pipeline.stage_times import StageTimes
 from mpishard.pipeline.zero_bubble import ZeroBubbleH1Schedule, ZeroBubbleH2Schedule
 from mpishard.pipeline.zero_bubble_v import ZeroBubbleVSchedule
@@ -21,11 +24,15 @@ __all__ = [
     "SCHEDULE_NAMES",
     "GPipeSchedule",
     "IPipelineSchedule",
+    "IPipelineStage",
     "Interleaved1F1BSchedule",
     "LoopedBFSSchedule",
     "OneForwardOneBackwardSchedule",
+    "OperationTimes",
+    "PipelineExecutor",
     "PipelineOperation",
     "PipelineOperationType",
+    "PipelineRecord",
     "RuleSchedule",
     "StageTimes",
     "TimedOperation",
