@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``verify`` and ``bench``."""
+"""The command line: ``mpishard run``, ``verify``, ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.bench import bench
+from mpishard.cli.plan import plan
 from mpishard.cli.run import run
 from mpishard.cli.verify import verify
 
@@ -24,6 +25,7 @@ app.command(
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
 )(run)
 app.command()(verify)
+app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
 
 
