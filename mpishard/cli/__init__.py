@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``verify`` and ``bench``."""
+"""The command line: ``mpishard run``, ``verify``, ``bench`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from mpishard.cli.bench import bench
 from mpishard.cli.run import run
+from mpishard.cli.trace import trace
 from mpishard.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -25,6 +26,7 @@ app.command(
 )(run)
 app.command()(verify)
 app.add_typer(bench, name="bench")
+app.add_typer(trace, name="trace")
 
 
 def main() -> None:

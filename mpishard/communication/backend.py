@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
+from mpishard.communication.recorder import current_recorder
 from mpishard.communication.reduction import (
     ReductionOperation,
     accumulation_dtype,
@@ -433,6 +434,7 @@ class CommunicationBackend(Transport):
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
+            member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.initialize()
         return member  # type: ignore[no-any-return]
@@ -509,7 +511,13 @@ class CommunicationBackend(Transport):
         self._check_array(array, "send")
         self._check_peer(destination_rank, tag)
         self.traffic.count("send", array.nbytes if destination_rank != self.rank else 0)
-        self._send(array, destination_rank, tag)
+        recorder = current_recorder.get()
+        if recorder is None:
+            self._send(array, destination_rank, tag)
+            return
+        with recorder.message("send", self.group, self.rank, destination_rank, tag) as message:
+            message.nbytes = array.nbytes
+            self._send(array, destination_rank, tag)
 
     def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
@@ -539,4 +547,10 @@ class CommunicationBackend(Transport):
         self._check_peer(source_rank, tag)
         if as_integer("count", count) < 0:
             raise ValueError(f"count must be 0 or more, got {count}")
-        return self._receive(source_rank, count, tag)
+        recorder = current_recorder.get()
+        if recorder is None:
+            return self._receive(source_rank, count, tag)
+        with recorder.message("receive", self.group, source_rank, self.rank, tag) as message:
+            array = self._receive(source_rank, count, tag)
+            message.nbytes = array.nbytes
+        return array

@@ -19,6 +19,8 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.recorder import InFlight, Recorder, current_recorder
+from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
     ReductionOperation,
     TreeReducer,
@@ -62,6 +64,10 @@ class Transport(ABC):
         """
         self.traffic = Traffic()
         self.call_log = CallLog()
+        self.group, self.axis = "world", ""
+        """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
+        self.recorder: Recorder | None = None
+        """What records a trace until this backend is shut down."""
 
     # ------------------------------------------------------------------ identity and life cycle
 
@@ -129,6 +135,7 @@ class Transport(ABC):
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
         if self._initialized:
+            stop_recording(self)
             self._on_shutdown()
             self._initialized = False
 
@@ -229,12 +236,20 @@ class Transport(ABC):
 
     # ------------------------------------------------------------------------------------ shared
 
-    def _issue(self, call: Call, steps: Steps) -> Work:
-        work = Work(self, steps, call)
+    def _issue(self, call: Call, steps: Steps, in_flight: InFlight | None = None) -> Work:
+        in_flight = in_flight or self._record(call)
+        work = Work(self, steps, call, in_flight)
         self._pending.append(work)
         work.advance()
         self._forget_done()
+        if in_flight is not None:
+            in_flight.blocked(in_flight.start)
         return work
+
+    def _record(self, call: Call) -> InFlight | None:
+        """What a collective is recorded with from now on; None where no trace is."""
+        recorder = current_recorder.get()
+        return None if recorder is None else recorder.begin(call, self.group, self.axis)
 
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done:

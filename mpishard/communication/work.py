@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.call import Call
+from mpishard.communication.recorder import InFlight
 
 __all__ = ["Steps", "Waitable", "Work"]
 
@@ -41,7 +42,9 @@ class Work:
     passed in must not be changed, and ``out`` not be read, before it returns.
     """
 
-    def __init__(self, driver: Driver, steps: Steps, call: Call) -> None:
+    def __init__(
+        self, driver: Driver, steps: Steps, call: Call, in_flight: InFlight | None = None
+    ) -> None:
         self.call = call
         self._driver = driver
         self._steps = steps
@@ -49,6 +52,7 @@ class Work:
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._in_flight = in_flight  # where a trace is recorded
 
     @property
     def done(self) -> bool:
@@ -75,6 +79,8 @@ class Work:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
                 self._done, self._error, self._waitable = True, error, None
                 raise
+            if self._done and self._in_flight is not None:
+                self._in_flight.done(self._error)
         return True
 
     def wait(self) -> Any:
@@ -86,7 +92,18 @@ class Work:
             As the blocking collective does.
         """
         if not self._done:
-            self._driver._drive(self)
+            self._wait()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _wait(self) -> None:
+        in_flight = self._in_flight
+        if in_flight is None:
+            self._driver._drive(self)
+            return
+        since = in_flight.now()
+        try:
+            self._driver._drive(self)
+        finally:
+            in_flight.blocked(since)
