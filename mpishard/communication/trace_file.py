@@ -12,10 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["TRACE_FORMAT", "TRACE_VERSION", "TraceFile", "first_line", "last_line", "rank_file"]
+__all__ = [
+    "TRACE_FORMAT",
+    "TRACE_VERSION",
+    "TraceFile",
+    "encode",
+    "first_line",
+    "last_line",
+    "rank_file",
+]
 
 TRACE_FORMAT = "mpishard trace"
 TRACE_VERSION = 1
+
+encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
+"""A value as JSON, on one line."""
 
 _ROW_NAMES = {1: "step", 2: "compute", 3: "wait", 4: "communication"}
 
@@ -27,13 +38,13 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 def first_line(about: Mapping[str, Any]) -> str:
     """The line that opens a trace, with what it is ``about``."""
-    text = json.dumps({"displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
+    text = encode({"displayTimeUnit": "ms", "otherData": about})
     return f'{text[:-1]},"traceEvents":[\n'
 
 
 def last_line(end: Mapping[str, Any]) -> str:
     """The line that closes a trace, with how it ended."""
-    return f'],"end":{json.dumps(end, separators=(",", ":"))}}}\n'
+    return f'],"end":{encode(end)}}}\n'
 
 
 class TraceFile:
@@ -87,12 +98,13 @@ class TraceFile:
             label = _ROW_NAMES.get(tid) or f"communication {tid - 3}"
             self._metadata("thread_name", {"name": label}, tid=tid)
             self._metadata("thread_sort_index", {"sort_index": tid}, tid=tid)
-        # Whole nanoseconds as decimals: spans that touch do not overlap by a rounding error.
-        self._append({
-            "name": name, "cat": category, "ph": "X", "pid": self._pid, "tid": tid,
-            "ts": (start - self._origin) / 1000, "dur": (end - start) / 1000,
-            **({"args": arguments} if arguments else {}),
-        })  # fmt: skip
+        # Whole nanoseconds as decimals: spans that touch do not overlap by a rounding error. The
+        # line is put together by hand, in a third of the time that the encoder takes.
+        given = f',"args":{encode(arguments)}' if arguments else ""
+        self._stream.write(
+            f',{{"name":{encode(name)},"cat":"{category}","ph":"X","pid":{self._pid},"tid":{tid},'
+            f'"ts":{(start - self._origin) / 1000},"dur":{(end - start) / 1000}{given}}}\n'
+        )
 
     def close(self, *, reason: str, events: int, dropped: int) -> None:
         """Write the last line."""
@@ -110,5 +122,4 @@ class TraceFile:
         self._append(event, first=first)
 
     def _append(self, event: Mapping[str, Any], *, first: bool = False) -> None:
-        text = json.dumps(event, separators=(",", ":"))
-        self._stream.write(f"{'' if first else ','}{text}\n")
+        self._stream.write(f"{'' if first else ','}{encode(event)}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from mpishard.communication.trace_file import (
     TRACE_FORMAT,
     TRACE_VERSION,
+    encode,
     first_line,
     last_line,
 )
@@ -52,7 +52,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
             stream.write(first_line(about))
             comma = ""
             for event in _with_arrows(trace.events()):
-                stream.write(f"{comma}{json.dumps(event, separators=(',', ':'))}\n")
+                stream.write(f"{comma}{encode(event)}\n")
                 comma = ","
             ends = [
                 {"rank": r, "reason": e.reason, "until_us": e.until, "dropped": e.dropped}
