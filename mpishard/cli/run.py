@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["HostsOption", "RanksOption", "ScriptArgument", "run", "run_script"]
+__all__ = ["HostsOption", "RanksOption", "ScriptArgument", "prepare_job", "run"]
 
 _GRACE_SECONDS = 4
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
@@ -48,18 +48,20 @@ def run(
     Takes the mpiexec that belongs to the MPI library that mpi4py loads, or srun inside a SLURM
     allocation. Ends with the exit code of the rank that failed first.
     """
-    raise typer.Exit(run_script("run", script, context.args, ranks, hosts))
+    raise typer.Exit(prepare_job("run", script, context.args, ranks, hosts)())
 
 
-def run_script(
+def prepare_job(
     name: str,
     script: Path,
     arguments: Sequence[str],
     ranks: int,
     hosts: str,
     variables: Mapping[str, str] | None = None,
-) -> int:
-    """Run ``script`` to its end, with ``variables`` in the ranks' environment; its exit code.
+) -> Callable[[], int]:
+    """What runs ``script`` to its end, and returns its exit code.
+
+    The ranks find ``variables`` in their environment.
 
     Raises
     ------
@@ -74,14 +76,18 @@ def run_script(
         typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
     added = _added_environment(launcher, -(-ranks // max(1, len(names)))) | dict(variables or {})
-    typer.echo(_announcement(name, launcher, ranks, added), err=True)
     command = launcher.command(
         ranks,
         [sys.executable, "-u", str(script), *arguments],
         hosts=names,
         variables=tuple(added),
     )
-    return _supervise(command, os.environ | added)
+
+    def start() -> int:
+        typer.echo(_announcement(name, launcher, ranks, added), err=True)
+        return _supervise(command, os.environ | added)
+
+    return start
 
 
 def _check(script: Path, ranks: int, hosts: Sequence[str]) -> None:

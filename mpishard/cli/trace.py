@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.bench_report import bytes_text, milliseconds, show
-from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument, run_script
+from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument, prepare_job
 from mpishard.observe import (
     JobTrace,
     TraceSummary,
@@ -51,13 +51,14 @@ def run(
     Ends with the script's exit code; what a failed job has left is merged too.
     """
     folder = output.absolute()
+    start = prepare_job(
+        "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
+    )
     with _said():
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
-    code = run_script(
-        "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
-    )
+    code = start()
     with _said(code):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
