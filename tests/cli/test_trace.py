@@ -117,7 +117,7 @@ def test_what_ended_early_and_what_was_dropped_is_said(tmp_path):
         (["summary", "FOLDER"], "has traces of 1 of the job's 2 ranks, and not rank_1.json"),
         (["merge", "FOLDER", "-o", "FOLDER/rank_7.json"], "would look like the trace of a rank"),
         (["summary", "FOLDER/rank_0.json"], "is the trace of rank 0 alone; give its folder"),
-        (["run", "-n", "2", "nowhere.py", "-o", "x"], "there is no script nowhere.py"),
+        (["run", "-n", "2", "-o", "FOLDER", "nowhere.py"], "there is no script nowhere.py"),
         (["run", "-n", "2", "-o", "FOLDER/rank_0.json", "SCRIPT"], "File exists"),
     ],
 )
