@@ -40,8 +40,8 @@ __all__ = [
 MAXIMUM_DIMS = 8
 """Dims that an array on the wire may have."""
 
-MAXIMUM_TAG = 16383
-"""Half of the tag bound that MPI guarantees; the other half belongs to the package."""
+MAXIMUM_TAG = 16382
+"""Just below half of the tag bound that MPI guarantees; the other half is the package's own."""
 
 CALL_LOG_LENGTH = 64
 """Collectives that a rank's call log remembers."""

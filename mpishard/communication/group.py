@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
-from mpishard.communication.lanes import Lane, Pending
+from mpishard.communication.lanes import Expected, Lane, Pending
 from mpishard.communication.mailbox import Letter, Mailbox
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.work import Waitable
@@ -23,7 +23,7 @@ from mpishard.errors import PeerError
 
 __all__ = ["Group"]
 
-_NOTICE_TAG = 2 * settings.MAXIMUM_TAG
+_NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
 
 class Group:
@@ -57,6 +57,8 @@ class Group:
             16: mpi.C_DOUBLE_COMPLEX,
         }  # fmt: skip
         self.in_flight: set[Pending] = set()
+        self.expected: set[Expected] = set()
+        """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
         self.broken: PeerError | None = None
         self._open_headers = 0
@@ -119,6 +121,8 @@ class Group:
         """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
         if self.is_leaving:
             return
+        for receive in tuple(self.expected):
+            receive.withdraw()
         if self._answered_leave or (self.broken and self._open_headers):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True

@@ -140,9 +140,13 @@ class Job:
                 del self._groups[group]
 
     def count_pending(self) -> int:
-        """Number of collectives under way, in all worlds."""
+        """Number of collectives and messages under way, in all worlds."""
         backends = [reference() for reference in self._groups.values()]
-        return sum(len(backend._pending) for backend in backends if backend is not None)
+        return sum(
+            len(backend._pending) + len(backend._transfers)
+            for backend in backends
+            if backend is not None
+        )
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""

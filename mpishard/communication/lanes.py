@@ -17,7 +17,7 @@ import numpy as np
 
 from mpishard.communication.work import Waitable
 
-__all__ = ["Condition", "Lane", "Pending", "ScratchPool", "Turn"]
+__all__ = ["Condition", "Expected", "Lane", "Pending", "ScratchPool", "Turn"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -42,6 +42,53 @@ class Pending(Waitable):
             self._in_flight.discard(self)
             return True
         return False
+
+
+class Expected(Pending):
+    """A receive that was posted before anything came, into ``buffer``.
+
+    Parameters
+    ----------
+    request : mpi4py.MPI.Request
+        Of the receive.
+    in_flight : set of Pending
+        As `Pending`.
+    expected : set of Expected
+        In which it stands, too: what the end of a world withdraws.
+    buffer : ndarray
+        Where the message goes.
+    too_long : type of Exception
+        What MPI raises for a message that ``buffer`` does not hold, and that is lost.
+    """
+
+    __slots__ = ("_expected", "_too_long", "buffer", "is_lost")
+
+    def __init__(
+        self, request: Any, in_flight: set[Pending], expected: set[Expected], buffer: Bytes,
+        too_long: type[Exception],
+    ) -> None:  # fmt: skip
+        super().__init__(request, in_flight, buffer)
+        self._expected = expected
+        self._too_long = too_long
+        self.buffer = buffer
+        self.is_lost = False
+        expected.add(self)
+
+    def test(self) -> bool:
+        try:
+            happened = super().test()
+        except self._too_long:
+            self.is_lost = happened = True
+            self._in_flight.discard(self)
+        if happened:
+            self._expected.discard(self)
+        return happened
+
+    def withdraw(self) -> None:
+        """Take the receive back, where nothing has come."""
+        self._request.Cancel()
+        while not self.test():
+            pass
 
 
 class Condition(Waitable):

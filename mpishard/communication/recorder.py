@@ -9,16 +9,26 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
+from mpishard.arrays import Array
 from mpishard.communication.call import Call
 from mpishard.communication.trace_file import TraceFile
 
-__all__ = ["InFlight", "Message", "Recorder", "Row", "Span", "current_recorder"]
+__all__ = [
+    "CollectiveInFlight",
+    "InFlight",
+    "MessageInFlight",
+    "Recorder",
+    "Row",
+    "Span",
+    "current_recorder",
+]
 
 _FLUSH_SECONDS = 1.0
 _FLUSH_EVENTS = 1024
@@ -129,14 +139,6 @@ class Recorder:
 
     # ------------------------------------------------------------------------- communication
 
-    def begin(self, call: Call, group: str, axis: str) -> InFlight:
-        """Hear that a collective is issued, of the world ``group``, along ``axis`` of a mesh."""
-        return InFlight(self, call, group, axis)
-
-    def message(self, verb: str, group: str, source: int, destination: int, tag: int) -> Message:
-        """What a message is recorded with, from before it is sent or received to after."""
-        return Message(self, verb, group, source, destination, tag)
-
     def take_lane(self) -> int:
         """A row for something under way, in which nothing else is."""
         if self._lanes:
@@ -154,25 +156,23 @@ class Recorder:
         return self._messages[key] - 1
 
 
-class InFlight:
-    """A collective from when it is issued to when this rank knows that it is done."""
+class InFlight(ABC):
+    """What was issued, from then to when this rank knows that it is done."""
 
-    __slots__ = ("_axis", "_call", "_error", "_group", "_recorder", "_tid", "start")
+    __slots__ = ("_error", "_name", "_recorder", "_tid", "start")
 
-    def __init__(self, recorder: Recorder, call: Call, group: str, axis: str) -> None:
+    def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder = recorder
-        self._call = call
-        self._group = group
-        self._axis = axis
+        self._name = name
         self._error = ""
         self._tid = recorder.take_lane()
         self.start = recorder.now()
 
-    def done(self, error: BaseException | None = None) -> None:
+    def done(self, error: BaseException | None = None, result: Any = None) -> None:
         """It is complete, or has failed."""
         recorder = self._recorder
         self._error = "" if error is None else type(error).__name__
-        recorder.add(self._tid, self._call.kind.label, self.start, recorder.now(), self)
+        recorder.add(self._tid, self._name, self.start, recorder.now(), self)
         recorder.give_lane(self._tid)
 
     def now(self) -> int:
@@ -182,56 +182,68 @@ class InFlight:
     def blocked(self, since: int) -> None:
         """The rank's thread has been in it since then, and goes on now."""
         recorder = self._recorder
-        recorder.add(Row.WAIT, self._call.kind.label, since, recorder.now(), self)
+        recorder.add(Row.WAIT, self._name, since, recorder.now(), self)
 
     def describe(self) -> dict[str, Any]:
-        """The arguments of its events: the same collective has the same on every rank."""
+        """The arguments of its events."""
+        arguments = self._describe()
+        if self._error:
+            arguments["error"] = self._error
+        return arguments
+
+    @abstractmethod
+    def _describe(self) -> dict[str, Any]: ...
+
+
+class CollectiveInFlight(InFlight):
+    """A collective. The same one has the same group and sequence number on every rank."""
+
+    __slots__ = ("_axis", "_call", "_group")
+
+    def __init__(self, recorder: Recorder, call: Call, group: str, axis: str) -> None:
+        super().__init__(recorder, call.kind.label)
+        self._call = call
+        self._group = group
+        self._axis = axis
+
+    def _describe(self) -> dict[str, Any]:
         call = self._call
         arguments = {"bytes": call.nbytes, "group": self._group, "sequence": call.sequence}
         if self._axis:
             arguments["axis"] = self._axis
         if call.filename:
             arguments["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
-        if self._error:
-            arguments["error"] = self._error
         return arguments
 
 
-class Message:
-    """A message from before it is sent, or received, to after; a context manager.
+class MessageInFlight(InFlight):
+    """A message, sent where there is an array. Both sides number those of one way alike."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Of its data.
-    """
+    __slots__ = ("_nbytes", "_number", "_way")
 
-    def __init__(
-        self, recorder: Recorder, verb: str, group: str, source: int, destination: int, tag: int
-    ) -> None:
-        self.nbytes = 0
-        self._recorder = recorder
-        self._verb = verb
-        self._arguments: dict[str, Any] = {
-            "group": group, "source": source, "destination": destination, "tag": tag,
-        }  # fmt: skip
+    def __init__(self, recorder: Recorder, way: Mapping[str, Any], sent: Array | None) -> None:
+        super().__init__(recorder, "receive" if sent is None else "send")
+        self._way = way
+        self._nbytes: int | None = None
+        self._number = -1
+        if sent is not None:
+            self._count(sent)
 
-    def __enter__(self) -> Self:
-        self._tid = self._recorder.take_lane()
-        self._start = self._recorder.now()
-        return self
+    def _count(self, array: Array) -> None:
+        self._nbytes = array.nbytes
+        self._number = self._recorder.count_message((self._name, *self._way.values()))
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        recorder, arguments = self._recorder, self._arguments
-        end = recorder.now()
-        if kind is None:
-            arguments["number"] = recorder.count_message((self._verb, *arguments.values()))
-            arguments["bytes"] = self.nbytes
-        else:
-            arguments["error"] = kind.__name__
-        recorder.add(self._tid, self._verb, self._start, end, arguments)
-        recorder.add(Row.WAIT, self._verb, self._start, end, arguments)
-        recorder.give_lane(self._tid)
+    def done(self, error: BaseException | None = None, result: Any = None) -> None:
+        # A receive that failed has taken no message; those that do take them in order.
+        if self._name == "receive" and error is None:
+            self._count(result)
+        super().done(error)
+
+    def _describe(self) -> dict[str, Any]:
+        arguments = dict(self._way)
+        if self._nbytes is not None:
+            arguments |= {"bytes": self._nbytes, "number": self._number}
+        return arguments
 
 
 class Span:

@@ -19,12 +19,13 @@ from mpishard.communication.recorder import Recorder, current_recorder
 from mpishard.communication.trace_file import TRACE_FORMAT, TRACE_VERSION, TraceFile, rank_file
 
 if TYPE_CHECKING:
+    from mpishard.communication.point_to_point import PointToPoint
     from mpishard.communication.transport import Transport
 
 __all__ = ["Clock", "compare_clocks", "record_if_asked", "start_recording", "stop_recording"]
 
 _ROUNDS = 16
-_TAG = settings.MAXIMUM_TAG + 1
+_TAG = settings.MAXIMUM_TAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Clock:
     uncertainty: int
 
 
-def compare_clocks(backend: Transport, now: Callable[[], int] = time.perf_counter_ns) -> Clock:
+def compare_clocks(backend: PointToPoint, now: Callable[[], int] = time.perf_counter_ns) -> Clock:
     """Learn how this rank's clock differs from rank 0's. Collective.
 
     Ranks of rank 0's node read the same clock. The others ask it for the time, and take the answer
@@ -58,14 +59,14 @@ def compare_clocks(backend: Transport, now: Callable[[], int] = time.perf_counte
         job = secrets.randbits(62)
         for rank in range(1, backend.world_size):
             for _ in range(rounds[rank]):
-                backend._receive(rank, 1, _TAG)
+                backend.receive(rank, 1, _TAG)
                 backend._send(np.array([now(), job]), rank, _TAG)
         return Clock(f"{job:x}", 0, 0)
     best: tuple[int, int] | None = None
     for _ in range(rounds[backend.rank]):
         asked = now()
         backend._send(np.zeros(1, np.int64), 0, _TAG)
-        there, job = (int(value) for value in backend._receive(0, 2, _TAG))
+        there, job = (int(value) for value in backend.receive(0, 2, _TAG))
         answered = now()
         half = (answered - asked + 1) // 2
         if best is None or half < best[0]:
@@ -76,7 +77,7 @@ def compare_clocks(backend: Transport, now: Callable[[], int] = time.perf_counte
     return Clock(f"{job:x}", best[1], best[0] + 1)
 
 
-def start_recording(backend: Transport, folder: Path, maximum_events: int) -> Recorder:
+def start_recording(backend: PointToPoint, folder: Path, maximum_events: int) -> Recorder:
     """Record what this rank does from now on, in ``folder``. Collective.
 
     Raises
@@ -130,7 +131,7 @@ def stop_recording(backend: Transport, error: BaseException | None = None) -> No
         current_recorder.set(None)
 
 
-def record_if_asked(backend: Transport) -> None:
+def record_if_asked(backend: PointToPoint) -> None:
     """Record this rank's run where ``MPISHARD_TRACE`` says so. Collective."""
     folder = settings.trace_folder()
     if folder is not None and current_recorder.get() is None:

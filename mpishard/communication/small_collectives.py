@@ -18,7 +18,7 @@ from mpishard.arrays import Array
 from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import INLINE_BYTES, make_row
 from mpishard.communication.mailbox import SLOTS, Mailbox
-from mpishard.communication.recorder import InFlight
+from mpishard.communication.recorder import CollectiveInFlight
 from mpishard.communication.reduction import FixedReducer, ReductionOperation, check_reducible
 from mpishard.communication.staging import StagedCollectives
 from mpishard.layout import ShardLayout
@@ -169,7 +169,7 @@ class SmallCollectives(StagedCollectives):
         return mailbox.meet(number, _CROWDED_POLLS if crowded else _POLLS, crowded=crowded)
 
 
-def _at_once(in_flight: InFlight | None) -> None:
+def _at_once(in_flight: CollectiveInFlight | None) -> None:
     """Record a collective that is done as soon as it is called."""
     if in_flight is not None:
         in_flight.done()

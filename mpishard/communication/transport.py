@@ -19,7 +19,7 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
-from mpishard.communication.recorder import InFlight, Recorder, current_recorder
+from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
     ReductionOperation,
@@ -28,7 +28,7 @@ from mpishard.communication.reduction import (
 )
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
-from mpishard.communication.work import Steps, Work
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
@@ -38,8 +38,8 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Identity, life cycle, and what a subclass must give.
 
-    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_receive`, and the
-    two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_steps_receive`, and
+    the two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -48,7 +48,8 @@ class Transport(ABC):
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._sequence = 0
-        self._pending: deque[Work] = deque()
+        self._pending: deque[CollectiveWork] = deque()
+        self._transfers: list[Transfer] = []
         self._reducer = TreeReducer()
         self._regions = Regions()
         self.check_collectives = True
@@ -163,13 +164,13 @@ class Transport(ABC):
             print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
-        """Let collectives that were issued go on as far as they can. Never blocks.
+        """Let what was issued, and not waited for, go on as far as it can. Never blocks.
 
         Worth calling between pieces of a long computation, where a `Work` should advance.
         """
-        if not self._pending:
+        if not self._pending and not self._transfers:
             return
-        for pending in tuple(self._pending):
+        for pending in (*self._pending, *self._transfers):
             pending.advance()
         self._forget_done()
 
@@ -187,7 +188,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _drive(self, work: Work) -> None:
-        """Advance the pending collectives, oldest first, until ``work`` is done.
+        """Advance pending collectives and messages, oldest first, until ``work`` is done.
 
         All of them are advanced, not only ``work``, so that ranks may wait in different orders.
         """
@@ -229,31 +230,53 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def _send(self, array: Array, destination: int, tag: int) -> None: ...
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        """Send a copy; do not wait."""
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        """Send ``array``, which stays as it is until this ends; here, where a copy is made."""
+        self._send(array, destination, tag)
+        yield from ()
 
     @abstractmethod
-    def _receive(self, source: int, count: int, tag: int) -> Array: ...
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        """Take the next message that no earlier receive of (source, tag) takes.
+
+        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it.
+        """
 
     # ------------------------------------------------------------------------------------ shared
 
-    def _issue(self, call: Call, steps: Steps, in_flight: InFlight | None = None) -> Work:
-        in_flight = in_flight or self._record(call)
-        work = Work(self, steps, call, in_flight)
+    def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
+        work = CollectiveWork(self, steps, call, in_flight or self._record(call))
         self._pending.append(work)
         work.advance()
         self._forget_done()
-        if in_flight is not None:
-            in_flight.blocked(in_flight.start)
+        work.begun()
         return work
 
-    def _record(self, call: Call) -> InFlight | None:
+    def _record(self, call: Call) -> CollectiveInFlight | None:
         """What a collective is recorded with from now on; None where no trace is."""
         recorder = current_recorder.get()
-        return None if recorder is None else recorder.begin(call, self.group, self.axis)
+        if recorder is None:
+            return None
+        return CollectiveInFlight(recorder, call, self.group, self.axis)
+
+    def _begin(self, transfer: Transfer) -> Transfer:
+        """Issue a message. It stands beside the collectives: they do not wait for it."""
+        self._transfers.append(transfer)
+        transfer.advance()
+        self._forget_done()
+        transfer.begun()
+        return transfer
 
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done:
             self._pending.popleft()
+        if self._transfers:
+            self._transfers = [transfer for transfer in self._transfers if not transfer.done]
 
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse, on every rank alike, calls that do not belong together."""

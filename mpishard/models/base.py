@@ -31,7 +31,6 @@ from mpishard.models.wrapped import WrappedMembers
 from mpishard.models.wrapping import (
     build_engine,
     claim,
-    deal,
     disclaim,
     is_claimed_by,
     program_of,
@@ -73,7 +72,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         Where another rank of this process, or another wrapper, has wrapped the same object.
     """
 
-    policy: ClassVar[Policy]
+    policy: Policy
     strategy: ClassVar[str]
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
@@ -95,13 +94,17 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def _initialize_sharding(self) -> None:
         """Deal rank 0's values to the ranks. Collective."""
-        program = program_of(self._wrapped_model, self._config)
+        program = self._program()
         claim(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
-        deal(self.engine)
+        program.deal(self.engine.parameters, self.backend)
         self._take_over()
+
+    def _program(self) -> Program:
+        """What is computed, and where."""
+        return program_of(self._wrapped_model, self._config)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         program.default_loss = self.default_loss_function
@@ -143,6 +146,21 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         return self.backend.world_size
 
     @property
+    def data_rank(self) -> int:
+        """Which samples are this rank's to compute: the part of this number, of `data_size`."""
+        return self.engine.backend.rank
+
+    @property
+    def data_size(self) -> int:
+        """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
+        return self.engine.backend.world_size
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        """One of the ranks that compute the samples of each data rank, in that order."""
+        return range(self.data_size)
+
+    @property
     def engine(self) -> Engine:
         """The one way in which the parameters change."""
         if self._engine is None:
@@ -162,11 +180,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     @property
     def parameter_entries(self) -> tuple[ParameterEntry, ...]:
         """Name, shape and start of each parameter; of a black box one, called "parameters"."""
-        return self.engine.program.entries
+        return self.engine.program.placement.entries
 
     @property
     def parameter_count(self) -> int:
-        return self.engine.program.length
+        return self.engine.program.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
         """What the wrapped model says, and how it is sharded."""
@@ -292,7 +310,8 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         pieces = engine.updated_pieces
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
-            target -= rate * beside(vector[piece.start : piece.stop], target)
+            part = engine.program.placement.part(vector, piece.start, piece.stop)
+            target -= rate * beside(part, target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.published_pieces)
         engine.changed()

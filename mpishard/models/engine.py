@@ -72,7 +72,7 @@ class Engine:
         self._make_gradients = make_gradients
         self.stage = stage
         self.replicas = Replicas(parameters, policy)
-        self.round = Round(parameters.backend, config)
+        self.round = Round(config, parameters.backend)
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -89,10 +89,9 @@ class Engine:
             Where nothing would be left to train.
         """
         self.round.require_none("what is trained cannot change")
-        if all(entry.name in names for entry in self.program.entries):
-            raise ValueError(
-                f"all {len(self.program.entries)} parameters are frozen; leave one to train"
-            )
+        whole = self.program.placement.entries
+        if all(entry.name in names for entry in whole):
+            raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
         without_gradient = self.program.frozen_units
         holdings = replace(self.holdings, frozen=without_gradient)
@@ -107,6 +106,12 @@ class Engine:
         self.published_pieces = own
         self.updated_pieces = pieces_within(updated, trained) if names else updated
         self.own_pieces = pieces_within(own, trained) if names else own
+        placement = self.program.placement
+        self.counted_pieces = (
+            self.own_pieces
+            if placement.is_whole
+            else pieces_within(self.own_pieces, placement.counted_ranges)
+        )
 
     @property
     def state_pieces_to_write(self) -> tuple[Piece, ...]:
@@ -115,7 +120,15 @@ class Engine:
         Together the ranks write each element once.
         """
         own = {(piece.start, piece.stop) for piece in self.own_pieces}
-        return tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
+        mine = tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
+        placement = self.program.placement
+        if placement.is_whole:
+            return mine
+        return tuple(
+            Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
+            for piece in mine
+            for part in pieces_within([piece], placement.counted_ranges)
+        )
 
     @property
     def holdings(self) -> Holdings:
@@ -124,8 +137,28 @@ class Engine:
 
     @property
     def backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
+        """The ranks that hold the same part of the model, and compute other samples."""
         return self.parameters.backend
+
+    @property
+    def world(self) -> CommunicationBackend:
+        """All ranks."""
+        return self._config.communication_backend
+
+    def sum_over_owners(self, vector: Array) -> Array:
+        """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
+
+        Over all ranks, of which each brings what it has of the parameters that it updates; what
+        several hold alike counts once.
+        """
+        placement = self.program.placement
+        if not placement.is_whole:
+            counted = {held.entry.name for held in placement.slices if held.is_counted}
+            for place, entry in enumerate(placement.entries):
+                if entry.name not in counted:
+                    vector[place] = 0
+        owners = self.program.owners(self._config, shards_state=self.policy.shards_state)
+        return vector if owners is None else owners.all_reduce(vector)
 
     def step(
         self,
@@ -202,7 +235,7 @@ class Engine:
             total, total_weight, _ = round_.totals(message, loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self.own_pieces))
+        norm_part = squared_norm(self.gradients.owned(self.counted_pieces))
         message = np.array([round_.loss, round_.weight, norm_part])
         total, total_weight, squared = round_.totals(message, loss, settings, step)
         if total_weight == 0:
@@ -232,14 +265,15 @@ class Engine:
         """
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
+        placement = self.program.placement
         trained = [
-            gradient[e.start : e.stop] for e in self.program.entries
+            gradient[e.start : e.stop] for e in placement.entries
             if e.name not in self.program.frozen
         ]  # fmt: skip
         norm = math.sqrt(squared_norm(trained))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
-        pieces = [gradient[p.start : p.stop] for p in self.updated_pieces]
+        pieces = [placement.part(gradient, p.start, p.stop) for p in self.updated_pieces]
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
         if self.policy.shards_state:
             self.parameters.publish(self.published_pieces)
@@ -330,6 +364,7 @@ class Engine:
         sink = ReplicatedGradients(holdings)
         with self._leaving_no_unit():
             total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+            self.program.finish_local(sink)
         full = sink.vector
         if self.program.frozen:
             ranges = [
@@ -340,6 +375,8 @@ class Engine:
             full = array_namespace(full).zeros(self.program.length, full.dtype)
             for piece, values in zip(pieces, sink.local(pieces), strict=True):
                 full[piece.start : piece.stop] = values
+        total, weight = self.program.tell(total, weight)
+        full = self.program.assemble(full)
         if weight:
             full /= weight
             total /= weight
@@ -381,7 +418,8 @@ class Engine:
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
         self.holdings.device.use()
-        self.parameters.take(full)
+        placement = self.program.placement
+        self.parameters.take(lambda start, out: placement.take(full, start, out))
         self.replicas.are_equal()
         self.changed()
 
@@ -399,12 +437,16 @@ class Engine:
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
         self.holdings.device.use()
-        full = self.holdings.device.namespace.empty(self.program.length, self.program.dtype)
         with self._leaving_no_unit():
-            for unit in self.program.units:
-                full[unit.start : unit.stop] = self.parameters.unshard(unit)
-                self.parameters.reshard(unit)
-        return full
+            return self.program.gather(self.parameters)
+
+    def gather_on(self, root: int) -> Array | None:
+        """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
+        self.holdings.device.use()
+        with self._leaving_no_unit():
+            return self.program.gather_on(
+                self.parameters, root, is_sharded=self.policy.shards_parameters
+            )
 
     @contextmanager
     def _leaving_no_unit(self) -> Iterator[None]:

@@ -59,6 +59,16 @@ class GradientStore(ABC):
         elif self._wires is None:
             self._wires = self._make_wires()
 
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether each micro-batch's gradient is reduced, so that nothing full is kept."""
+        return False
+
+    @property
+    def sends_now(self) -> bool:
+        """Whether `reduce` sends in this pass."""
+        return self._is_last
+
     @abstractmethod
     def _make_wires(self) -> GradientWires:
         """Buffers for what travels. Collective."""

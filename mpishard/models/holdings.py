@@ -75,8 +75,8 @@ class Holdings:
 
     @property
     def length(self) -> int:
-        """Length of the flat vector."""
-        return self.units[-1].stop
+        """Length of this rank's own flat vector."""
+        return self.units[-1].stop if self.units else 0
 
     def pieces(self, *, sharded: bool = True) -> tuple[Piece, ...]:
         """What this rank owns of each unit; every unit whole where nothing is sharded."""
@@ -112,7 +112,8 @@ class Holdings:
         """
         if not self.arena or (self.device.is_gpu and not self.is_on_host):
             return None
-        return self.backend.allocate_shared(length, self.dtype if dtype is None else dtype)
+        # A stage of a pipeline may have no parameters.
+        return self.backend.allocate_shared(max(1, length), self.dtype if dtype is None else dtype)
 
     def allocate_slots(
         self, length: int, count: int, dtype: DTypeLike | None = None
@@ -127,7 +128,7 @@ class Holdings:
             By local rank, then by slot; None where the ranks share no memory.
         """
         dtype = np.dtype(self.dtype if dtype is None else dtype)
-        stride = aligned(length, dtype)
+        stride = aligned(max(1, length), dtype)
         # As long on every node as the largest needs, because lengths must agree; what no rank
         # writes takes no memory.
         most = max(self.backend.nodes.count(node) for node in self.backend.nodes)

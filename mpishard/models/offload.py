@@ -153,6 +153,14 @@ class OffloadedGradients(GradientStore):
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         self._inner.begin(is_first=is_first, is_last=is_last, defer=defer)
 
+    @property
+    def reduces_at_once(self) -> bool:
+        return self._inner.reduces_at_once
+
+    @property
+    def sends_now(self) -> bool:
+        return self._inner.sends_now
+
     def _make_wires(self) -> GradientWires:
         return self._inner._make_wires()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,10 +50,13 @@ class ParameterStore(ABC):
         ``full`` is a host array; None on other ranks.
         """
 
-    def take(self, full: Array) -> None:
-        """Take values from the full vector, which is the same on every rank. Collective."""
+    def take(self, read: Callable[[int, Array], None]) -> None:
+        """Take values that are the same on every rank. Collective.
+
+        ``read(start, out)`` writes the range of this rank's own vector that begins at ``start``.
+        """
         for piece, target in zip(self.held, self.owned(self.held), strict=True):
-            copy_into(target, full[piece.start : piece.stop])
+            read(piece.start, target)
         self.refresh()
 
     def refresh(self) -> None:

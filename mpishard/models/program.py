@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, beside
+from mpishard.arrays import Array, beside, copy_into
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
@@ -19,6 +19,7 @@ from mpishard.observe import span
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
+    ShardingConfiguration,
     Unit,
 )
 
@@ -42,6 +43,8 @@ class Program(ABC):
         Where it computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
+    is_on_mesh : bool
+        Whether ranks may hold different parts of the model, and have other units.
     is_random : bool
         Whether what is computed in training depends on seed, step and sample.
     seed : int
@@ -58,6 +61,7 @@ class Program(ABC):
     entries: tuple[ParameterEntry, ...]
     device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False
+    is_on_mesh: ClassVar[bool] = False
     is_random: bool = False
     seed: int = 0
     frozen: frozenset[str] = frozenset()
@@ -95,8 +99,32 @@ class Program(ABC):
 
     @property
     def length(self) -> int:
-        """Length of the flat vector."""
-        return self.units[-1].stop
+        """Length of this rank's own flat vector."""
+        return self.units[-1].stop if self.units else 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss counts, of all ranks that compute the same samples."""
+        return True
+
+    def axis(self, config: ShardingConfiguration) -> CommunicationBackend:
+        """The ranks that hold the same part of the model, and compute other samples."""
+        return config.communication_backend
+
+    def owners(
+        self, config: ShardingConfiguration, *, shards_state: bool
+    ) -> CommunicationBackend | None:
+        """The ranks that together update every parameter once; None where each updates all."""
+        return config.communication_backend if shards_state else None
+
+    def tell(self, total: float, weight: float) -> tuple[float, float]:
+        """Sum and weight of a loss, told to all ranks that compute the same samples. Collective."""
+        return total, weight
+
+    def structure(self) -> str:
+        """What must be the same on all ranks of how the model is cut."""
+        units = [(u.start, u.stop) for u in self.units]
+        return repr((units, [(e.name, e.shape) for e in self.entries]))
 
     @abstractmethod
     def check(self, x: Any) -> None:
@@ -109,6 +137,47 @@ class Program(ABC):
     @abstractmethod
     def fill(self, unit: Unit, out: Array) -> None:
         """Write the model's own values of ``unit`` into ``out``."""
+
+    def deal(self, parameters: ParameterStore, world: CommunicationBackend) -> None:
+        """Give every rank world rank 0's values: no rank holds two full units. Collective."""
+        is_root = world.rank == 0
+        longest = max(unit.length for unit in self.units)
+        full = np.empty(longest if is_root else 0, self.dtype)
+        for unit in self.units:
+            values = None
+            if is_root:
+                values = full[: unit.length]
+                self.fill(unit, values)
+            parameters.fill(unit, values)
+        self.deal_constants(world)
+
+    def gather(self, parameters: ParameterStore) -> Array:
+        """The model's flat vector, a new array on every rank. Collective."""
+        full = self.device.namespace.empty(self.length, self.dtype)
+        for unit in self.units:
+            full[unit.start : unit.stop] = parameters.unshard(unit)
+            parameters.reshard(unit)
+        return full
+
+    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+        """As `gather`, on world rank ``root`` alone: each unit's pieces travel to it."""
+        holdings = parameters.holdings
+        full = None
+        if holdings.backend.rank == root:
+            full = self.device.namespace.empty(self.length, self.dtype)
+        pieces = holdings.pieces(sharded=is_sharded)
+        for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
+            values = holdings.backend.gather(owned, root=root) if is_sharded else owned
+            if full is not None:
+                copy_into(full[piece.unit.start : piece.unit.stop], values)
+        return full
+
+    def assemble(self, own: Array) -> Array:
+        """The model's flat vector, from one of which each rank has its own part. Collective."""
+        return own
+
+    def finish_local(self, gradients: GradientStore) -> None:
+        """Complete a gradient that is not reduced over ranks with other samples. Collective."""
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         """Give every rank what rank 0's model holds beside parameters. Collective."""

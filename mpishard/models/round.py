@@ -23,10 +23,10 @@ class Round:
 
     Parameters
     ----------
-    backend : CommunicationBackend
-        How the ranks talk.
     config : ShardingConfiguration
-        Says whether what is not finite is refused.
+        All ranks, and whether what is not finite is refused.
+    axis : CommunicationBackend
+        The ranks that compute other samples than this one.
 
     Attributes
     ----------
@@ -42,14 +42,15 @@ class Round:
         How many this rank has added.
     """
 
-    def __init__(self, backend: CommunicationBackend, config: ShardingConfiguration) -> None:
+    def __init__(self, config: ShardingConfiguration, axis: CommunicationBackend) -> None:
         self.is_open = False
         self.accumulates = False
         self.defers = False
         self.loss = self.weight = 0.0
         self.passes = 0
         self._samples = 0  # of all ranks; counted where the program is random
-        self._backend = backend
+        self._backend = config.communication_backend
+        self._axis = axis
         self._config = config
 
     def add(self, loss: float, weight: float) -> None:
@@ -96,12 +97,12 @@ class Round:
         Not where ``is_local``: then this rank is alone.
         """
         before = self._samples
-        if is_local or self._backend.world_size == 1:
+        if is_local or self._axis.world_size == 1:
             self._samples += samples
             return before
-        counts = self._backend.all_gather(np.array([samples]))
+        counts = self._axis.all_gather(np.array([samples]))
         self._samples += int(counts.sum())
-        return before + int(counts[: self._backend.rank].sum())
+        return before + int(counts[: self._axis.rank].sum())
 
     def totals(
         self, message: np.ndarray[Any, Any], own_loss: float, settings: int, step: int

@@ -62,7 +62,7 @@ class ShardedGradients(GradientStore):
         self._unbooked = list(slots)
         self._open: dict[int, Array] = {}
         self._deferred: dict[int, Array] = {}
-        self._is_deferring = False
+        self._is_deferring = self._defers = False
         self._in_flight: deque[_Scatter] = deque()
         self._stale: list[_Scatter] = []
         self._scratch: list[Array] = []
@@ -71,7 +71,7 @@ class ShardedGradients(GradientStore):
     @staticmethod
     def slot_length(holdings: Holdings) -> int:
         """Elements of the longest unit that is trained."""
-        return max(unit.length for unit in holdings.trained_units)
+        return max((unit.length for unit in holdings.trained_units), default=0)
 
     @property
     def shard(self) -> Array:
@@ -79,6 +79,14 @@ class ShardedGradients(GradientStore):
         if self._shard is None:
             self._shard = self.holdings.allocate(MemoryCategory.GRADIENTS, self._shard_length)
         return self._shard
+
+    @property
+    def reduces_at_once(self) -> bool:
+        return not self._defers
+
+    @property
+    def sends_now(self) -> bool:
+        return not self._is_deferring
 
     def _make_wires(self) -> GradientWires:
         return GradientWires(self.holdings, self._slot_length, self.SLOTS)
@@ -92,6 +100,7 @@ class ShardedGradients(GradientStore):
             self._stale[0].work.wait()
             self._let_go(self._stale[0])
             del self._stale[0]
+        self._defers = defer
         self._is_deferring = defer and not is_last
         if is_first:
             self._reduced.clear()

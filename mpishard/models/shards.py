@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
@@ -32,6 +32,8 @@ class Shards(IShardedModel):
     def local_parameter_shard(self) -> Array:
         """A copy of what this rank holds, its pieces end to end; all where replicated."""
         owned = self.engine.parameters.owned(self._held_pieces)
+        if not owned:  # a stage without parameters
+            return self.engine.holdings.device.namespace.empty(0, self.engine.holdings.dtype)
         return array_namespace(owned[0]).concatenate(owned)
 
     @property
@@ -78,10 +80,17 @@ class Shards(IShardedModel):
 
     @property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The flat ranges ``(start, stop)`` of what this rank holds, one per unit."""
-        if not self.engine.policy.shards_parameters:
-            return ((0, self.parameter_count),)
-        return tuple((piece.start, piece.stop) for piece in self._held_pieces)
+        """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
+
+        One per unit; on a mesh, where columns of a matrix are no one range, as many as it takes.
+        """
+        placement = self.engine.program.placement
+        if placement.is_whole:
+            if not self.engine.policy.shards_parameters:
+                return ((0, self.parameter_count),)
+            return tuple((piece.start, piece.stop) for piece in self._held_pieces)
+        held = ((piece.start, piece.stop) for piece in self._held_pieces)
+        return tuple(r for start, stop in held for r in placement.ranges(start, stop))
 
     @contextlib.contextmanager
     def unsharded(self, root: int | None = None) -> Iterator[Any]:
@@ -99,7 +108,7 @@ class Shards(IShardedModel):
         """
         if root is not None and not 0 <= root < self.world_size:
             raise ValueError(f"root {root} is outside [0, {self.world_size})")
-        full = self.engine.gather() if root is None else self._gather_on(root)
+        full = self.engine.gather() if root is None else self.engine.gather_on(root)
         if full is None:
             yield None
             return
@@ -118,27 +127,6 @@ class Shards(IShardedModel):
         finally:
             if isinstance(model, ILayeredModel):
                 model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
-
-    def _gather_on(self, root: int) -> Array | None:
-        """All parameters on one rank: each unit's pieces travel to it alone."""
-        store = self.engine.parameters
-        holdings = self.engine.holdings
-        holdings.device.use()
-        full = None
-        if self.rank == root:
-            full = holdings.device.namespace.empty(self.parameter_count, holdings.dtype)
-        if not self.engine.policy.shards_parameters:
-            if full is not None:
-                held = self._held_pieces
-                for piece, values in zip(held, store.owned(held), strict=True):
-                    copy_into(full[piece.start : piece.stop], values)
-            return full
-        pieces = holdings.pieces()
-        for piece, owned in zip(pieces, store.owned(pieces), strict=True):
-            unit = self.engine.backend.gather(owned, root=root)
-            if full is not None:
-                copy_into(full[piece.unit.start : piece.unit.stop], unit)
-        return full
 
     def gather_full_parameters(self) -> Array:
         """All parameters in layer order, a new vector on every rank. Collective."""

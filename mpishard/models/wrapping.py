@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "build_engine",
     "claim",
-    "deal",
     "disclaim",
     "is_claimed_by",
     "program_of",
@@ -141,17 +140,18 @@ def require_same_on_all_ranks(
     ValueError
         On every rank, with each rank's number of parameters and units.
     """
-    structure = repr(
-        ([(u.start, u.stop) for u in program.units], [(e.name, e.shape) for e in program.entries])
-    ).encode()
+    structure = program.structure().encode()
     manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
-    mine = [program.length, len(program.units), zlib.crc32(structure)]
+    placement = program.placement
+    units = 0 if program.is_on_mesh else len(program.units)
+    mine = [placement.length, units, zlib.crc32(structure)]
     mine.append(zlib.crc32(manner.encode()))
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
         return
     rows = "; ".join(
-        f"rank {rank}: {row[0]} parameters in {row[1]} units" for rank, row in enumerate(everyone)
+        f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
+        for rank, row in enumerate(everyone)
     )
     counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
     raise ValueError(
@@ -160,7 +160,7 @@ def require_same_on_all_ranks(
             ""
             if counts_differ
             else " (units, names, shapes, kinds of layers, features in "
-            "use, frozen parameters, strategy, dtype or device differ)"
+            "use, frozen parameters, strategy, mesh, schedule, dtype or device differ)"
         )
     )
 
@@ -188,7 +188,7 @@ def build_engine(
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
     holdings = Holdings(
-        program.units, program.kept, program.dtype, config.communication_backend, MemoryLedger(),
+        program.units, program.kept, program.dtype, program.axis(config), MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
     offload = Offload.of(config, device)
@@ -240,17 +240,3 @@ def _gradient_store(
     if vectors is not None and holdings.backend.node_count == 1:
         return NodeGradients(holdings, compresses, [vector for (vector,) in vectors])
     return ReplicatedGradients(holdings, compresses, mine)
-
-
-def deal(engine: Engine) -> None:
-    """Give every rank rank 0's values, unit by unit: no rank holds two full units. Collective."""
-    is_root = engine.backend.rank == 0
-    longest = max(unit.length for unit in engine.program.units)
-    full = np.empty(longest if is_root else 0, engine.program.dtype)
-    for unit in engine.program.units:
-        values = None
-        if is_root:
-            values = full[: unit.length]
-            engine.program.fill(unit, values)
-        engine.parameters.fill(unit, values)
-    engine.program.deal_constants(engine.backend)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
-from mpishard.nn.attention import CausalAttention
+from mpishard.nn.attention import Attention, CausalAttention
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.composites import Residual, Sequential
 from mpishard.nn.convolution import Conv2D
 from mpishard.nn.cross_entropy import BinaryCrossEntropy, CrossEntropy
@@ -11,6 +12,7 @@ from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.feature_linear import FeatureLinear
 from mpishard.nn.flatten import Flatten
+from mpishard.nn.generation import generate
 from mpishard.nn.gpt import GPT
 from mpishard.nn.graph import ComputationNode
 from mpishard.nn.layer import Context, Layer, ParameterSpec
@@ -31,6 +33,7 @@ __all__ = [
     "MAE",
     "MLP",
     "MSE",
+    "Attention",
     "BinaryCrossEntropy",
     "CausalAttention",
     "ComputationNode",
@@ -43,6 +46,7 @@ __all__ = [
     "Flatten",
     "GradientTargets",
     "Huber",
+    "KeyValueCache",
     "Layer",
     "LayerNorm",
     "Linear",
@@ -63,4 +67,5 @@ __all__ = [
     "Softmax",
     "SubModel",
     "Tanh",
+    "generate",
 ]

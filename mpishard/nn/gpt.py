@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import to_host
+from mpishard.arrays import Array
 from mpishard.devices import Device
 from mpishard.nn.activations import GELU
 from mpishard.nn.attention import CausalAttention
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.composites import Residual, Sequential
 from mpishard.nn.cross_entropy import CrossEntropy
 from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.generation import generate
 from mpishard.nn.initializers import normal
-from mpishard.nn.layer import Layer
+from mpishard.nn.layer import Context, Layer
 from mpishard.nn.linear import Linear
 from mpishard.nn.model import Model
 from mpishard.nn.normalization import LayerNorm
@@ -102,8 +104,12 @@ class GPT(Model):
         temperature: float = 1.0,
         seed: int = 0,
         top_k: int | None = None,
+        slide: int = 1,
     ) -> np.ndarray[Any, Any]:
         """Continue a sequence of tokens, each drawn from the model's prediction of the next.
+
+        Keys and values of earlier tokens are kept while the sequence fits in the context; see
+        `mpishard.nn.generate`, which any chain of layers can be given to.
 
         Parameters
         ----------
@@ -118,6 +124,9 @@ class GPT(Model):
             Of the draws.
         top_k : int, optional
             Draw among the so many likeliest tokens only.
+        slide : int
+            Tokens by which the window slides when it is full: 1 always shows the model as much as
+            it can see, and computes the whole window for each token.
 
         Returns
         -------
@@ -130,32 +139,17 @@ class GPT(Model):
             For a prompt that is not 1-D, empty or of other than known tokens, or another
             argument out of its range.
         """
-        tokens = self._checked_prompt(prompt)
-        if length < 0:
-            raise ValueError(f"length must be >= 0, got {length}")
-        if not (temperature >= 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
-        if top_k is not None and not 1 <= top_k <= self.vocabulary_size:
-            raise ValueError(f"top_k must be in [1, {self.vocabulary_size}], got {top_k}")
-        generator = np.random.default_rng(seed)
-        sequence = np.empty(len(tokens) + length, dtype=np.int64)
-        sequence[: len(tokens)] = tokens
-        for end in range(len(tokens), len(sequence)):
-            window = sequence[max(0, end - self.context_length) : end]
-            logits = to_host(self.predict(window[None]))[0, -1].astype(np.float64)
-            sequence[end] = _draw(logits, temperature, top_k, generator)
-        return sequence
+        views = self._table.nested_views(self._parameters())
 
-    def _checked_prompt(self, prompt: Any) -> np.ndarray[Any, Any]:
-        """The prompt as an array, or a ValueError that says what is wrong with it."""
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-            raise ValueError(
-                "prompt must be a 1-D array of at least one integer, got "
-                f"shape {tokens.shape} of {tokens.dtype}"
-            )
-        self.chain.check_input(tokens)
-        return tokens
+        def forward_logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
+            context = Context(training=False, cache=cache)
+            return self.chain.forward(views, self._device.put(tokens), context)[0][0, -1]
+
+        return generate(
+            forward_logits, prompt, length, vocabulary_size=self.vocabulary_size,
+            context_length=self.context_length, temperature=temperature, seed=seed, top_k=top_k,
+            slide=slide,
+        )  # fmt: skip
 
 
 def gpt_chain(
@@ -219,20 +213,3 @@ def _mlp(width: int, residual_std: float) -> dict[str, Layer]:
         "gelu": GELU(),
         "projection": Linear(4 * width, width, initializer=normal(residual_std)),
     }
-
-
-def _draw(
-    logits_V: np.ndarray[Any, Any],
-    temperature: float,
-    top_k: int | None,
-    generator: np.random.Generator,
-) -> int:
-    """One token from softmax(logits / temperature), among the ``top_k`` likeliest."""
-    if temperature == 0:
-        return int(logits_V.argmax())
-    likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]
-    scaled = (logits_V[likeliest_V] - logits_V.max()) / temperature
-    cumulative = np.cumsum(np.exp(scaled))
-    # The draw is below the last sum in exact arithmetic; min() holds where rounding meets it.
-    position = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
-    return int(likeliest_V[min(int(position), len(likeliest_V) - 1)])

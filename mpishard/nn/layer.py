@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import LayerCategory
+from mpishard.nn.cache import KeyValueCache
 
 __all__ = ["Context", "Gradients", "Initializer", "Layer", "ParameterSpec", "Parameters"]
 
@@ -69,7 +70,11 @@ class Context:
     sample_start : int
         Index in the global batch of this rank's first sample.
     path : str
-        Dotted name of the layer that is running, where it or a layer inside it `is_random`.
+        Dotted name of the layer that is running, where it or a layer inside it `is_random`, or
+        where there is a cache.
+    cache : KeyValueCache, optional
+        What was kept of the positions before the input's first, where a sequence is read bit by
+        bit: see `KeyValueCache`. Layers for which positions differ, or see each other, go by it.
     """
 
     training: bool = True
@@ -77,10 +82,11 @@ class Context:
     step: int = 0
     sample_start: int = 0
     path: str = ""
+    cache: KeyValueCache | None = None
 
     def enter(self, name: str, layer: Layer) -> Context:
         """The context for ``layer``, which is called ``name`` in the one that runs."""
-        if not layer.is_random:
+        if not layer.is_random and self.cache is None:
             return self
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 

@@ -153,6 +153,12 @@ def split_heads(x: Array, *, heads: int, part: int) -> Array:
 
 
 @_primitive(lambda q, k: (*q[:-1], k[-2]))
+def scores(q: Array, k: Array) -> Array:
+    """Products of each query and key over sqrt(K)."""
+    return np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
+
+
+@_primitive(lambda q, k: (*q[:-1], k[-2]))
 def causal_scores(q: Array, k: Array) -> Array:
     """Products of each query and key over sqrt(K); -infinity where the key comes later."""
     scores = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])

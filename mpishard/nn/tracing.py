@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.arrays import Array
 from mpishard.contracts import DynamicShapeInfo
 from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
-from mpishard.nn.attention import CausalAttention
+from mpishard.nn.attention import Attention, CausalAttention
 from mpishard.nn.composites import Residual, Sequential
 from mpishard.nn.convolution import Conv2D
 from mpishard.nn.dropout import Dropout
@@ -163,9 +163,9 @@ def _position(_: PositionalEmbedding, p: _Constants, x: ComputationNode) -> Comp
     return _apply("add", x, _apply("first_rows", p["weight"], x))
 
 
-def _attention(layer: CausalAttention, _: _Constants, x: ComputationNode) -> ComputationNode:
+def _attention(layer: Attention, _: _Constants, x: ComputationNode) -> ComputationNode:
     q, k, v = (_apply("split_heads", x, heads=layer.heads, part=part) for part in range(3))
-    weights = _apply("softmax", _apply("causal_scores", q, k))
+    weights = _apply("softmax", _apply("causal_scores" if layer.causal else "scores", q, k))
     return _apply("merge_heads", _apply("weighted_sum", weights, v))
 
 
@@ -178,6 +178,7 @@ _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
     Sequential: _sequential,
 }
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
+    Attention: _attention,
     CausalAttention: _attention,
     Conv2D: _convolution,
     Dropout: lambda layer, p, x: x,  # predictions drop nothing

@@ -58,6 +58,7 @@ class ShardedOptimizerBase(ShardedTraining):
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         self._optimizer = rule
+        self._model_options = {}  # for a plain model that optimize wraps
         self._config = config
         self._awaiting = None
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
@@ -286,7 +287,6 @@ class ShardedOptimizerBase(ShardedTraining):
                 model.engine.freeze(self._frozen)
             return
         self._require_model_of_this_kind(model)
-        entries = model.parameter_entries
         frozen = self._frozen_of(model)
         if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
             require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
@@ -294,9 +294,9 @@ class ShardedOptimizerBase(ShardedTraining):
         self._options = self._optimizer.described_options
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
-        if model.engine.policy.shards_state:
-            self._owners = {"sum_over_owners": self.backend.all_reduce}
-        self._segments = tuple(segments_of(entries, p) for p in model.engine.updated_pieces)
+        self._owners = {"sum_over_owners": model.engine.sum_over_owners}
+        held = model.engine.program.entries
+        self._segments = tuple(segments_of(held, p) for p in model.engine.updated_pieces)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
         self._take_awaited(model)

@@ -1,6 +1,43 @@
 """Layers of which each rank of a group computes a part."""
 
+from mpishard.tensor.cross_entropy import VocabularyParallelCrossEntropy
+from mpishard.tensor.dropout import SequenceParallelDropout, TensorParallelDropout
+from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.layer import TensorParallelLayer
+from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpishard.tensor.losses import GatheredOutputLoss, parallel_loss
 from mpishard.tensor.partition import TensorPartition
+from mpishard.tensor.regions import (
+    CopyToRegion,
+    GatherOutput,
+    GatherSequence,
+    ReduceFromRegion,
+    ScatterSequence,
+)
+from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPositionalEmbedding
+from mpishard.tensor.split import DimSplit
+from mpishard.tensor.split_linear import SplitLinear
+from mpishard.tensor.stage3 import Stage3ShardedLinear
 
-__all__ = ["TensorParallelLayer", "TensorPartition"]
+__all__ = [
+    "ColumnParallelLinear",
+    "CopyToRegion",
+    "DimSplit",
+    "GatherOutput",
+    "GatherSequence",
+    "GatheredOutputLoss",
+    "ReduceFromRegion",
+    "RowParallelLinear",
+    "ScatterSequence",
+    "SequenceParallelDropout",
+    "SequenceParallelNorm",
+    "SequenceParallelPositionalEmbedding",
+    "SplitLinear",
+    "Stage3ShardedLinear",
+    "TensorParallelDropout",
+    "TensorParallelLayer",
+    "TensorPartition",
+    "VocabularyParallelCrossEntropy",
+    "VocabularyParallelEmbedding",
+    "parallel_loss",
+]

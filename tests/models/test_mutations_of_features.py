@@ -183,7 +183,7 @@ def norm_counts_what_is_frozen(patch: Patch) -> None:
 
     def mutant(self: Any, names: frozenset[str]) -> None:
         original(self, names)
-        self.own_pieces = self.published_pieces
+        self.counted_pieces = self.published_pieces
 
     patch.setattr(Engine, "freeze", mutant)
 

@@ -60,6 +60,8 @@ MODELS = {
             nn.Sigmoid(),
             nn.Softmax(),
             nn.Residual(nn.Linear(5, 5), nn.LayerNorm(5)),
+            nn.Linear(5, 12),
+            nn.Attention(2),
             shape=(3, 5),
         ),
         lambda: features(3, 5),

@@ -14,6 +14,7 @@ from autograd import grad
 
 from mpishard.nn import (
     GELU,
+    Attention,
     CausalAttention,
     Context,
     Embedding,
@@ -72,14 +73,17 @@ def gelu(x: Any) -> Any:
     return x / 2 * (1 + anp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def attention(x: Any, heads: int) -> Any:
+def attention(x: Any, heads: int, causal: bool = True) -> Any:
     length, width = x.shape[1], x.shape[2] // 3
     size = width // heads
     outputs = []
     for h in range(heads):
         q, k, v = (x[..., i * width + h * size : i * width + (h + 1) * size] for i in range(3))
         scores = anp.einsum("btk,bsk->bts", q, k) / np.sqrt(size)
-        weights = anp.exp(scores) * np.tril(np.ones((length, length)))
+        if causal:
+            weights = anp.exp(scores) * np.tril(np.ones((length, length)))
+        else:
+            weights = anp.exp(scores - anp.max(scores, axis=-1, keepdims=True))
         weights = weights / anp.sum(weights, axis=-1, keepdims=True)
         outputs.append(anp.einsum("bts,bsk->btk", weights, v))
     return anp.concatenate(outputs, axis=-1)
@@ -105,6 +109,7 @@ CASES = {
     "attention": Case(CausalAttention(3), (2, 5, 18), lambda x: attention(x, 3)),
     "attention one head": Case(CausalAttention(1), (3, 4, 15), lambda x: attention(x, 1)),
     "attention one step": Case(CausalAttention(2), (2, 1, 6), lambda x: attention(x, 2)),
+    "whole attention": Case(Attention(3), (2, 5, 18), lambda x: attention(x, 3, False)),
     "sequential": Case(
         Sequential(Linear(4, 5), Tanh(), Linear(5, 2)),
         (3, 4),
@@ -211,6 +216,7 @@ def test_a_batch_of_no_samples_adds_nothing(case: Case) -> None:
         (CausalAttention(4), (3, 100, 24)),
         (CausalAttention(2), (2, 131, 12)),
         (CausalAttention(5), (1, 300, 30)),
+        (Attention(5), (2, 300, 30)),
         (Embedding(11, 3), (50, 7)),
     ],
 )
@@ -256,13 +262,16 @@ def test_exponentials_neither_overflow_nor_vanish(layer: Layer) -> None:
 def test_blocked_attention_is_the_formula(length: int, scale: float) -> None:
     # At scale 7 there are scores beyond half the range of exp.
     x = scale * np.random.default_rng(0).standard_normal((2, length, 24))
-    layer = CausalAttention(4)
-    y, saved = layer.forward({}, x, Context())
-    np.testing.assert_allclose(y, attention(x, 4), rtol=1e-11, atol=1e-12)
-    r = np.random.default_rng(1).standard_normal(y.shape)
-    expected = grad(lambda x: anp.sum(r * attention(x, 4)))(x)
-    dx, _ = layer.backward_input({}, saved, r)
-    np.testing.assert_allclose(dx, expected, rtol=1e-9, atol=1e-11)
+    for layer in (CausalAttention(4), Attention(4)):
+        y, saved = layer.forward({}, x, Context())
+        np.testing.assert_allclose(y, attention(x, 4, layer.causal), rtol=1e-11, atol=1e-12)
+        r = np.random.default_rng(1).standard_normal(y.shape)
+
+        def total(x: Any, r: Any = r, causal: bool = layer.causal) -> Any:
+            return anp.sum(r * attention(x, 4, causal))
+
+        dx, _ = layer.backward_input({}, saved, r)
+        np.testing.assert_allclose(dx, grad(total)(x), rtol=1e-9, atol=1e-11)
 
 
 def test_attention_sees_nothing_of_what_comes_after() -> None:

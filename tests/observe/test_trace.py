@@ -18,7 +18,7 @@ import mpishard as ms
 from mpishard import settings
 from mpishard.communication.recorder import current_recorder
 from mpishard.communication.recording import compare_clocks
-from mpishard.errors import PeerError
+from mpishard.errors import CommunicationError, PeerError
 from mpishard.observe import merge_traces, open_trace, span, step_span, summarize_trace, trace
 from mpishard.testing.worlds import in_worlds
 
@@ -92,8 +92,16 @@ def work(backend: ms.CommunicationBackend) -> None:
         backend.send(np.arange(5), peer, tag=7)
         backend.send(np.arange(5000), peer, tag=7)
         before = (backend.rank - 1) % backend.world_size
+        with pytest.raises(CommunicationError, match="it stays queued"):
+            backend.receive(before, 3, tag=7)
         backend.receive(before, 5, tag=7)
         backend.receive(before, 5000, tag=7)
+        coming = backend.receive_async(before, 6, tag=7, dtype=np.float64)
+        given_up = backend.receive_async(before, 6, tag=7, dtype=np.float64)
+        going = backend.send_async(np.arange(6.0), peer, tag=7)
+        coming.wait()
+        going.wait()
+        given_up.cancel()
         pair = backend.split(backend.rank // 2)
         assert pair is not None
         for _ in range(3):
@@ -122,17 +130,20 @@ def test_what_is_recorded(backend: Any, path: str, shared_path: Path) -> None:
     for rank in range(backend.world_size):
         mine = spans(events, rank, "communication")
         assert Counter(e["name"] for e in mine) == {
-            "all_gather": 1, "all_reduce": 4, "barrier": 1, "split": 1, "send": 2, "receive": 2,
+            "all_gather": 1, "all_reduce": 4, "barrier": 1, "split": 1, "send": 3, "receive": 5,
         }  # fmt: skip
         for event in mine:
             if "sequence" in event["args"]:
                 calls[event["args"]["group"], event["args"]["sequence"]].append(event)
-            assert "error" not in event["args"]
+        failed = [e for e in mine if "error" in e["args"]]
+        assert [(e["name"], e["args"]["error"]) for e in failed] == [
+            ("receive", "CommunicationError")
+        ] * 2
         gather = next(e for e in mine if e["name"] == "all_gather")
         reduce = next(e for e in mine if e["name"] == "all_reduce")
         assert gather["args"]["bytes"] == 2400
         assert reduce["args"]["site"].startswith("test_trace.py:")
-        assert {e["args"]["bytes"] for e in mine if e["name"] == "send"} == {40, 40000}
+        assert {e["args"]["bytes"] for e in mine if e["name"] == "send"} == {40, 40000, 48}
         (step,) = spans(events, rank, "step")
         assert step["args"] == {"step": 1}
         outer, inner = sorted(spans(events, rank, "compute"), key=lambda e: -e["dur"])
@@ -152,7 +163,7 @@ def test_what_is_recorded(backend: Any, path: str, shared_path: Path) -> None:
     pairs = {group for group, _ in calls if group != "world"}
     assert len(pairs) == -(-backend.world_size // 2)
     arrows = [e for e in events if e["ph"] == "s"]
-    assert len(arrows) == 2 * backend.world_size
+    assert len(arrows) == 3 * backend.world_size
 
 
 @in_worlds(1, 2)
