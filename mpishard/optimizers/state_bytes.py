@@ -146,15 +146,13 @@ def gather_state(
     entries : sequence of ParameterEntry
         The model's parameters that have state.
     """
-    mine = [
-        region for p in pieces for region, _ in placement.regions(p.start, p.stop, counted=True)
-    ]
+    mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
     regions = _gather_regions(backend, mine, placement.entries)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for name, vector in state.items():
         host = to_host(vector)
-        own = placement.cut(((p.start, host[p.in_shard]) for p in pieces), counted=True)
-        together = backend.all_gather(np.concatenate([host[:0], *(values for _, values in own)]))
+        own = [host[p.in_shard] for p in pieces]
+        together = backend.all_gather(np.concatenate([host[:0], *own]))
         full = {entry.name: np.empty(entry.shape, together.dtype) for entry in entries}
         position = 0
         for region in regions:

@@ -41,17 +41,17 @@ class StateView:
 
     def arrays_to_write(self) -> Pieces:
         """What this rank writes: its own, and of replicas a part."""
-        return self._regions(self.engine.state_pieces_to_write, counted=True)
+        return self._regions(self.engine.state_pieces_to_write)
 
     def arrays_to_read(self) -> Pieces:
         """All that this rank updates."""
         return self._regions(self.engine.updated_pieces)
 
-    def _regions(self, pieces: Sequence[Piece], *, counted: bool = False) -> Pieces:
+    def _regions(self, pieces: Sequence[Piece]) -> Pieces:
         placement = self.engine.program.placement
         return {
             f"optimizer/{self.rule}/{name}": placement.cut(
-                ((p.start, vector[p.in_shard]) for p in pieces), counted=counted
+                (p.start, vector[p.in_shard]) for p in pieces
             )
             for name, vector in self.state.items()
         }
