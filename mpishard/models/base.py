@@ -112,14 +112,18 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        name = type(self).__name__
         store = self.engine.parameters
-        reason = self.engine.program.take_over(store, f"a {name}")
+        reason = self.engine.program.take_over(store, f"a {type(self).__name__}")
         self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.policy.shards_parameters and self.rank == 0:
+        if reason is not None and self.rank == 0:
+            self._say_what_stays_whole(reason)
+
+    def _say_what_stays_whole(self, reason: str) -> None:
+        """Warn where the strategy would shard parameters, and does not."""
+        if self.policy.shards_parameters:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
-                "every rank, %s", name, type(self._wrapped_model).__name__, reason,
+                "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
             )  # fmt: skip
 
     # -------------------------------------------------------------------------------- properties

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.ddp import DDPModel
+from mpishard.models.divided_program import DividedProgram
 from mpishard.models.fsdp import FSDPModel
 from mpishard.models.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
+from mpishard.models.whole_program import WholeProgram
 from mpishard.models.wrapping import program_of
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
@@ -28,6 +31,8 @@ from mpishard.pipeline import (
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["MeshModel"]
+
+_log = logging.getLogger("mpishard")
 
 _DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
@@ -89,6 +94,13 @@ class MeshModel(ShardedModelBase):
         super().__init__(wrapped_model, config)
 
     def _on_before_initialize_sharding(self) -> None:
+        is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        if getattr(self._checkpoint_config, "enabled", False) and not is_layered:
+            raise NotImplementedError(
+                f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
+                "nothing is known: give checkpoint_config=None, or a model that implements "
+                "ILayeredModel (mpishard.nn)"
+            )
         if not self._config.auto_sync_gradients:
             raise ValueError(
                 "auto_sync_gradients=False lets each rank update a replica of its own, and here "
@@ -102,9 +114,10 @@ class MeshModel(ShardedModelBase):
 
     def _program(self) -> Program:
         model = self._wrapped_model
-        if not isinstance(model, ILayeredModel):
-            return self._opaque_program()
-        program_of(model, self._config)  # raises where the parameters are taken
+        whole = program_of(model, self._config)  # raises where the parameters are taken
+        if isinstance(whole, WholeProgram):
+            # Without pipeline and tensor axes it is data parallelism.
+            return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
         choices = MeshChoices(
             self.mesh,
             self._schedule,
@@ -115,8 +128,15 @@ class MeshModel(ShardedModelBase):
         )
         return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
 
-    def _opaque_program(self) -> Program:
-        raise NotImplementedError
+    def _say_what_stays_whole(self, reason: str) -> None:
+        if self.mesh.replica_size == 1:
+            super()._say_what_stays_whole(reason)
+            return
+        _log.warning(
+            "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
+            "each rank computes the whole batch, in one micro-batch and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(), reason,
+        )  # fmt: skip
 
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
         """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
@@ -146,7 +166,12 @@ class MeshModel(ShardedModelBase):
 
     @property
     def estimated_bubble_fraction(self) -> float:
-        """The published fraction of time that a rank of the pipeline waits; 0 for one stage."""
+        """The published fraction of time that a rank of the pipeline waits.
+
+        0 for one stage, and for a black box, of which no rank waits for another.
+        """
+        if not self.is_compute_partitioned:
+            return 0.0
         return self._schedule.estimate_bubble_fraction(
             self.mesh.pipeline_size, self._micro_batch_count
         )
@@ -180,9 +205,16 @@ class MeshModel(ShardedModelBase):
             "DataRank": mesh.data_rank,
             "DataParallelStrategy": self._data_parallel_strategy,
             "ComputePartitioned": self.is_compute_partitioned,
-            "ParametersSharded": self.policy.shards_parameters or mesh.replica_size > 1,
-            "ParametersReplicated": not self.policy.shards_parameters and mesh.replica_size == 1,
         }
+        if mesh.replica_size > 1:
+            metadata.properties |= {
+                "GradientsSharded": True,
+                "GradientsReplicated": False,
+                "OptimizerStateSharded": True,
+                # Of a black box every rank has all, beside what it owns.
+                "ParametersSharded": self.is_compute_partitioned,
+                "ParametersReplicated": not self.is_compute_partitioned,
+            }
         return metadata
 
     def _pipeline_metadata(self) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
@@ -18,6 +17,7 @@ from mpishard.models.chain import LayerChain
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.layered_program import LayeredProgram
 from mpishard.models.mesh_vector import MeshVector
+from mpishard.models.one_batch import require_one_batch
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
 from mpishard.models.stage_layout import lay_out
@@ -102,7 +102,6 @@ class MeshProgram(LayeredProgram):
             [self.choices.stages_of(rank) for rank in range(mesh.pipeline_size)],
             self._minimum_unit_size,
             sequence_parallel=self.choices.sequence_parallel,
-            split_output=True,
         )
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
@@ -117,6 +116,8 @@ class MeshProgram(LayeredProgram):
         self.chains = [LayerChain(held, *bounds, self.kept) for bounds in layout.ranges]
         self._chains = self.chains
         self._classes = self._model.get_all_layer_info()[-1].output_shape[-1]
+
+    is_on_mesh = True
 
     @property
     def placement(self) -> Placement:
@@ -159,9 +160,11 @@ class MeshProgram(LayeredProgram):
         shape = sample_shape
         for layer in layers[:first]:
             shape = layer.output_shape(shape)
+        ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and 0 < first < len(layers):
-            ranks = ShardLayout(shape[0], self.mesh.tensor_size)
-            shape = (ranks.size(self.mesh.tensor_rank), *shape[1:])
+            shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
+        if self._splits_output and first == len(layers):
+            shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
         return shape
 
     # ------------------------------------------------------------------------------- computing
@@ -176,7 +179,7 @@ class MeshProgram(LayeredProgram):
         context: Context,
     ) -> tuple[float, float]:
         assert loss is not None
-        self._require_one_batch(x, y)
+        require_one_batch(self.mesh, x, y)
         inputs, targets = self._model.as_input(x), self.device.put(y)
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
@@ -186,7 +189,7 @@ class MeshProgram(LayeredProgram):
         return (run.total, run.weight) if self.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        self._require_one_batch(x)
+        require_one_batch(self.mesh, x)
         run = StageRun(self, parameters, self._model.as_input(x), Context(training=False))
         self._executor.run_forward(run)
         y = None
@@ -204,30 +207,6 @@ class MeshProgram(LayeredProgram):
     def _output_rank(self) -> int:
         ranks = range(self.mesh.pipeline_size)
         return next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
-
-    def _require_one_batch(self, x: Array, y: Array | None = None) -> None:
-        """Refuse batches that differ between the ranks that compute one. Collective."""
-        mesh = self.mesh
-        if mesh.replica.world_size == 1:
-            return
-        marks = [len(x)]
-        for array in (x, y):
-            if array is not None:
-                host = np.ascontiguousarray(to_host(array))
-                marks.append(zlib.crc32(repr(host.shape).encode(), zlib.crc32(host.data)))
-        everyone = mesh.replica.all_gather(np.array([marks]))
-        if (everyone == everyone[0]).all():
-            return
-        rows = ", ".join(
-            f"rank {mesh.rank_of(*divmod(place, mesh.tensor_size), mesh.data_rank)}: "
-            f"{row[0]} samples, checksums {row[1:]}"
-            for place, row in enumerate(everyone.tolist())
-        )
-        raise ValueError(
-            f"the {mesh.replica.world_size} ranks of one replica (pipeline and tensor axes) "
-            f"compute one batch together, and must be given the same: {rows}. Deal samples by "
-            "data_rank of data_size, not by rank"
-        )
 
     # ------------------------------------------------------------------------ shared parameters
 

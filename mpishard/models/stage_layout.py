@@ -31,7 +31,7 @@ class StageLayout:
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
     splits_output : bool
-        Whether the model's output, on ranks of the last stage, is a slice of its last dim.
+        Whether what comes out of the model's layers is a slice of its last dim.
     log : tuple of str
         What was done with each layer of this rank's stages on the tensor axis, and why.
     """
@@ -61,7 +61,6 @@ def lay_out(
     minimum_unit_size: int,
     *,
     sequence_parallel: bool,
-    split_output: bool,
 ) -> StageLayout:
     """Deal layers to this rank. Communicates nothing.
 
@@ -79,8 +78,6 @@ def lay_out(
         See `mpishard.sharding.build_units`.
     sequence_parallel : bool
         Whether what lies between the split layers is divided along the sequence.
-    split_output : bool
-        Whether the output may stay split, as it may where the loss takes it so.
     """
     infos = model.get_all_layer_info()
     table = model.parameter_table
@@ -91,19 +88,23 @@ def lay_out(
     log: list[str] = []
     splits_output = False
     ranges: dict[int, tuple[int, int]] = {}
-    for stage in sorted(own):
+    model_layers = dict(zip(names, model.layers, strict=True))
+    # The stage with the model's last layer; stages behind it have none, and hand on its output.
+    ending = max(stage for stage, (first, stop) in enumerate(stages) if stop > first)
+    for stage in sorted({*own, ending}):
         first, stop = stages[stage]
-        layers = {names[i]: model.layers[i] for i in range(first, stop)}
+        layers = {name: model_layers[name] for name in names[first:stop]}
         if layers and mesh.tensor_size > 1:
             part = partition_chain(
-                layers, mesh.tensor, sequence_parallel=sequence_parallel,
-                split_output=split_output and stop == len(names),
+                layers, mesh.tensor, model_layers=model_layers,
+                sequence_parallel=sequence_parallel, split_output=stage == ending,
             )  # fmt: skip
         else:
-            part = TensorPartition(layers, {}, splits_output=False, log=())
-        ranges[stage] = builder.add(part)
+            part = TensorPartition(layers, {}, splits_output=False, decisions=())
         splits_output |= part.splits_output
-        log += part.log
+        if stage in own:
+            ranges[stage] = builder.add(part)
+            log += part.log
     held = HeldLayers(
         names=builder.names,
         layers=builder.layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from mpishard.contracts import LayerCategory
 from mpishard.nn.chunks import chunks
 from mpishard.nn.layer import Context, Layer, Parameters
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "MaskStream"]
 
 _WORDS_PER_COUNT = 8  # words of 32 bits that Philox4x64 makes of one value of its counter
 
@@ -64,15 +65,28 @@ class Dropout(Layer):
         """Mask x of shape (B, ...); saves the mask, of a byte for each element."""
         if not (context.training and self.is_random):
             return x, None
+        return self.mask(x, MaskStream(context, math.prod(x.shape[1:]), self.rate).next_masks)
+
+    def mask(
+        self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
+    ) -> tuple[Array, Any]:
+        """As `forward` in training, with masks that are given.
+
+        Parameters
+        ----------
+        x : Array
+            Shape (B, ...).
+        next_masks : callable
+            ``next_masks(samples)``: the masks of the next so many samples, bool of shape
+            (samples, elements of a sample).
+        """
         xp = array_namespace(x)
-        elements = math.prod(x.shape[1:])
-        x_BE = x.reshape(x.shape[0], elements)
+        x_BE = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         y_BE = xp.empty_like(x_BE)
         mask_BE = xp.empty(x_BE.shape, dtype=bool)
-        stream = _MaskStream(context, elements, self.rate)
         for rows in chunks(x_BE):
             y = y_BE[rows]
-            mask_BE[rows] = xp.asarray(stream.next_masks(y.shape[0]))
+            mask_BE[rows] = xp.asarray(next_masks(y.shape[0]))
             xp.multiply(x_BE[rows], 1.0 / (1.0 - self.rate), out=y)
             y *= mask_BE[rows]
         return y_BE.reshape(x.shape), mask_BE
@@ -89,27 +103,53 @@ class Dropout(Layer):
         return dy_BE.reshape(dy.shape), None
 
 
-class _MaskStream:
+class MaskStream:
     """The masks of consecutive samples, from ``context.sample_start`` on.
 
     An element stays where its 32-bit word is at least ``rate`` 2^32. Words are made on the host
     for arrays of a GPU, too: both then train with the same masks.
+
+    Parameters
+    ----------
+    context : Context
+        Seed, step and path are the key.
+    elements : int
+        Of a sample.
+    rate : float
+        In (0, 1).
+    part : (int, int), optional
+        The range ``(start, stop)`` of each sample's elements whose masks are wanted; all where
+        not given. The others' words are jumped over, and not made.
     """
 
-    def __init__(self, context: Context, elements: int, rate: float) -> None:
+    def __init__(
+        self, context: Context, elements: int, rate: float, part: tuple[int, int] | None = None
+    ) -> None:
         key = f"dropout/{int(context.seed)}/{int(context.step)}/{context.path}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-        self._elements = elements
-        self._counts = -(-elements // _WORDS_PER_COUNT)
+        start, stop = part or (0, elements)
+        first = start // _WORDS_PER_COUNT
+        self._words = slice(start - first * _WORDS_PER_COUNT, stop - first * _WORDS_PER_COUNT)
+        self._counts = -(-self._words.stop // _WORDS_PER_COUNT)
+        self._counts_between = -(-elements // _WORDS_PER_COUNT) - self._counts
         self._threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
         self._generator = np.random.Philox(
             key=int.from_bytes(digest, "little"),
-            counter=int(context.sample_start) * self._counts,
+            counter=int(context.sample_start) * (self._counts + self._counts_between) + first,
         )
 
     def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
-        """Masks of the next samples, a bool array of shape (samples, elements)."""
+        """Masks of the next samples, a bool array of shape (samples, elements wanted)."""
+        if self._counts_between:
+            words = np.stack([self._next_words(1) for _ in range(samples)])
+        else:
+            words = self._next_words(samples).reshape(samples, -1)
+        masks: np.ndarray[Any, Any] = words[:, self._words] >= self._threshold
+        return masks
+
+    def _next_words(self, samples: int) -> np.ndarray[Any, Any]:
+        """The words of this many samples, end to end; the generator stands at the next sample."""
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
-        words_BW = words.astype("<u8", copy=False).view("<u4").reshape(samples, -1)
-        mask_BE: np.ndarray[Any, Any] = words_BW[:, : self._elements] >= self._threshold
-        return mask_BE
+        if self._counts_between:
+            self._generator.advance(self._counts_between)
+        return words.astype("<u8", copy=False).view("<u4")

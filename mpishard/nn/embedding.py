@@ -88,24 +88,27 @@ class Embedding(Layer):
         return None, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add each row of dy into the row of the token it came from.
-
-        Rows of one token are brought together by a stable sort and summed in the order of the
-        batch, so that the result is the same in every run; adding at scattered indices is slow
-        on a CPU and without order on a GPU.
-        """
+        """Add each row of dy into the row of the token it came from."""
         tokens, dy = pending
-        if not tokens.size:
-            return
-        xp = array_namespace(dy)
-        tokens_N = tokens.reshape(-1)
-        order_N = xp.argsort(tokens_N, kind="stable")
-        tokens_N = tokens_N[order_N]
-        first_N = xp.ones(tokens_N.shape, dtype=bool)
-        first_N[1:] = tokens_N[1:] != tokens_N[:-1]
-        starts_U = xp.flatnonzero(first_N)
-        dy_ND = dy.reshape(-1, self.width)[order_N]
-        g["weight"][tokens_N[starts_U]] += _sums_of_runs(dy_ND, first_N, starts_U)
+        add_rows(g["weight"], tokens.reshape(-1), dy.reshape(-1, self.width))
+
+
+def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
+    """Add each row of dy into the table's row of its token.
+
+    Rows of one token are brought together by a stable sort and summed in the order of the
+    batch, so that the result is the same in every run; adding at scattered indices is slow
+    on a CPU and without order on a GPU.
+    """
+    if not tokens_N.size:
+        return
+    xp = array_namespace(dy_ND)
+    order_N = xp.argsort(tokens_N, kind="stable")
+    tokens_N = tokens_N[order_N]
+    first_N = xp.ones(tokens_N.shape, dtype=bool)
+    first_N[1:] = tokens_N[1:] != tokens_N[:-1]
+    starts_U = xp.flatnonzero(first_N)
+    table_VD[tokens_N[starts_U]] += _sums_of_runs(dy_ND[order_N], first_N, starts_U)
 
 
 def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:

@@ -31,6 +31,7 @@ class ShardedTraining(ShardedOptimizerFiles):
 
     _config: ShardingConfiguration
     _given_model: Any
+    _model_options: dict[str, Any]
 
     @property
     @abstractmethod

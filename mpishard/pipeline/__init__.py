@@ -5,12 +5,19 @@ from mpishard.pipeline.clock import TimedOperation, bubble_fraction, run_clock
 from mpishard.pipeline.executor import PipelineExecutor
 from mpishard.pipeline.gpipe import GPipeSchedule
 from mpishard.pipeline.interleaved import Interleaved1F1BSchedule
+from mpishard.pipeline.layer_costs import measured_layer_costs
+from mpishard.pipeline.layer_partition import partition_layers
 from mpishard.pipeline.looped_bfs import LoopedBFSSchedule
 from mpishard.pipeline.one_forward_one_backward import OneForwardOneBackwardSchedule
 from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
+)
+from mpishard.pipeline.partition import (
+    IPipelinePartitionStrategy,
+    LoadBalancedPartitionStrategy,
+    UniformPartitionStrategy,
 )
 from mpishard.pipeline.record import OperationTimes, PipelineRecord
 from mpishard.pipeline.schedule import RuleSchedule
@@ -23,9 +30,11 @@ from mpishard.pipeline.zero_bubble_v import ZeroBubbleVSchedule
 __all__ = [
     "SCHEDULE_NAMES",
     "GPipeSchedule",
+    "IPipelinePartitionStrategy",
     "IPipelineSchedule",
     "IPipelineStage",
     "Interleaved1F1BSchedule",
+    "LoadBalancedPartitionStrategy",
     "LoopedBFSSchedule",
     "OneForwardOneBackwardSchedule",
     "OperationTimes",
@@ -36,11 +45,14 @@ __all__ = [
     "RuleSchedule",
     "StageTimes",
     "TimedOperation",
+    "UniformPartitionStrategy",
     "ZeroBubbleH1Schedule",
     "ZeroBubbleH2Schedule",
     "ZeroBubbleVSchedule",
     "bubble_fraction",
     "check_schedule",
+    "measured_layer_costs",
+    "partition_layers",
     "run_clock",
     "schedule_by_name",
 ]

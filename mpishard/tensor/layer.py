@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,8 @@ import numpy as np
 
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layer import Initializer, Layer, ParameterSpec
-from mpishard.sharding import Box
-from mpishard.sharding.placement import box_shape
+from mpishard.sharding import Box, whole_box
+from mpishard.sharding.regions import box_shape
 
 __all__ = ["TensorParallelLayer"]
 
@@ -22,7 +21,8 @@ class TensorParallelLayer(Layer):
     """A layer whose parameters are slices of a whole layer's.
 
     It holds no arrays. `parameters` are the slices that this rank has; their first values are
-    those slices of the first values that the whole layer would have.
+    those slices of the first values that the whole layer would have. All ranks of the group call
+    it together and, unless it says otherwise, on the same samples.
 
     Parameters
     ----------
@@ -41,13 +41,16 @@ class TensorParallelLayer(Layer):
         self.backend = backend
 
     @property
-    @abstractmethod
     def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """The parameters of the whole layer, in table order."""
+        """The parameters of the whole layer, in table order; none, unless a layer has some."""
+        return {}
 
-    @abstractmethod
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """What this rank holds of the whole parameter ``name``: boxes one below the other."""
+        """What this rank holds of the whole parameter ``name``: boxes one below the other.
+
+        All of it, unless a layer splits it.
+        """
+        return (whole_box(self.whole_parameters[name].shape),)
 
     def is_split(self, name: str) -> bool:
         """Whether the ranks hold different slices of ``name``; where not, all hold all of it."""

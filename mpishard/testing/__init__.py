@@ -6,6 +6,7 @@ from mpishard.testing.gradients import (
     check_gradients,
     check_layer_gradients,
 )
+from mpishard.testing.parallel_layers import check_parallel_layer
 from mpishard.testing.worlds import in_worlds
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "GradientMismatchError",
     "check_gradients",
     "check_layer_gradients",
+    "check_parallel_layer",
     "in_worlds",
 ]

@@ -15,7 +15,13 @@ import numpy as np
 from mpishard.nn.initializers import parameter_generator
 from mpishard.nn.layer import Context, Layer
 
-__all__ = ["GradientMismatchError", "check_gradients", "check_layer_gradients"]
+__all__ = [
+    "GradientMismatchError",
+    "check_gradients",
+    "check_layer_gradients",
+    "check_layer_promises",
+    "perturbed_parameters",
+]
 
 _Vector = np.ndarray[Any, Any]
 
@@ -150,9 +156,9 @@ def check_layer_gradients(
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
-    values = _perturbed_parameters(layer, generator)
+    values = perturbed_parameters(layer, generator)
     r = generator.standard_normal((len(x), *layer.output_shape(x.shape[1:])))
-    dx, gradients = _check_promises(layer, values, x, r)
+    dx, gradients = check_layer_promises(layer, values, x, r)
 
     context = Context(training=layer.is_random)
 
@@ -235,7 +241,7 @@ def _parameters_and_gradient(model: Any, x: Any, y: Any) -> tuple[_Vector, _Vect
     return start, gradient
 
 
-def _perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
+def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
     """First parameters moved at random, so that none is exactly 0 or 1."""
     return {
         name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
@@ -267,12 +273,19 @@ def _ranges(model: Any, length: int) -> Iterator[tuple[str, slice]]:
         yield entry.name, slice(entry.start, entry.start + entry.size)
 
 
-def _check_promises(
+def check_layer_promises(
     layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
 ) -> tuple[_Vector, dict[str, _Vector]]:
-    """Everything but the values of the gradients, which it returns: the input's, and by name.
+    """Check that a layer keeps what `Layer` promises, for one input and gradient of the output.
 
     Frozen arrays raise where they are written to.
+
+    Returns
+    -------
+    dx : Array
+        The input's gradient, whose values are not checked.
+    gradients : dict of str to Array
+        The parameters', by name; nor are theirs.
     """
     p, frozen_x = _nested(_frozen(values)), _frozen({"x": x})["x"]
     y, saved = layer.forward(p, frozen_x, Context())

@@ -1,0 +1,315 @@
+"""The rules by which a chain of layers is split over the ranks of a tensor group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from mpishard.communication import CommunicationBackend
+from mpishard.nn.attention import Attention
+from mpishard.nn.composites import Residual, Sequential
+from mpishard.nn.dropout import Dropout
+from mpishard.nn.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.layer import Layer
+from mpishard.nn.linear import Linear
+from mpishard.nn.normalization import LayerNorm, RMSNorm
+from mpishard.sharding import Box
+from mpishard.tensor.dropout import SequenceParallelDropout, TensorParallelDropout
+from mpishard.tensor.embedding import VocabularyParallelEmbedding
+from mpishard.tensor.framed import Framed
+from mpishard.tensor.layer import TensorParallelLayer
+from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpishard.tensor.partition import LayerDecision, SplitKind
+from mpishard.tensor.regions import GatherSequence, ScatterSequence
+from mpishard.tensor.segments import ACTIVATIONS, ATTENTIONS, Segment, SegmentKind, find_segments
+from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPositionalEmbedding
+from mpishard.tensor.split import DimSplit
+from mpishard.tensor.ties import Ties
+
+__all__ = ["ChainSplit"]
+
+# FLOPs that a rank should save for each element sent. A core multiplies some 1e11 numbers a second
+# and shared memory moves some 1e9 of them.
+_WORTHWHILE = 100
+
+
+class _Extent(Enum):
+    """Which positions of a sequence an activation has."""
+
+    ALL = "all"
+    SLICE = "this rank's"
+
+
+class _Parts:
+    """The layers of a chain as they come to be, each given the positions that it takes."""
+
+    def __init__(self, backend: CommunicationBackend, extent: _Extent) -> None:
+        self.backend = backend
+        self.layers: dict[str, Layer] = {}
+        self.extent = extent
+
+    def add(
+        self, name: str, layer: Layer, takes: _Extent | None = None, gives: _Extent | None = None
+    ) -> None:
+        """Add a layer that takes and gives these positions: None where any will do, or none."""
+        if takes not in (None, self.extent):
+            layer = Framed(layer, before=self._operator(takes))
+        self.layers[name] = layer
+        self.extent = gives or self.extent
+
+    def end(self, extent: _Extent) -> None:
+        """Let the chain give these positions."""
+        if extent is not self.extent:
+            name, last = self.layers.popitem()
+            self.layers[name] = Framed(last, after=self._operator(extent))
+
+    def _operator(self, extent: _Extent | None) -> GatherSequence | ScatterSequence:
+        kind = GatherSequence if extent is _Extent.ALL else ScatterSequence
+        return kind(self.backend)
+
+
+class ChainSplit:
+    """The rules of `partition_chain`, and what they have decided so far.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group, of two ranks or more.
+    ties : Ties
+        Of the model.
+    sequence_parallel : bool
+        Whether activations between split layers are slices of the sequence.
+
+    Attributes
+    ----------
+    boxes, decisions
+        As in `TensorPartition`.
+    """
+
+    def __init__(self, backend: CommunicationBackend, ties: Ties, sequence_parallel: bool) -> None:
+        self.backend = backend
+        self.ties = ties
+        self.sequence_parallel = sequence_parallel
+        self.between = _Extent.SLICE if sequence_parallel else _Extent.ALL
+        self.boxes: dict[str, tuple[Box, ...]] = {}
+        self.decisions: list[LayerDecision] = []
+
+    # ------------------------------------------------------------------------------------- chains
+
+    def chain(
+        self, layers: Mapping[str, Layer], prefix: str, *, ends_model: bool = False
+    ) -> tuple[dict[str, Layer], bool]:
+        """The parts of a chain, and whether its output is split."""
+        first = next(iter(layers.values()))
+        parts = _Parts(self.backend, _Extent.ALL if first.takes_integers else self.between)
+        world_size, splits_output = self.backend.world_size, False
+        for segment in find_segments(layers, prefix, world_size, self.ties, keeps_split=ends_model):
+            is_end = ends_model and segment.layers[-1][0] == list(layers)[-1]
+            if segment.kind is SegmentKind.ALONE:
+                splits_output = self._alone(parts, prefix, *segment.layers[0], is_end)
+            else:
+                self._together(parts, prefix, segment)
+        parts.end(_Extent.ALL if ends_model else self.between)
+        return parts.layers, splits_output
+
+    def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
+        """Two linear layers, and what stands between them, of which each rank has a part."""
+        (first_name, first), *between, (last_name, last) = segment.layers
+        assert isinstance(first, Linear)
+        assert isinstance(last, Linear)
+        core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
+        blocks, run = 1, 1
+        if isinstance(core, Attention):
+            blocks, run = 3, max(1, first.outputs // (3 * core.heads))
+        split = DimSplit(last.inputs, self.backend.world_size, 1, run)
+        share = split.local_size(0) / split.size  # the first rank has the most
+        column = ColumnParallelLinear(
+            self.backend, first.inputs, first.outputs, bias=first.bias,
+            initializer=first.parameters["weight"].initializer,
+            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=run,
+            sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        self._place(prefix + first_name, column)
+        parts.add(first_name, column, self.between, _Extent.ALL)
+        self._decide(
+            prefix + first_name, SplitKind.COLUMN, share,
+            f"{_sizes(first)} split by rows, {column.local_output_size} here; pairs with "
+            f"{prefix}{last_name}",
+        )  # fmt: skip
+        for name, layer in between:
+            parts.add(name, self._inner(prefix + name, layer, split, share))
+        row = RowParallelLinear(
+            self.backend, last.inputs, last.outputs, bias=last.bias,
+            initializer=last.parameters["weight"].initializer, multiple=run,
+            sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        self._place(prefix + last_name, row)
+        parts.add(last_name, row, None, self.between)
+        self._decide(
+            prefix + last_name, SplitKind.ROW, share,
+            f"{_sizes(last)} split by columns, {row.local_input_size} here; sums what "
+            f"{prefix}{first_name} began",
+        )  # fmt: skip
+
+    def _inner(self, path: str, layer: Layer, split: DimSplit, share: float) -> Layer:
+        """What a layer between a column and a row split does on this rank's features."""
+        kind, here = type(layer).__name__, split.local_size(self.backend.rank)
+        if isinstance(layer, Attention):
+            heads = here // split.multiple
+            own = layer.copy()
+            own.heads = heads
+            self._decide(
+                path, SplitKind.HEADS, share, f"{kind} of {heads} of {layer.heads} heads here"
+            )
+            return own
+        self._decide(
+            path, SplitKind.FEATURES, share, f"{kind} of {here} of {split.size} features here"
+        )
+        if isinstance(layer, Dropout):
+            return TensorParallelDropout(self.backend, layer, split.size, multiple=split.multiple)
+        return layer
+
+    # --------------------------------------------------------------------------------- one by one
+
+    def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, is_end: bool) -> bool:
+        """A layer without partners; True where its output stays split."""
+        path, kind = prefix + name, type(layer)
+        if kind is Residual:
+            inner, _ = self.chain(layer.children, f"{path}.")
+            parts.add(name, Residual(inner), self.between, self.between)
+        elif kind is Sequential:
+            first = next(iter(layer.children.values()))
+            inner, splits_output = self.chain(layer.children, f"{path}.", ends_model=is_end)
+            takes = _Extent.ALL if first.takes_integers else self.between
+            gives = _Extent.ALL if is_end else self.between
+            parts.add(name, Sequential(inner), takes, gives)
+            return splits_output
+        elif type(layer) is Linear:
+            return self._linear(parts, path, name, layer, is_end)
+        elif type(layer) is Embedding:
+            self._embedding(parts, path, name, layer)
+        elif kind in ACTIVATIONS:
+            is_sliced = parts.extent is _Extent.SLICE
+            self._decide_light(path, layer, is_sliced)
+            parts.add(name, layer)
+        elif kind in (Dropout, LayerNorm, RMSNorm, PositionalEmbedding):
+            self._light(parts, path, name, layer)
+        else:
+            self._whole(parts, path, name, layer, self._obstacle(layer))
+        return False
+
+    def _obstacle(self, layer: Layer) -> str:
+        """Why a layer that stands alone is whole."""
+        ranks = self.backend.world_size
+        if isinstance(layer, Attention) and layer.heads < ranks:
+            return f"{layer.heads} heads cannot be dealt to {ranks} ranks"
+        if type(layer) in ATTENTIONS:
+            return "it does not stand between two linear layers with weights of their own"
+        return f"no rule splits a {type(layer).__name__}"
+
+    def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, is_end: bool) -> bool:
+        """By outputs: gathered, or left split at the model's end."""
+        ranks = self.backend.world_size
+        obstacle = self.ties.obstacle(path, layer)
+        if obstacle is None and layer.outputs < ranks:
+            obstacle = f"{layer.outputs} outputs cannot be dealt to {ranks} ranks"
+        if obstacle is not None:
+            self._whole(parts, path, name, layer, obstacle)
+            return False
+        weight = layer.parameters["weight"]
+        takes_slices = is_end and self.sequence_parallel
+        column = ColumnParallelLinear(
+            self.backend, layer.inputs, layer.outputs, not is_end, bias=layer.bias,
+            initializer=weight.initializer, tied_to=weight.tied_to,
+            sequence_parallel=takes_slices,
+        )  # fmt: skip
+        self._place(path, column)
+        parts.add(name, column, self.between if takes_slices else _Extent.ALL, _Extent.ALL)
+        if is_end:
+            end = "its output stays split for the loss"
+        else:
+            # Of forward and backward, for each position: 6 I O FLOPs are dealt; O elements are
+            # gathered and I are reduced, which sends each twice.
+            worth = 6 * layer.inputs * layer.outputs / (layer.outputs + 2 * layer.inputs)
+            verdict = "worth it" if worth >= _WORTHWHILE else "hardly worth it"
+            end = (
+                f"has no partner, so its output is gathered: {verdict}, {worth:.0f} FLOPs are "
+                "saved for each element sent"
+            )
+        share = column.split.local_size(0) / layer.outputs
+        self._decide(
+            path, SplitKind.COLUMN, share,
+            f"{_sizes(layer)} split by rows, {column.local_output_size} here; {end}",
+        )  # fmt: skip
+        return is_end
+
+    def _embedding(self, parts: _Parts, path: str, name: str, layer: Embedding) -> None:
+        """By rows of the table."""
+        rows, ranks = layer.vocabulary_size, self.backend.world_size
+        obstacle = self.ties.obstacle(path, layer)
+        if obstacle is None and rows < ranks:
+            obstacle = f"{rows} rows cannot be dealt to {ranks} ranks"
+        if obstacle is not None:
+            self._whole(parts, path, name, layer, obstacle)
+            return
+        own = VocabularyParallelEmbedding(
+            self.backend, rows, layer.width, layer.parameters["weight"].initializer,
+            sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        self._place(path, own)
+        parts.add(name, own, _Extent.ALL, self.between)
+        here = own.split.local_size(self.backend.rank)
+        self._decide(
+            path, SplitKind.VOCABULARY, own.split.local_size(0) / rows,
+            f"Embedding of {rows} x {layer.width} split by rows, {here} here",
+        )  # fmt: skip
+
+    def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
+        """What is cheap, and split along time or not at all."""
+        self._decide_light(path, layer, self.sequence_parallel)
+        if not self.sequence_parallel:
+            parts.add(name, layer)
+            return
+        own: Layer
+        if isinstance(layer, Dropout):
+            own = SequenceParallelDropout(self.backend, layer)
+        elif isinstance(layer, PositionalEmbedding):
+            own = SequenceParallelPositionalEmbedding(self.backend, layer)
+        else:
+            assert isinstance(layer, LayerNorm | RMSNorm)
+            own = SequenceParallelNorm(self.backend, layer)
+        parts.add(name, own, _Extent.SLICE, _Extent.SLICE)
+
+    def _decide_light(self, path: str, layer: Layer, is_sliced: bool) -> None:
+        kind, ranks = type(layer).__name__, self.backend.world_size
+        if is_sliced:
+            self._decide(
+                path, SplitKind.POSITIONS, 1 / ranks, f"{kind} of this rank's slice of the sequence"
+            )
+        else:
+            self._decide(
+                path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: it has little to compute"
+            )
+
+    def _whole(self, parts: _Parts, path: str, name: str, layer: Layer, reason: str) -> None:
+        """On every rank, on all positions."""
+        kind = type(layer).__name__
+        self._decide(path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: {reason}")
+        parts.add(name, layer, _Extent.ALL, _Extent.ALL)
+
+    # ------------------------------------------------------------------------------------ records
+
+    def _decide(self, path: str, kind: SplitKind, share: float, reason: str) -> None:
+        self.decisions.append(LayerDecision(path, kind, share, reason))
+
+    def _place(self, path: str, layer: TensorParallelLayer) -> None:
+        """Note what this rank holds of the layer's parameters."""
+        for name, spec in layer.whole_parameters.items():
+            if layer.is_split(name):
+                self.boxes[f"{path}.{name}"] = layer.boxes(name)
+                if spec.tied_to is not None:
+                    self.boxes[spec.tied_to] = layer.boxes(name)
+
+
+def _sizes(layer: Linear) -> str:
+    return f"Linear {layer.inputs} -> {layer.outputs}"

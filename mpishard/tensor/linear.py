@@ -1,0 +1,325 @@
+"""Linear layers of which each rank has some of the weight's rows, or some of its columns.
+
+Shape suffixes: N all leading dims taken together, I inputs, O outputs, R outputs of this rank,
+C inputs of this rank; B batch, T time. t is the size of the tensor group. The two are those of
+Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3: a column-parallel layer and a
+row-parallel one behind it need one all-reduce forward and one backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication import CommunicationBackend
+from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters
+from mpishard.nn.linear import Linear
+from mpishard.sharding import Box, whole_box
+from mpishard.tensor.regions import (
+    gather_time,
+    gather_time_async,
+    local_length,
+    reduce_scatter_time,
+    reduce_scatter_time_async,
+)
+from mpishard.tensor.split import DimSplit
+from mpishard.tensor.split_linear import SplitLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class ColumnParallelLinear(SplitLinear):
+    """y = activation(x W^T + b), of which each rank computes some outputs: rows of W and of b.
+
+    All ranks have the same input, or, with ``sequence_parallel``, their slices of it along time.
+    Bytes sent, summed over t ranks, for an input of S bytes and an output of Y, both whole:
+
+    ==================== ============================== ==========================================
+    ..                   forward                        backward
+    ==================== ============================== ==========================================
+    by default           0                              2 (t - 1) S: all-reduce of dx
+    sequence_parallel    (t - 1) S: all-gather of x     (t - 1) S: reduce-scatter of dx, and
+                                                        (t - 1) S: all-gather of x, of which only
+                                                        the slice is kept
+    gather_output        (t - 1) Y more                 0 more
+    ==================== ============================== ==========================================
+
+    In `backward` these travel while the weight's gradient is computed.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    input_size, output_size : int
+        Sizes I and O of the last dim of the input and of the whole output.
+    gather_output : bool
+        Whether each rank gets the whole output, on which all then compute the same.
+    activation : Layer, optional
+        Such as ``ReLU()``: element by element, without parameters.
+    bias : bool
+        Whether there is a bias b of shape (O,), first 0.
+    initializer : Initializer, optional
+        Of the whole W of shape (O, I); `kaiming_uniform` of I where not given.
+    tied_to : str, optional
+        Full name of another parameter that serves as W, split in the same way.
+    parts, multiple : int
+        How the outputs are dealt: so many equal blocks (queries, keys, values), each in runs of
+        so many (the size of a head); a rank may have more runs than another. See `DimSplit`.
+    sequence_parallel : bool
+        Whether the input is this rank's slice of dim 1: (B, T / t, I) -> (B, T, R).
+
+    Raises
+    ------
+    TypeError
+        For no backend, or an activation that is no layer.
+    ValueError
+        For sizes that are no integers >= 1 or that do not divide, and where there are fewer runs
+        than ranks.
+
+    Attributes
+    ----------
+    split : DimSplit
+        How the outputs are dealt.
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend,
+        input_size: int,
+        output_size: int,
+        gather_output: bool = False,
+        activation: Layer | None = None,
+        *,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+        tied_to: str | None = None,
+        parts: int = 1,
+        multiple: int = 1,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(
+            backend, input_size, output_size, activation,
+            bias=bias, initializer=initializer, tied_to=tied_to,
+        )  # fmt: skip
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.split = DimSplit(self.output_size, backend.world_size, parts, multiple)
+        self._local = Linear(self.input_size, self.local_output_size, bias)
+
+    @property
+    def local_output_size(self) -> int:
+        """R, the number of outputs that this rank computes."""
+        return self.split.local_size(self.backend.rank)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The rows of W, or the elements of b, of this rank's outputs: a box for each part."""
+        rest = self.whole_parameters[name].shape[1:]
+        return tuple((rows, *whole_box(rest)) for rows in self.split.ranges(self.backend.rank))
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., I) -> (..., R), or (..., O) where gathered; (T / t, I) -> (T, R) of slices."""
+        *leading, _ = self._local.output_shape(input_shape)
+        if self.sequence_parallel:
+            leading = [_needs_time(self, input_shape) * self.backend.world_size, *leading[1:]]
+        return (*leading, self.output_size if self.gather_output else self.local_output_size)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 I R for each row: this rank's part of the product."""
+        rows = math.prod(self.output_shape(input_shape)[:-1])
+        return 2 * self.input_size * self.local_output_size * rows
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Map x of shape (..., I); saves x, or its slice, and what the activation saves.
+
+        Collective where the input is a slice or the output is gathered.
+        """
+        whole = gather_time(self.backend, x) if self.sequence_parallel else x
+        y, _ = self._local.forward(p, whole, context)
+        y, activation_saved = self._activate(y, context)
+        if self.gather_output:
+            y = self.split.gather(self.backend, y)
+        return y, (x, activation_saved) if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient, summed over the ranks. Collective."""
+        x, dy = saved[0], self._local_gradient(saved[1], dy)
+        return self._reduce(_product(dy, p["weight"])).wait(), (x, dy)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the gradients of this rank's rows. Collective with ``sequence_parallel``."""
+        x, dy = pending
+        if self.sequence_parallel:
+            x = gather_time(self.backend, x)
+        self._local.backward_weight((x, dy), g)
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves; the input's gradient travels while the weight's is computed. Collective."""
+        x, dy = saved[0], self._local_gradient(saved[1], dy)
+        # First, so that it travels during the first product.
+        gathered = gather_time_async(self.backend, x) if self.sequence_parallel else None
+        reduced = self._reduce(_product(dy, p["weight"])) if needs_input_gradient else None
+        self._local.backward_weight((x if gathered is None else gathered.wait(), dy), g)
+        return None if reduced is None else reduced.wait()
+
+    def _local_gradient(self, activation_saved: Any, dy: Array) -> Array:
+        """The gradient of this rank's x W^T + b."""
+        if self.gather_output:
+            dy = self.split.take(dy, self.backend.rank)
+        return self._before_activation(activation_saved, dy)
+
+    def _reduce(self, dx: Array) -> Any:
+        """The sum of all ranks' dx, or this rank's slice of it, under way."""
+        if self.sequence_parallel:
+            return reduce_scatter_time_async(self.backend, dx)
+        return self.backend.all_reduce_async(dx)
+
+
+class RowParallelLinear(SplitLinear):
+    """y = activation(x W^T + b), to which each rank adds what it has inputs for: columns of W.
+
+    The input's last dim is this rank's slice, as a `ColumnParallelLinear` leaves it. The partial
+    products are summed over the ranks; then b, which all ranks have, is added once. Bytes sent,
+    summed over t ranks, for a whole output of Y bytes: 2 (t - 1) Y forward, an all-reduce, and
+    none backward; with ``sequence_parallel`` (t - 1) Y forward, a reduce-scatter, and (t - 1) Y
+    backward, an all-gather of dy, from which each rank has the bias's whole gradient, too.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    input_size, output_size : int
+        Sizes I and O of the last dim of the whole input and of the output.
+    activation : Layer, optional
+        Such as ``ReLU()``: element by element, without parameters.
+    bias : bool
+        Whether there is a bias b of shape (O,), first 0.
+    initializer : Initializer, optional
+        Of the whole W of shape (O, I); `kaiming_uniform` of I where not given.
+    tied_to : str, optional
+        Full name of another parameter that serves as W, split in the same way.
+    multiple : int
+        The inputs are dealt in runs of so many, such as the size of a head: see `DimSplit`.
+    sequence_parallel : bool
+        Whether the output is this rank's slice of dim 1: (B, T, C) -> (B, T / t, O).
+
+    Raises
+    ------
+    TypeError
+        For no backend, or an activation that is no layer.
+    ValueError
+        For sizes that are no integers >= 1 or that do not divide, and where there are fewer runs
+        than ranks.
+
+    Attributes
+    ----------
+    split : DimSplit
+        How the inputs are dealt.
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend,
+        input_size: int,
+        output_size: int,
+        activation: Layer | None = None,
+        *,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+        tied_to: str | None = None,
+        multiple: int = 1,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(
+            backend, input_size, output_size, activation,
+            bias=bias, initializer=initializer, tied_to=tied_to,
+        )  # fmt: skip
+        self.sequence_parallel = sequence_parallel
+        self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
+        self._local = Linear(self.local_input_size, self.output_size, bias)
+
+    @property
+    def local_input_size(self) -> int:
+        """C, the number of inputs that this rank has."""
+        return self.split.local_size(self.backend.rank)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The columns of W of this rank's inputs; all of b."""
+        if name == "bias":
+            return super().boxes(name)
+        return (((0, self.output_size), *self.split.ranges(self.backend.rank)),)
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., C) -> (..., O), or (T, C) -> (T / t, O) where t divides T."""
+        leading = self._local.output_shape(input_shape)[:-1]
+        if self.sequence_parallel:
+            time = local_length(self.backend, _needs_time(self, input_shape))
+            leading = (time, *leading[1:])
+        return (*leading, self.output_size)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 C O for each row: this rank's part of the product."""
+        return self._local.estimated_flops(input_shape)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Map x of shape (..., C); saves x and what the activation saves. Collective."""
+        y = _product(x, p["weight"].T)
+        if self.sequence_parallel:
+            y = reduce_scatter_time(self.backend, y)
+        else:
+            self.backend.all_reduce(y)
+        if self.bias:
+            y += p["bias"]
+        y, activation_saved = self._activate(y, context)
+        return y, (x, activation_saved) if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The gradient of this rank's inputs. Collective with ``sequence_parallel``."""
+        return self._local.backward_input(p, saved[0], self._whole_gradient(saved[1], dy))
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the gradients of this rank's columns, and of the bias."""
+        self._local.backward_weight(pending, g)
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves. Collective with ``sequence_parallel``."""
+        return self._local.backward(
+            p, saved[0], self._whole_gradient(saved[1], dy), g,
+            needs_input_gradient=needs_input_gradient,
+        )  # fmt: skip
+
+    def _whole_gradient(self, activation_saved: Any, dy: Array) -> Array:
+        """The gradient of x W^T + b at all positions, which all ranks' parts share."""
+        dy = self._before_activation(activation_saved, dy)
+        return gather_time(self.backend, dy) if self.sequence_parallel else dy
+
+
+def _product(x: Array, matrix: Array) -> Array:
+    """X times ``matrix`` along the last dim, C-contiguous."""
+    y_NO = array_namespace(x).matmul(x.reshape(-1, matrix.shape[0]), matrix)
+    return y_NO.reshape(*x.shape[:-1], matrix.shape[1])
+
+
+def _needs_time(layer: SplitLinear, sample_shape: tuple[int, ...]) -> int:
+    if len(sample_shape) < 2:
+        raise ValueError(
+            f"{type(layer).__name__} with sequence_parallel needs samples of shape (time, ..., "
+            f"width), got {sample_shape}"
+        )
+    return sample_shape[0]

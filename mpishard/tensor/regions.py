@@ -1,0 +1,246 @@
+"""What happens to activations where a chain of layers enters and leaves a tensor-parallel region.
+
+Shape suffixes: B batch, T time, D width; ``...`` further dims. t is the size of the tensor group.
+
+The operators f and g are those of Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section
+3 and figure 3; those along time of Korthikanti et al., "Reducing activation recomputation in large
+transformer models", 2022 (arXiv:2205.05198), section 4.2.2 and figure 5. Each is the other's
+gradient: all-gather's, of what ranks use for different things, is reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.work import Work
+from mpishard.nn.layer import Context, Parameters
+from mpishard.tensor.layer import TensorParallelLayer
+from mpishard.tensor.split import DimSplit
+
+__all__ = [
+    "CopyToRegion",
+    "GatherOutput",
+    "GatherSequence",
+    "ReduceFromRegion",
+    "ScatterSequence",
+    "Transfer",
+    "gather_time",
+    "gather_time_async",
+    "local_length",
+    "reduce_scatter_time",
+    "reduce_scatter_time_async",
+    "take_time",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective under way, whose result is then put in order."""
+
+    work: Work
+    finish: Callable[[Array], Array]
+
+    def wait(self) -> Array:
+        """The result, in order."""
+        return self.finish(self.work.wait())
+
+
+def local_length(backend: CommunicationBackend, length: int) -> int:
+    """Positions of each rank's slice of a sequence of ``length``.
+
+    Raises
+    ------
+    ValueError
+        Where the group does not divide it.
+    """
+    if length % backend.world_size:
+        raise ValueError(
+            f"sequence parallelism cuts T = {length} positions into {backend.world_size} equal "
+            f"slices, and {length % backend.world_size} are left over: use sequences whose "
+            f"length is a multiple of {backend.world_size}, or no sequence parallelism"
+        )
+    return length // backend.world_size
+
+
+def take_time(backend: CommunicationBackend, x: Array) -> Array:
+    """The slice of this rank: x_BT... -> (B, T / t, ...), C-contiguous."""
+    length = local_length(backend, x.shape[1])
+    start = backend.rank * length
+    return array_namespace(x).ascontiguousarray(x[:, start : start + length])
+
+
+def gather_time(backend: CommunicationBackend, x: Array) -> Array:
+    """The whole sequence, of each rank's slice: (B, T / t, ...) -> (B, T, ...). Collective."""
+    return gather_time_async(backend, x).wait()
+
+
+def gather_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
+    """As `gather_time`, issued and not waited for; ``x`` must not change before."""
+    ranks, shape = backend.world_size, x.shape
+
+    def finish(slices: Array) -> Array:
+        by_sample = slices.reshape(ranks, *shape).swapaxes(0, 1)
+        whole = array_namespace(x).ascontiguousarray(by_sample)
+        return whole.reshape(shape[0], ranks * shape[1], *shape[2:])
+
+    row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
+    return Transfer(backend.all_gather_async(row), finish)
+
+
+def reduce_scatter_time(backend: CommunicationBackend, x: Array) -> Array:
+    """Each rank gets its slice of the sum: (B, T, ...) -> (B, T / t, ...). Collective."""
+    return reduce_scatter_time_async(backend, x).wait()
+
+
+def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
+    """As `reduce_scatter_time`, issued and not waited for; ``x`` must not change before."""
+    ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
+    length = local_length(backend, x.shape[1])
+    by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
+    rows = array_namespace(x).ascontiguousarray(by_rank)
+    rows = rows.reshape(ranks, math.prod((batch, length, *rest)))
+    work = backend.reduce_scatter_async(rows)
+    return Transfer(work, lambda piece: piece.reshape(batch, length, *rest))
+
+
+class CopyToRegion(TensorParallelLayer):
+    """The operator f: y = x, and gradients of the ranks' different uses are summed.
+
+    Stands before a region in which each rank computes another part from the same input. Sends
+    nothing forward, and an all-reduce of the input's size backward.
+    """
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape."""
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """``x`` itself; saves nothing."""
+        return x, None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The sum of all ranks' ``dy``, in its place. Collective."""
+        return self.backend.all_reduce(array_namespace(dy).ascontiguousarray(dy)), None
+
+
+class ReduceFromRegion(TensorParallelLayer):
+    """The operator g: the sum of all ranks' x, of which each takes the gradient as it is.
+
+    Stands behind a region in which each rank computes a summand. Sends an all-reduce of the
+    input's size forward, and nothing backward.
+    """
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape."""
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """The sum over the ranks; saves nothing. Collective."""
+        xp = array_namespace(x)
+        summand = xp.ascontiguousarray(x)
+        return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` itself."""
+        return dy, None
+
+
+class GatherOutput(TensorParallelLayer):
+    """The whole last dim of what each rank has a slice of.
+
+    What follows computes the same on every rank, so that each takes its slice of the gradient
+    and nothing is summed. Sends an all-gather forward, and nothing backward.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    size : int
+        Of the whole last dim.
+    parts, multiple : int
+        How it is dealt: see `DimSplit`.
+
+    Raises
+    ------
+    ValueError
+        Where it cannot be dealt so.
+    """
+
+    def __init__(
+        self, backend: CommunicationBackend, size: int, *, parts: int = 1, multiple: int = 1
+    ) -> None:
+        super().__init__(backend)
+        self.split = DimSplit(size, backend.world_size, parts, multiple)
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., this rank's part of size) -> (..., size)."""
+        local = self.split.local_size(self.backend.rank)
+        if not input_shape or input_shape[-1] != local:
+            raise ValueError(
+                f"GatherOutput({self.split.size}) needs an input whose last dim is {local} on "
+                f"rank {self.backend.rank} of {self.backend.world_size}, got sample shape "
+                f"{input_shape}"
+            )
+        return (*input_shape[:-1], self.split.size)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """All ranks' slices, in order; saves nothing. Collective."""
+        return self.split.gather(self.backend, x), None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The slice of ``dy`` that this rank has."""
+        return self.split.take(dy, self.backend.rank), None
+
+
+class ScatterSequence(TensorParallelLayer):
+    """Each rank gets its slice of the sequence: x_BT... -> (B, T / t, ...).
+
+    What comes before computes the same on every rank. Sends nothing forward, and an all-gather
+    backward, which gives each rank the whole gradient.
+    """
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T, ...) -> (T / t, ...), where t divides T."""
+        return (local_length(self.backend, _time_of(self, input_shape)), *input_shape[1:])
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """The slice; saves nothing."""
+        return take_time(self.backend, x), None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """All ranks' ``dy``, in order. Collective."""
+        return gather_time(self.backend, dy), None
+
+
+class GatherSequence(TensorParallelLayer):
+    """The whole sequence, of each rank's slice: (B, T / t, ...) -> (B, T, ...).
+
+    What follows computes the same on every rank, so that each takes its slice of the gradient
+    and nothing is summed: layers that are split take slices themselves. Sends an all-gather
+    forward, and nothing backward.
+    """
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T / t, ...) -> (T, ...)."""
+        return (_time_of(self, input_shape) * self.backend.world_size, *input_shape[1:])
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """All ranks' slices, in order; saves nothing. Collective."""
+        return gather_time(self.backend, x), None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The slice of ``dy`` that this rank has."""
+        return take_time(self.backend, dy), None
+
+
+def _time_of(layer: TensorParallelLayer, sample_shape: tuple[int, ...]) -> int:
+    if not sample_shape:
+        raise ValueError(
+            f"{type(layer).__name__} needs samples of shape (time, ...), got {sample_shape}"
+        )
+    return sample_shape[0]

@@ -1,0 +1,155 @@
+"""Layers on a slice of the sequence, whose parameters all ranks hold whole.
+
+Shape suffixes: B batch, T time, D width, S time of this rank's slice (S = T / t, with t the size
+of the tensor group). Korthikanti et al., "Reducing activation recomputation in large transformer
+models", 2022 (arXiv:2205.05198), section 4.2.2: between the parts of a model that are split over
+the width, normalisation and dropout are split over time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import LayerCategory
+from mpishard.nn.embedding import PositionalEmbedding
+from mpishard.nn.layer import Context, Gradients, Parameters, ParameterSpec
+from mpishard.nn.normalization import LayerNorm, RMSNorm
+from mpishard.tensor.layer import TensorParallelLayer
+
+__all__ = ["SequenceParallelNorm", "SequenceParallelPositionalEmbedding"]
+
+
+class SequenceParallelNorm(TensorParallelLayer):
+    """Normalisation of the last dim of this rank's slice of the sequence.
+
+    The parameters' gradients are summed over the ranks, in one all-reduce of as many elements as
+    there are parameters; nothing else is sent.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    norm : LayerNorm or RMSNorm
+        What is computed.
+
+    Raises
+    ------
+    TypeError
+        For no backend, or another layer.
+    """
+
+    category = LayerCategory.NORMALIZATION
+
+    def __init__(self, backend: CommunicationBackend, norm: LayerNorm | RMSNorm) -> None:
+        super().__init__(backend)
+        if not isinstance(norm, LayerNorm | RMSNorm):
+            raise TypeError(f"norm must be a LayerNorm or RMSNorm, got {type(norm).__name__}")
+        self.norm = norm
+
+    @property
+    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
+        """Those of the norm, which all ranks hold."""
+        return self.norm.parameters
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., width) -> (..., width)."""
+        return self.norm.output_shape(input_shape)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """Those of the norm on this slice."""
+        return self.norm.estimated_flops(input_shape)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Normalise; saves what the norm saves."""
+        return self.norm.forward(p, x, context)
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The gradient of this slice; pending is the norm's."""
+        return self.norm.backward_input(p, saved, dy)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the parameters' gradients, summed over the ranks. Collective."""
+        targets = {name: g[name] for name in self.norm.parameters}
+        first = next(iter(targets.values()))
+        sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
+        self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
+        self.backend.all_reduce(sums)
+        for name, part in zip(targets, sums, strict=True):
+            targets[name] += part
+
+
+class SequenceParallelPositionalEmbedding(TensorParallelLayer):
+    """A learned vector for each position of this rank's slice: y_BSD = x_BSD + P[r S : (r + 1) S].
+
+    Each rank r has the gradients of its positions; an all-gather of them gives all ranks the whole.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    positional : PositionalEmbedding
+        The whole layer.
+
+    Raises
+    ------
+    TypeError
+        For no backend, or another layer.
+    """
+
+    category = LayerCategory.EMBEDDING
+
+    def __init__(self, backend: CommunicationBackend, positional: PositionalEmbedding) -> None:
+        super().__init__(backend)
+        if not isinstance(positional, PositionalEmbedding):
+            raise TypeError(
+                f"positional must be a PositionalEmbedding, got {type(positional).__name__}"
+            )
+        self.positional = positional
+
+    @property
+    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (context_length, width), which all ranks hold."""
+        return self.positional.parameters
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(S, width) -> (S, width), with S t at most the context length."""
+        whole = input_shape
+        if input_shape:
+            whole = (input_shape[0] * self.backend.world_size, *input_shape[1:])
+        self.positional.output_shape(whole)
+        return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """One for each element of the slice."""
+        return math.prod(input_shape)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Add the positions' vectors to each sample's slice; saves nothing.
+
+        Raises
+        ------
+        ValueError
+            For another shape, or with a cache, behind which slices would have other positions.
+        """
+        self.output_shape(x.shape[1:])
+        if context.cache is not None:
+            raise ValueError(
+                "sequence parallelism reads whole sequences: generate with a partition without "
+                "sequence_parallel, which has the same parameters"
+            )
+        start = self.backend.rank * x.shape[1]
+        return x + p["weight"][start : start + x.shape[1]], None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
+        return dy, dy.sum(axis=0)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add all ranks' sums into the first T rows. Collective."""
+        whole_TD = self.backend.all_gather(pending)
+        dw_TD = g["weight"][: whole_TD.shape[0]]
+        dw_TD += whole_TD
