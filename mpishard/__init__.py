@@ -8,7 +8,7 @@
 import importlib
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
-from mpishard import checkpoint, contracts, data, nn, optimizers
+from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
 from mpishard.adapters import FunctionModel
 from mpishard.communication import (
     CommunicationBackend,
@@ -31,7 +31,10 @@ from mpishard.layout import ShardLayout
 from mpishard.models import (
     DDPModel,
     FSDPModel,
+    HybridShardedModel,
+    PipelineParallelModel,
     ShardedModelBase,
+    TensorParallelModel,
     ZeRO1Model,
     ZeRO2Model,
     ZeRO3Model,
@@ -39,9 +42,12 @@ from mpishard.models import (
 from mpishard.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
+    HybridShardedOptimizer,
     OptimizationInputData,
     OptimizationResult,
+    PipelineParallelOptimizer,
     ShardedOptimizerBase,
+    TensorParallelOptimizer,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
     ZeRO3Optimizer,
@@ -59,18 +65,24 @@ __all__ = [
     "FSDPModel",
     "FSDPOptimizer",
     "FunctionModel",
+    "HybridShardedModel",
+    "HybridShardedOptimizer",
     "InMemoryCommunicationBackend",
     "MPICommunicationBackend",
     "OptimizationInputData",
     "OptimizationResult",
     "ParameterAnalyzer",
     "ParameterGroup",
+    "PipelineParallelModel",
+    "PipelineParallelOptimizer",
     "ProcessMesh",
     "ReductionOperation",
     "ShardLayout",
     "ShardedModelBase",
     "ShardedOptimizerBase",
     "ShardingConfiguration",
+    "TensorParallelModel",
+    "TensorParallelOptimizer",
     "ZeRO1Model",
     "ZeRO1Optimizer",
     "ZeRO2Model",
@@ -87,7 +99,9 @@ __all__ = [
     "launch",
     "nn",
     "optimizers",
+    "pipeline",
     "run_in_threads",
+    "tensor",
 ]
 
 

@@ -12,7 +12,10 @@ from mpishard.contracts import IOptimizer
 from mpishard.models import (
     DDPModel,
     FSDPModel,
+    HybridShardedModel,
+    PipelineParallelModel,
     ShardedModelBase,
+    TensorParallelModel,
     ZeRO1Model,
     ZeRO2Model,
     ZeRO3Model,
@@ -20,8 +23,11 @@ from mpishard.models import (
 from mpishard.optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
+    HybridShardedOptimizer,
     Optimizer,
+    PipelineParallelOptimizer,
     ShardedOptimizerBase,
+    TensorParallelOptimizer,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
     ZeRO3Optimizer,
@@ -47,10 +53,16 @@ class DistributedStrategy(StrEnum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
     FSDP = "fsdp"
+    TENSOR_PARALLEL = "tensor"
+    PIPELINE_PARALLEL = "pipeline"
+    HYBRID = "hybrid"
     # As the mirrored hierarchy spells them.
     ZeRO1 = "zero1"
     ZeRO2 = "zero2"
     ZeRO3 = "zero3"
+    TensorParallel = "tensor"
+    PipelineParallel = "pipeline"
+    Hybrid = "hybrid"
 
 
 _CLASSES: dict[DistributedStrategy, tuple[type[ShardedModelBase], type[ShardedOptimizerBase]]] = {
@@ -59,7 +71,20 @@ _CLASSES: dict[DistributedStrategy, tuple[type[ShardedModelBase], type[ShardedOp
     DistributedStrategy.ZERO2: (ZeRO2Model, ZeRO2Optimizer),
     DistributedStrategy.ZERO3: (ZeRO3Model, ZeRO3Optimizer),
     DistributedStrategy.FSDP: (FSDPModel, FSDPOptimizer),
+    DistributedStrategy.TENSOR_PARALLEL: (TensorParallelModel, TensorParallelOptimizer),
+    DistributedStrategy.PIPELINE_PARALLEL: (PipelineParallelModel, PipelineParallelOptimizer),
+    DistributedStrategy.HYBRID: (HybridShardedModel, HybridShardedOptimizer),
 }
+_TENSOR = ("sequence_parallel", "checkpoint_config")
+_PIPELINE = ("micro_batch_count", "schedule", "partition_strategy", "checkpoint_config")
+_OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
+    DistributedStrategy.TENSOR_PARALLEL: _TENSOR,
+    DistributedStrategy.PIPELINE_PARALLEL: _PIPELINE,
+    DistributedStrategy.HYBRID: (
+        "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size",
+        *_PIPELINE, "sequence_parallel", "data_parallel_strategy", "order",
+    ),
+}  # fmt: skip
 
 
 @overload
@@ -67,6 +92,7 @@ def as_distributed(
     model_or_optimizer: Optimizer,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = ...,
+    **degrees: Any,
 ) -> ShardedOptimizerBase: ...
 
 
@@ -75,6 +101,7 @@ def as_distributed(
     model_or_optimizer: Any,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = ...,
+    **degrees: Any,
 ) -> Any: ...
 
 
@@ -82,6 +109,7 @@ def as_distributed(
     model_or_optimizer: Any,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = DistributedStrategy.FSDP,
+    **degrees: Any,
 ) -> Any:
     """Wrap a model or an optimizer in a strategy.
 
@@ -92,8 +120,15 @@ def as_distributed(
         model is collective: rank 0's first parameters are dealt to all.
     backend_or_config : CommunicationBackend or ShardingConfiguration
         How the ranks talk, with default choices or with yours.
-    strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3"} or DistributedStrategy
+    strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid"} or \
+DistributedStrategy
         How to spread it.
+    **degrees
+        Of "tensor", "pipeline" and "hybrid", as `TensorParallelModel`, `PipelineParallelModel` and
+        `HybridShardedModel` describe them: ``pipeline_parallel_size``, ``tensor_parallel_size``,
+        ``data_parallel_size``, ``micro_batch_count`` (or ``num_micro_batches``), ``schedule``,
+        ``partition_strategy``, ``checkpoint_config``, ``sequence_parallel``,
+        ``data_parallel_strategy``, ``order``. Model and optimizer are given the same.
 
     Returns
     -------
@@ -103,9 +138,17 @@ def as_distributed(
     Raises
     ------
     TypeError
-        For None.
+        For None; for an option that the strategy does not take, naming those it takes.
     ValueError
-        For an unknown strategy, naming those there are.
+        For an unknown strategy, naming those there are; for options that its class refuses.
+
+    Examples
+    --------
+    The same options for both::
+
+        options = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_count": 8}
+        model = ms.as_distributed(ms.nn.GPT(...), backend, "hybrid", **options)
+        optimizer = ms.as_distributed(ms.optimizers.AdamW(), backend, "hybrid", **options)
     """
     if model_or_optimizer is None or backend_or_config is None:
         raise TypeError(
@@ -123,19 +166,49 @@ def as_distributed(
     if isinstance(model_or_optimizer, type):
         name = model_or_optimizer.__name__
         raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")
-    try:
-        model_class, optimizer_class = _CLASSES[
-            DistributedStrategy(str(strategy).lower().replace("-", ""))
-        ]
-    except ValueError:
-        known = ", ".join(s.value for s in DistributedStrategy)
-        raise ValueError(f"unknown strategy {strategy!r}; there are {known}") from None
+    kind = _strategy(strategy)
+    options = _options(kind, degrees)
+    model_class, optimizer_class = _CLASSES[kind]
     config = backend_or_config
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
     if isinstance(model_or_optimizer, IOptimizer):
-        return optimizer_class(model_or_optimizer, config)  # which refuses what it cannot run
-    return model_class(model_or_optimizer, config)
+        if optimizer_class is PipelineParallelOptimizer and "micro_batch_count" in options:
+            options["num_micro_batches"] = options.pop("micro_batch_count")
+        # It refuses what it cannot run.
+        return optimizer_class(model_or_optimizer, config, **options)
+    return model_class(model_or_optimizer, config, **options)
+
+
+def _strategy(given: str | DistributedStrategy) -> DistributedStrategy:
+    name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
+    try:
+        return DistributedStrategy(name)
+    except ValueError:
+        known = ", ".join(s.value for s in DistributedStrategy)
+        raise ValueError(f"unknown strategy {given!r}; there are {known}") from None
+
+
+def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, Any]:
+    """What the strategy's model takes of ``given``, which must be all."""
+    options = dict(given)
+    if "num_micro_batches" in options:
+        count = options.pop("num_micro_batches")
+        if options.setdefault("micro_batch_count", count) != count:
+            raise ValueError(
+                f"num_micro_batches {count} and micro_batch_count {options['micro_batch_count']} "
+                "are two names of one number; give one of them"
+            )
+    taken = _OPTIONS.get(strategy, ())
+    wrong = [name for name in options if name not in taken]
+    if wrong:
+        hybrid = _OPTIONS[DistributedStrategy.HYBRID]
+        raise TypeError(
+            f"strategy {strategy.value!r} takes no {', '.join(wrong)}; "
+            + (f"it takes {', '.join(taken)}" if taken else "it takes no options")
+            + ("; strategy 'hybrid' takes both" if taken and set(wrong) <= set(hybrid) else "")
+        )
+    return options
 
 
 def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend) -> Any:

@@ -1,8 +1,8 @@
 """Checkpoints that fit every world size and strategy.
 
 A checkpoint is a directory: one safetensors file for each rank that wrote something, and
-``manifest.json``, written last. It knows ranges of the model's flat vector and nothing of ranks,
-so whoever loads it reads the ranges that it needs.
+``manifest.json``, written last. It knows regions of the model's parameters and nothing of ranks,
+so whoever loads it reads the regions that it needs.
 """
 
 from mpishard.checkpoint.inspection import CheckpointReport, check, consolidate, load_arrays
@@ -11,6 +11,7 @@ from mpishard.checkpoint.protocol import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
+    Pieces,
 )
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.snapshot import load, save
@@ -23,6 +24,7 @@ __all__ = [
     "Checkpointable",
     "CheckpointableOptimizer",
     "Manifest",
+    "Pieces",
     "check",
     "consolidate",
     "load",

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.checkpoint.manifest import PARAMETERS
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.writer import write_checkpoint
+from mpishard.sharding.regions import Region
 
 __all__ = ["CheckpointReport", "check", "consolidate", "load_arrays"]
 
@@ -26,11 +27,11 @@ class CheckpointReport:
     path : Path
         The directory.
     parameter_count : int
-        Elements of the flat vector.
+        Elements of all parameters.
     shapes : mapping of str to tuple
         Shape of each parameter, in order.
     kinds : mapping of str to str
-        dtype of each vector.
+        dtype of each array per parameter: "parameters", an optimizer's state.
     files : mapping of str to int
         Bytes of each file.
     metadata : mapping
@@ -90,29 +91,27 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     with CheckpointReader(path) as reader:
         for entry in reader.parameters:
-            flat = np.empty(entry.size, reader.dtype)
-            reader.read(PARAMETERS, entry.start, flat)
-            arrays[entry.name] = flat.reshape(entry.shape)
+            arrays[entry.name] = reader.read_whole(PARAMETERS, entry)
     return arrays
 
 
 def consolidate(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Write the checkpoint ``path`` as ``target`` with all arrays in one file.
 
-    The vectors are held in memory meanwhile. ``target`` may be ``path``.
+    The arrays are held in memory meanwhile. ``target`` may be ``path``.
 
     Raises
     ------
     FileNotFoundError, CheckpointError
         As `CheckpointReader` and `write_checkpoint`; nothing is then changed.
     """
-    arrays: dict[str, list[tuple[int, np.ndarray[Any, Any]]]] = {}
     with CheckpointReader(path) as reader:
         reader.verify()
-        for kind, dtype in reader.kinds.items():
-            arrays[kind] = []
-            for start, stop in reader.ranges(kind):
-                vector = np.empty(stop - start, dtype)
-                reader.read(kind, start, vector)
-                arrays[kind].append((start, vector))
+        arrays = {
+            kind: [
+                (Region.whole(entry.name, entry.shape), reader.read_whole(kind, entry).reshape(-1))
+                for entry in reader.held(kind)
+            ]
+            for kind in reader.kinds
+        }
     write_checkpoint(target, None, reader.parameters, reader.dtype, arrays, reader.metadata)

@@ -12,9 +12,10 @@ import safetensors
 import safetensors.numpy
 
 from mpishard.arrays import Array, copy_into, to_host
+from mpishard.checkpoint.protocol import Pieces
 from mpishard.checkpoint.snapshot import load, save
 from mpishard.contracts import ICheckpointableModel, PathLike
-from mpishard.sharding import ParameterEntry
+from mpishard.sharding import ParameterEntry, Placement
 
 __all__ = [
     "PlainModelFiles",
@@ -122,12 +123,13 @@ class PlainModelFiles(ICheckpointableModel):
         dtype: np.dtype[Any] = self._flat_vector().dtype
         return dtype
 
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        """The whole vector."""
-        return {"parameters": [(0, self._flat_vector())]}
+    def arrays_to_write(self) -> Pieces:
+        """All parameters."""
+        placement = Placement.whole(self.checkpoint_parameters())
+        return {"parameters": placement.cut([(0, self._flat_vector())])}
 
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        """The whole vector, to be overwritten."""
+    def arrays_to_read(self) -> Pieces:
+        """All parameters, to be overwritten."""
         return self.arrays_to_write()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.backend import CommunicationBackend
+from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 __all__ = [
@@ -18,22 +19,22 @@ __all__ = [
     "Pieces",
 ]
 
-Pieces = Mapping[str, Sequence[tuple[int, Array]]]
-"""Kind -> (flat start, 1-D array) of each piece.
+Pieces = Mapping[str, Sequence[tuple[Region, Array]]]
+"""Kind -> region of a parameter and 1-D array of each piece.
 
-A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; each is a vector
-as long as the flat vector of parameters. The kinds are the same on every rank, also where a rank
-has no piece.
+A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; each has an
+array of each parameter's shape. The kinds are the same on every rank, also where a rank has no
+piece. `mpishard.sharding.Placement.cut` makes pieces of a rank's own flat vector.
 """
 
 
 class CheckpointState(Protocol):
-    """Arrays along the flat vector, and a few words beside them."""
+    """Arrays in the parameters' shapes, and a few words beside them."""
 
     def arrays_to_write(self) -> Pieces:
         """The pieces that this rank writes.
 
-        All ranks' pieces of a kind together are the whole vector, each element once: of
+        All ranks' pieces of a kind together are all parameters, each element once: of
         replicated arrays each rank gives its part, or one rank everything.
         """
         ...
@@ -89,5 +90,5 @@ class CheckpointableOptimizer(Protocol):
     """An optimizer whose state can be saved and restored beside its model's parameters."""
 
     def checkpoint_view(self, model: Any) -> CheckpointState:
-        """The optimizer's state along the flat vector of ``model``."""
+        """The optimizer's state for the parameters of ``model``."""
         ...

@@ -1,4 +1,4 @@
-"""Reading any range of a checkpoint, whoever wrote it."""
+"""Reading any region of a checkpoint, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mpishard.arguments import check_path
-from mpishard.arrays import Array, array_namespace
-from mpishard.checkpoint.manifest import KindRecord, Manifest, PieceRecord
+from mpishard.arrays import Array
+from mpishard.checkpoint.coverage import check_region
+from mpishard.checkpoint.manifest import Manifest, PieceRecord
+from mpishard.checkpoint.overlap import overlaps
 from mpishard.checkpoint.writer import IDENTITY, MANIFEST, crc32_of, previous_of
 from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 __all__ = ["CheckpointReader"]
 
-_BLOCK = 1 << 22  # elements that are read at a time
 _NAMED = 10  # differences, or neighbours, that a message lists
 
 
@@ -57,6 +59,7 @@ class CheckpointReader:
             self._manifest = Manifest.from_json(manifest.read_text(encoding="utf-8"))
         except (CheckpointError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
+        self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
         self._files: dict[str, Any] = {}  # safe_open has no types
         self._check_sizes()
 
@@ -72,12 +75,12 @@ class CheckpointReader:
 
     @property
     def length(self) -> int:
-        """Length of the flat vector."""
+        """Elements of all parameters."""
         return self._manifest.length
 
     @property
     def kinds(self) -> dict[str, np.dtype[Any]]:
-        """The vectors that it holds, and their dtypes."""
+        """What it holds an array of for each parameter, and the dtypes."""
         return {kind: record.dtype for kind, record in self._manifest.arrays.items()}
 
     @property
@@ -90,19 +93,23 @@ class CheckpointReader:
         """Bytes of each file, by name."""
         return {name: file.nbytes for name, file in self._manifest.files.items()}
 
-    def read(self, kind: str, start: int, out: Array) -> None:
-        """Fill ``out`` with the elements ``[start, start + out.size)`` of a vector.
+    def held(self, kind: str) -> list[ParameterEntry]:
+        """The parameters that it holds a kind of: all, but no optimizer's state of frozen ones."""
+        return self._manifest.held(kind)
 
-        Only what lies in the range is read from disk.
+    def read(self, kind: str, region: Region, out: Array) -> None:
+        """Fill ``out`` with a region of a parameter, or of an optimizer's state of it.
+
+        Of the files only what it takes is read, and never much at a time.
 
         Parameters
         ----------
         kind : str
             One of `kinds`.
-        start : int
-            First element.
+        region : Region
+            What to read. It need not be a region that was written.
         out : Array
-            1-D, of the vector's dtype; in host or GPU memory.
+            Shape (region.length,), of the kind's dtype; in host or GPU memory.
 
         Raises
         ------
@@ -111,59 +118,53 @@ class CheckpointReader:
         CheckpointError
             Where a file is torn, or belongs to another save.
         """
-        self.check_readable(kind, start, out)
-        stop = start + int(out.size)
-        for piece in self._manifest.arrays[kind].overlapping(start, stop):
-            values = self._slice(piece, self._manifest.arrays[kind])
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            for low in range(first, last, _BLOCK):
-                high = min(low + _BLOCK, last)
-                block = values[low - piece.start : high - piece.start]
-                out[low - start : high - start] = array_namespace(out).asarray(block)
+        self.check_readable(kind, region, out)
+        record = self._manifest.arrays[kind]
+        for piece in record.pieces[region.name]:
+            found = list(overlaps(piece.region, region))
+            if found:
+                values = self._values(piece, record.dtype)
+                for overlap in found:
+                    overlap.copy(values, out)
 
-    def check_readable(self, kind: str, start: int, out: Array) -> None:
+    def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
+        """A new array of a parameter's shape, filled as by `read`."""
+        flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)
+        if flat.size:
+            self.read(kind, Region.whole(entry.name, entry.shape), flat)
+        return flat.reshape(entry.shape)
+
+    def check_readable(self, kind: str, region: Region, out: Array) -> None:
         """Raise what `read` would raise for these arguments, and read nothing.
 
         Raises
         ------
         ValueError
-            Where the checkpoint has no such kind, the range is outside the vector or was frozen,
-            or ``out`` is not 1-D or has another dtype.
+            Where the checkpoint has no such kind or parameter, the region is no part of it or was
+            frozen, or ``out`` is not as long or has another dtype.
         """
         if kind not in self._manifest.arrays:
             raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")
-        if out.ndim != 1:
-            raise ValueError(f"{kind}: out must be 1-D, got shape {out.shape}")
+        if out.shape != (region.length,):
+            raise ValueError(
+                f"{kind}: out must have shape ({region.length},) for {region}, got {out.shape}"
+            )
         dtype = self._manifest.arrays[kind].dtype
         if out.dtype != dtype:
             raise ValueError(
                 f"{kind}: the checkpoint {self.path} has dtype {dtype.name}, out has "
                 f"{out.dtype.name}"
             )
-        if start < 0 or start + out.size > self.length:
+        if region.name not in self._shapes:
+            raise ValueError(f"{self.path} holds no parameter {region.name!r}")
+        try:
+            check_region(region, self._shapes[region.name])
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
+        if region.name not in self._manifest.arrays[kind].pieces:
             raise ValueError(
-                f"{kind}: elements {start} to {start + out.size} are outside [0, {self.length})"
+                f"{self.path} holds no {kind} of {region.name}, which was frozen when it was saved"
             )
-        stop = start + int(out.size)
-        pieces = self._manifest.arrays[kind].overlapping(start, stop)
-        if sum(min(p.stop, stop) - max(p.start, start) for p in pieces) < out.size:
-            frozen = [
-                p.key for p in self._manifest.frozen_pieces if p.start < stop and start < p.stop
-            ]
-            raise ValueError(
-                f"{self.path} holds no {kind} of {', '.join(frozen[:_NAMED])}, which was frozen "
-                "when it was saved"
-            )
-
-    def ranges(self, kind: str) -> list[tuple[int, int]]:
-        """The flat ranges that it holds of a kind: all but what was frozen, neighbours joined."""
-        found: list[tuple[int, int]] = []
-        for piece in self._manifest.arrays[kind].pieces:
-            if found and found[-1][1] == piece.start:
-                found[-1] = (found[-1][0], piece.stop)
-            else:
-                found.append((piece.start, piece.stop))
-        return found
 
     def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
         """Refuse a model that the checkpoint does not fit.
@@ -248,19 +249,19 @@ class CheckpointReader:
         if torn:
             raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
 
-    def _slice(self, piece: PieceRecord, record: KindRecord) -> Any:
-        """The tensor of a piece, not read yet."""
+    def _values(self, piece: PieceRecord, dtype: np.dtype[Any]) -> Any:
+        """The values of a piece, not read yet."""
         try:
             values = self._open(piece.file).get_slice(piece.key)
         except (SafetensorError, OSError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"cannot read {self.path / piece.file}: {error}") from error
-        shape = [piece.stop - piece.start]
+        shape = [piece.region.length]
         if values.get_shape() != shape:
             raise CheckpointError(
                 f"{self.path / piece.file}: {piece.key} has shape {values.get_shape()}, the "
-                f"manifest says {shape} of {record.dtype.name}"
+                f"manifest says {shape} of {dtype.name}"
             )
         return values
 

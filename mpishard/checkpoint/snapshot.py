@@ -35,7 +35,7 @@ def save(
     optimizer : CheckpointableOptimizer, optional
         Whose state to save beside them.
     training : CheckpointState, optional
-        What a training loop holds along the flat vector; its kinds are ``"training/<name>"``.
+        What a training loop holds of each parameter; its kinds are ``"training/<name>"``.
     metadata : mapping, optional
         Anything that JSON can hold; `load` returns it. Rank 0's counts.
 
@@ -160,8 +160,8 @@ def load_states(
         with together(backend):
             for pieces in wanted.values():
                 for kind, given in pieces.items():
-                    for start, array in given:
-                        reader.read(kind, start, array)
+                    for region, array in given:
+                        reader.read(kind, region, array)
         for name, state in states.items():
             state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
@@ -215,8 +215,8 @@ def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) 
             f"{sorted(pieces)}"
         )
     for kind, given in pieces.items():
-        for start, array in given:
+        for region, array in given:
             try:
-                reader.check_readable(kind, start, array)
+                reader.check_readable(kind, region, array)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error

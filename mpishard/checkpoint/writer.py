@@ -23,6 +23,7 @@ from mpishard.checkpoint.manifest import FileRecord, KindRecord, Manifest, Piece
 from mpishard.checkpoint.protocol import Pieces
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 __all__ = ["IDENTITY", "MANIFEST", "crc32_of", "previous_of", "write_checkpoint"]
@@ -66,7 +67,7 @@ def write_checkpoint(
         The parameters along the flat vector. Rank 0's counts.
     dtype : dtype
         Of the parameters.
-    arrays : mapping of str to sequence of (int, Array)
+    arrays : mapping of str to sequence of (Region, Array)
         Kind -> this rank's pieces, as `CheckpointState.arrays_to_write` says.
     metadata : mapping
         What JSON can hold, NumPy scalars too. Rank 0's counts.
@@ -77,7 +78,7 @@ def write_checkpoint(
         For a blank path, or arrays and metadata that cannot be written.
     CheckpointError
         Where ``path`` holds something else, a file cannot be written, or the pieces of all
-        ranks do not make up each vector exactly once. All ranks raise what one of them raises.
+        ranks do not make up each parameter exactly once. All ranks raise what one of them raises.
     """
     rank = 0 if backend is None else backend.rank
     directory: Path | None = None
@@ -114,17 +115,18 @@ def crc32_of(file: Path) -> int:
 # -------------------------------------------------------------------------------- before writing
 
 
-def _host_pieces(arrays: Pieces) -> dict[str, list[tuple[int, np.ndarray[Any, Any]]]]:
+def _host_pieces(arrays: Pieces) -> dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]:
     """The pieces in host memory, without the empty ones."""
-    pieces: dict[str, list[tuple[int, np.ndarray[Any, Any]]]] = {}
+    pieces: dict[str, list[tuple[Region, np.ndarray[Any, Any]]]] = {}
     for kind, given in arrays.items():
         pieces[kind] = []
-        for start, array in given:
-            if array.ndim != 1:
-                raise ValueError(f"{kind}: pieces are 1-D, got shape {array.shape}")
+        for region, array in given:
+            if array.shape != (region.length,):
+                raise ValueError(
+                    f"{kind}: the piece {region} has shape ({region.length},), got {array.shape}"
+                )
             if array.size:
-                host = np.ascontiguousarray(to_host(array))
-                pieces[kind].append((int(start), host))
+                pieces[kind].append((region, np.ascontiguousarray(to_host(array))))
     return pieces
 
 
@@ -167,20 +169,22 @@ def _identity(directory: Path) -> str:
 
 
 def _write_pieces(
-    directory: Path, rank: int, pieces: Mapping[str, Sequence[tuple[int, np.ndarray[Any, Any]]]]
+    directory: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]
 ) -> dict[str, Any]:
     """Write this rank's file; return what rank 0 needs to know of it."""
     name = f"rank{rank:05d}.safetensors"
     kinds: dict[str, Any] = {}
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for kind, given in pieces.items():
-        kinds[kind] = []
-        for start, array in given:
-            key = f"{kind}@{start}"
+        places = []
+        for region, array in given:
+            key = f"{kind}@{region}"
             if key in tensors:
-                raise ValueError(f"{kind}: two pieces start at element {start}")
+                raise ValueError(f"{kind}: {region} is given twice")
             tensors[key] = array
-            kinds[kind].append([array.dtype.name, key, start, start + array.size])
+            places.append([key, region.name, region.box, region.start, region.stop])
+        dtypes = {array.dtype for _, array in given}
+        kinds[kind] = {"dtypes": [dtype.name for dtype in dtypes], "pieces": places}
     if not tensors:
         return {"kinds": kinds, "file": None}
     if not directory.is_dir():
@@ -217,10 +221,11 @@ def _assemble(
             name, nbytes, crc32 = record["file"]
             files[name] = FileRecord(nbytes, crc32)
         for kind, given in record["kinds"].items():
-            for dtype_name, key, start, stop in given:
-                dtypes.setdefault(kind, set()).add(dtype_name)
-                pieces.setdefault(kind, []).append(PieceRecord(name, key, start, stop))
-            pieces.setdefault(kind, [])
+            dtypes.setdefault(kind, set()).update(given["dtypes"])
+            of_kind = pieces.setdefault(kind, [])
+            for key, parameter, box, start, stop in given["pieces"]:
+                region = Region(parameter, tuple((low, high) for low, high in box), start, stop)
+                of_kind.append(PieceRecord(name, key, region))
     for kind, names in dtypes.items():
         if len(names) > 1:
             raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
@@ -229,10 +234,7 @@ def _assemble(
         dtype=np.dtype(dtype),
         parameters=tuple(parameters),
         arrays={
-            kind: KindRecord(
-                np.dtype(next(iter(dtypes.get(kind, {np.dtype(dtype).name})))),
-                tuple(sorted(given, key=lambda piece: piece.start)),
-            )
+            kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {np.dtype(dtype).name}))), given)
             for kind, given in pieces.items()
         },
         files=files,

@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``verify`` and ``bench``."""
+"""The command line: ``mpishard run``, ``verify``, ``plan``, ``bench`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.bench import bench
+from mpishard.cli.plan import plan
 from mpishard.cli.run import run
+from mpishard.cli.trace import trace
 from mpishard.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -24,7 +26,9 @@ app.command(
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
 )(run)
 app.command()(verify)
+app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
+app.add_typer(trace, name="trace")
 
 
 def main() -> None:

@@ -17,17 +17,30 @@ from rich.table import Table
 from mpishard import settings
 from mpishard.cli.launcher import usable_cores
 
-__all__ = ["bytes_text", "describe_machine", "milliseconds", "parse_bytes", "show", "write_json"]
+__all__ = [
+    "bytes_text",
+    "describe_machine",
+    "milliseconds",
+    "parse_bytes",
+    "screen_width",
+    "show",
+    "write_json",
+]
 
 _NARROWEST = 100
 
 
-def show(table: Table) -> None:
-    """Print a table, as wide as the terminal at the other end."""
+def screen_width() -> int:
+    """Columns of the terminal at the other end; 100 where there is none, and at least."""
     console = Console()
     columns = settings.terminal_columns()
     width = columns or (console.width if console.is_terminal else _NARROWEST)
-    Console(width=max(width, _NARROWEST), highlight=False).print(table)
+    return max(width, _NARROWEST)
+
+
+def show(table: Table) -> None:
+    """Print a table, as wide as the terminal at the other end."""
+    Console(width=screen_width(), highlight=False).print(table)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -14,18 +14,18 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
+from mpishard.communication.point_to_point import PointToPoint
 from mpishard.communication.reduction import (
     ReductionOperation,
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.transport import Transport
 from mpishard.communication.work import Work
 
 __all__ = ["CommunicationBackend"]
 
 
-class CommunicationBackend(Transport):
+class CommunicationBackend(PointToPoint):
     """How ranks talk: collectives on NumPy or CuPy arrays, with checks before data is mixed.
 
     Every collective takes any C-contiguous array of any length, 0 and fewer elements than ranks
@@ -34,7 +34,7 @@ class CommunicationBackend(Transport):
     bits on every backend, rank and run.
 
     A subclass gives what `Transport` names: ``_steps_<collective>`` generators, `_drive`, `_send`,
-    `_receive`, and the two life-cycle hooks.
+    `_steps_receive`, and the two life-cycle hooks.
 
     Use as a context manager (``with backend:``) on threads of your own: an exception in the body
     is told to the other ranks, and leaving the body counts as leaving the world.
@@ -433,6 +433,7 @@ class CommunicationBackend(Transport):
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
+            member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.initialize()
         return member  # type: ignore[no-any-return]
@@ -492,51 +493,3 @@ class CommunicationBackend(Transport):
             return None
         self._regions.add(memory)
         return memory[: wanted.nbytes].view(wanted.dtype)
-
-    # ---------------------------------------------------------------------------- point to point
-
-    def send(self, array: Array, destination_rank: int, tag: int = 0) -> None:
-        """Send a copy of ``array``; returns without waiting for the receiver.
-
-        Messages arrive in order for each (pair of ranks, tag).
-
-        Raises
-        ------
-        ValueError
-            For a rank outside the world or this one, or a negative tag.
-        """
-        self._ready()
-        self._check_array(array, "send")
-        self._check_peer(destination_rank, tag)
-        self.traffic.count("send", array.nbytes if destination_rank != self.rank else 0)
-        self._send(array, destination_rank, tag)
-
-    def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
-        """Wait for the next message of ``source_rank`` with ``tag`` and return it.
-
-        Parameters
-        ----------
-        source_rank : int
-            The sender.
-        count : int
-            Number of elements expected.
-        tag : int
-            The sender's tag.
-
-        Returns
-        -------
-        Array
-            The message, in the shape it was sent; a new array.
-
-        Raises
-        ------
-        ValueError
-            For a rank outside the world or this one, a negative tag or count.
-        CommunicationError
-            Where the message has another number of elements; it then stays queued.
-        """
-        self._ready()
-        self._check_peer(source_rank, tag)
-        if as_integer("count", count) < 0:
-            raise ValueError(f"count must be 0 or more, got {count}")
-        return self._receive(source_rank, count, tag)

@@ -140,9 +140,13 @@ class Job:
                 del self._groups[group]
 
     def count_pending(self) -> int:
-        """Number of collectives under way, in all worlds."""
+        """Number of collectives and messages under way, in all worlds."""
         backends = [reference() for reference in self._groups.values()]
-        return sum(len(backend._pending) for backend in backends if backend is not None)
+        return sum(
+            len(backend._pending) + len(backend._transfers)
+            for backend in backends
+            if backend is not None
+        )
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
@@ -182,7 +186,7 @@ class Job:
                 for group in groups:
                     group.notify()
         waiting = groups
-        while waiting := [group for group in waiting if not group.has_all_notices()]:
+        while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
         self._stop_progress()
         for group in groups:
@@ -235,6 +239,10 @@ class Job:
     def end(self, report: str, code: int) -> NoReturn:
         """Print ``report`` unless a rank of this node has printed one, and end all ranks."""
         self.flush()
+        for reference in tuple(self._groups.values()):
+            backend = reference()
+            if backend is not None and backend.recorder is not None:
+                backend.recorder.finish(report.partition("\n")[0])
         if self.board is None or self.board.claim_report():
             print(report, file=sys.stderr, flush=True)  # noqa: T201
             # An aborted job's output is lost where the launcher has not read it yet.

@@ -1,7 +1,7 @@
 """Where thread-ranks meet: the state that they share, guarded by one condition.
 
 A collective in memory is a chain of *meetings*. At a meeting each rank leaves a value, and goes
-on when all have come.
+on when all have come. What one rank sends another are *letters*.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpishard import settings
-from mpishard.arrays import Array
 from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
 from mpishard.communication.work import Waitable
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
+    from mpishard.communication.letters import Letter
     from mpishard.communication.memory import InMemoryCommunicationBackend
 
-__all__ = ["Arrival", "World", "new_world", "split_worlds"]
+__all__ = ["Absence", "Arrival", "World", "new_world", "split_worlds"]
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class World:
     changed: threading.Condition
     failures: list[Failure]
     meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
-    messages: dict[tuple[int, int, int], deque[Array]] = field(default_factory=dict)
+    letters: dict[tuple[int, int, int], deque[Letter]] = field(default_factory=dict)
     members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     children: list[weakref.ref[World]] = field(default_factory=list)
@@ -97,7 +98,15 @@ class World:
             self.changed.notify_all()
 
 
-class Arrival(Waitable):
+class Absence(Waitable):
+    """Something that other thread-ranks have yet to do. Its test is made with the world's lock."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The ranks that have not done it."""
+
+
+class Arrival(Absence):
     """A meeting that is not complete yet."""
 
     __slots__ = ("meeting",)
@@ -110,7 +119,6 @@ class Arrival(Waitable):
         return self.meeting.arrived == len(self.meeting.values)
 
     def missing(self) -> list[int]:
-        """The ranks that have not come."""
         return [r for r, value in enumerate(self.meeting.values) if value is None]
 
 

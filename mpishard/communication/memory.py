@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpishard import settings
 from mpishard.arrays import (
     Array,
@@ -27,7 +29,10 @@ from mpishard.arrays import (
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call
-from mpishard.communication.meeting import Arrival, World, new_world, split_worlds
+from mpishard.communication.letters import Delivery, Letter, Taken
+from mpishard.communication.meeting import Absence, World, new_world, split_worlds
+from mpishard.communication.point_to_point import refuse_other_message
+from mpishard.communication.recording import stop_recording
 from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
@@ -86,6 +91,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: World | None = None
+        # Receives under way, by where the letter comes from: this thread's alone.
+        self._lines: dict[tuple[int, int, int], deque[Delivery]] = {}
         # This rank's backends: its peers may wait for it in any of them.
         self._family: weakref.WeakSet[InMemoryCommunicationBackend] = weakref.WeakSet((self,))
 
@@ -158,6 +165,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
+        stop_recording(self, error)
         last = next(reversed(list(self.call_log)), None)
         self._joined().fail(self._rank, error, last)
 
@@ -188,7 +196,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return any(
             pending.waitable is not None and pending.waitable.test()
             for backend in tuple(self._family)
-            for pending in tuple(backend._pending)
+            for pending in (*backend._pending, *backend._transfers)
         )
 
     def _raise_if_hopeless(self, work: Work) -> None:
@@ -196,35 +204,31 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         if world.failures:
             failure = world.failures[0]
-            raise PeerError(
-                f"collective {work.call.sequence}, {work.call}, cannot complete: {failure.message}",
-                failure.rank,
-            )
-        arrival = work.waitable
-        assert isinstance(arrival, Arrival)
-        for rank in arrival.missing():
+            raise PeerError(f"{work.name} cannot complete: {failure.message}", failure.rank)
+        absence = work.waitable
+        assert isinstance(absence, Absence)
+        for rank in absence.missing():
             if rank in world.left:
                 raise PeerError(
                     f"rank {rank} left after collective {world.left[rank]}, while rank "
-                    f"{self._rank} waits for it in collective {work.call.sequence}, {work.call}, "
-                    f"called at {work.call.site}. A collective is called by every rank: look for "
-                    "a loop or a branch that ends earlier on that rank",
+                    f"{self._rank} waits {work.where}. Look for a loop or a branch that ends "
+                    f"earlier on rank {rank}",
                     rank,
                 )
 
     def _timeout_message(self, work: Work) -> str:
         world = self._joined()
-        arrival = work.waitable
-        assert isinstance(arrival, Arrival)
+        absence = work.waitable
+        assert isinstance(absence, Absence)
         lines = []
         for rank in range(world.world_size):
             member = world.members.get(rank)
             log = member.call_log.tail(2) if member else "    not initialised"
             lines.append(f"  rank {rank}:\n{log}")
         return (
-            f"rank {self._rank} waited {self._timeout:g} s in collective {work.call.sequence}, "
-            f"{work.call}, called at {work.call.site}; ranks {arrival.missing()} did not arrive. "
-            "Last collectives of each rank:\n" + "\n".join(lines)
+            f"rank {self._rank} waited {self._timeout:g} s {work.where}; ranks "
+            f"{absence.missing()} did not arrive. Last collectives of each rank:\n"
+            + "\n".join(lines)
         )
 
     # ------------------------------------------------------------------------------- collectives
@@ -404,52 +408,45 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # ---------------------------------------------------------------------------- point to point
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        world = self._joined()
         message = array.copy()
         synchronize(message)
+        self._post(Letter(message, is_copy=True), destination, tag)
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        synchronize(array)
+        letter = Letter(array, is_copy=False)
+        self._post(letter, destination, tag)
+        yield Taken(letter, destination)
+
+    def _post(self, letter: Letter, destination: int, tag: int) -> None:
+        world = self._joined()
         with world.changed:
-            queue = world.messages.setdefault((self._rank, destination, tag), deque())
-            queue.append(message)
+            queue = world.letters.setdefault((self._rank, destination, tag), deque())
+            queue.append(letter)
             world.changed.notify_all()
 
-    def _receive(self, source: int, count: int, tag: int) -> Array:
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
         world = self._joined()
         key = (source, self._rank, tag)
-        deadline = time.monotonic() + self._timeout if self._timeout else None
-        with world.changed:
-            while not world.messages.get(key):
-                if world.failures:
-                    failure = world.failures[0]
-                    raise PeerError(
-                        f"receive from rank {source} cannot complete: {failure.message}",
-                        failure.rank,
-                    )
-                if source in world.left:
-                    raise PeerError(
-                        f"rank {source} left after collective {world.left[source]}, and sent no "
-                        f"message with tag {tag} to rank {self._rank}",
-                        source,
-                    )
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise CollectiveTimeoutError(
-                        f"rank {self._rank} waited {self._timeout:g} s for a message with tag "
-                        f"{tag} from rank {source}"
-                    )
-                world.changed.wait(left)
-            queue = world.messages[key]
-            if queue[0].size != count:
-                raise CommunicationError(
-                    f"the next message with tag {tag} from rank {source} has {queue[0].size} "
-                    f"elements, {count} were expected; it stays queued"
+        # Who receives first takes first, whoever waits first.
+        with Delivery(world.letters, key, self._lines) as delivery:
+            yield delivery
+            with world.changed:
+                letter = world.letters[key][0]
+                refuse_other_message(
+                    letter.array.size, letter.array.dtype, count, dtype, source, tag
                 )
-            message = queue.popleft()
-            if not queue:
-                del world.messages[key]
-        near = beside(message, message)
-        if near is not message:
-            synchronize(near)  # the message's memory is free after this
-        return near
+                world.letters[key].popleft()
+                if not world.letters[key]:
+                    del world.letters[key]
+        message = letter.open()
+        if not letter.is_copy:
+            with world.changed:  # the sender may wait for it
+                letter.is_taken = True
+                world.changed.notify_all()
+        return message
 
 
 def _finish(arrays: Sequence[Array]) -> None:

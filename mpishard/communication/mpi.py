@@ -22,11 +22,12 @@ from mpishard.communication.job import Job
 from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.mailbox import NO_RING
-from mpishard.communication.messages import Incoming, Messages
+from mpishard.communication.messages import Messages
 from mpishard.communication.patience import Patience
+from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
-from mpishard.communication.work import Steps, Work
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
 
 __all__ = ["MPICommunicationBackend", "load_mpi"]
@@ -111,6 +112,12 @@ class MPICommunicationBackend(SmallCollectives):
         return self._joined()[0].cores_per_rank
 
     # ------------------------------------------------------------------------------- life cycle
+
+    def initialize(self) -> None:
+        begins = not self._initialized and self._is_root
+        super().initialize()
+        if begins:
+            record_if_asked(self)
 
     def _on_initialize(self) -> None:
         if self._job is None:
@@ -208,7 +215,6 @@ class MPICommunicationBackend(SmallCollectives):
                 job.progress_thread.wake()
 
     def _poll(self, work: Work, job: Job) -> None:
-        call = work.call
         # Nothing is issued while this rank waits: what is alone now stays so.
         advance = work.advance if job.count_pending() == 1 else job.progress
         for _ in range(1 if job.crowded else _QUICK_POLLS):
@@ -216,9 +222,9 @@ class MPICommunicationBackend(SmallCollectives):
             if work.done:
                 self._forget_done()
                 return
-        patience = self._patience(
-            lambda: f"in collective {call.sequence}, {call}, called at {call.site}", call.sequence
-        )
+        sequence = work.call.sequence if isinstance(work, CollectiveWork) else None
+        peer = work.peer if isinstance(work, Transfer) else None
+        patience = self._patience(lambda: work.where, sequence, peer)
         polls = 0
         while not work.done:
             patience.pause()
@@ -230,9 +236,9 @@ class MPICommunicationBackend(SmallCollectives):
         self._forget_done()
 
     def _patience(
-        self, where: Callable[[], str], sequence: int | None = None, source: int | None = None
+        self, where: Callable[[], str], sequence: int | None, peer: int | None
     ) -> Patience:
-        """The way this rank waits ``where``: for all in a collective, or for ``source``."""
+        """The way this rank waits ``where``: for all in a collective, or for ``peer``."""
         job, group = self._joined()
         warned = False
 
@@ -240,7 +246,7 @@ class MPICommunicationBackend(SmallCollectives):
             nonlocal warned
             self._messages.reap()
             for rank, last in group.departures().items():
-                if rank == source or (sequence is not None and last < sequence):
+                if rank == peer or (sequence is not None and last < sequence):
                     group.broken = PeerError(
                         f"rank {rank} left after collective {last}, while rank {self._rank} "
                         f"waits {where()}. Look for a loop or a branch that ends earlier on "
@@ -316,30 +322,20 @@ class MPICommunicationBackend(SmallCollectives):
 
     # ---------------------------------------------------------------------------- point to point
 
+    def _begin(self, transfer: Transfer) -> Transfer:
+        super()._begin(transfer)
+        if not transfer.done:
+            self._begun()
+        return transfer
+
     def _send(self, array: Array, destination: int, tag: int) -> None:
         self._messages.send(array, destination, tag)
 
-    def _receive(self, source: int, count: int, tag: int) -> Array:
-        job, _ = self._joined()
-        incoming = self._messages.poll(source, tag)
-        patience = self._patience(
-            lambda: f"for a message with tag {tag} from rank {source}", source=source
-        )
-        while incoming is None:
-            patience.pause()
-            job.progress()
-            incoming = self._messages.poll(source, tag)
-        self._refuse_other_size(incoming, source, count, tag)
-        array, request = self._messages.take(source, tag)
-        while request is not None and not request.test():
-            patience.pause()
-            job.progress()
-        return to_device(array) if incoming.on_device else array
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        yield from self._messages.post(array, destination, tag)
 
-    @staticmethod
-    def _refuse_other_size(incoming: Incoming, source: int, count: int, tag: int) -> None:
-        if incoming.size != count:
-            raise CommunicationError(
-                f"the next message with tag {tag} from rank {source} has {incoming.size} "
-                f"elements, {count} were expected; it stays queued"
-            )
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        array, on_device = yield from self._messages.receive(source, count, tag, dtype)
+        return to_device(array) if on_device else array

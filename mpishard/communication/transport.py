@@ -19,6 +19,8 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
+from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
     ReductionOperation,
     TreeReducer,
@@ -26,7 +28,7 @@ from mpishard.communication.reduction import (
 )
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
-from mpishard.communication.work import Steps, Work
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
@@ -36,8 +38,8 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Identity, life cycle, and what a subclass must give.
 
-    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_receive`, and the
-    two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_steps_receive`, and
+    the two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -46,7 +48,8 @@ class Transport(ABC):
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._sequence = 0
-        self._pending: deque[Work] = deque()
+        self._pending: deque[CollectiveWork] = deque()
+        self._transfers: list[Transfer] = []
         self._reducer = TreeReducer()
         self._regions = Regions()
         self.check_collectives = True
@@ -62,6 +65,10 @@ class Transport(ABC):
         """
         self.traffic = Traffic()
         self.call_log = CallLog()
+        self.group, self.axis = "world", ""
+        """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
+        self.recorder: Recorder | None = None
+        """What records a trace until this backend is shut down."""
 
     # ------------------------------------------------------------------ identity and life cycle
 
@@ -129,6 +136,7 @@ class Transport(ABC):
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
         if self._initialized:
+            stop_recording(self)
             self._on_shutdown()
             self._initialized = False
 
@@ -156,13 +164,13 @@ class Transport(ABC):
             print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
-        """Let collectives that were issued go on as far as they can. Never blocks.
+        """Let what was issued, and not waited for, go on as far as it can. Never blocks.
 
         Worth calling between pieces of a long computation, where a `Work` should advance.
         """
-        if not self._pending:
+        if not self._pending and not self._transfers:
             return
-        for pending in tuple(self._pending):
+        for pending in (*self._pending, *self._transfers):
             pending.advance()
         self._forget_done()
 
@@ -180,7 +188,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _drive(self, work: Work) -> None:
-        """Advance the pending collectives, oldest first, until ``work`` is done.
+        """Advance pending collectives and messages, oldest first, until ``work`` is done.
 
         All of them are advanced, not only ``work``, so that ranks may wait in different orders.
         """
@@ -222,23 +230,53 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def _send(self, array: Array, destination: int, tag: int) -> None: ...
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        """Send a copy; do not wait."""
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        """Send ``array``, which stays as it is until this ends; here, where a copy is made."""
+        self._send(array, destination, tag)
+        yield from ()
 
     @abstractmethod
-    def _receive(self, source: int, count: int, tag: int) -> Array: ...
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        """Take the next message that no earlier receive of (source, tag) takes.
+
+        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it.
+        """
 
     # ------------------------------------------------------------------------------------ shared
 
-    def _issue(self, call: Call, steps: Steps) -> Work:
-        work = Work(self, steps, call)
+    def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
+        work = CollectiveWork(self, steps, call, in_flight or self._record(call))
         self._pending.append(work)
         work.advance()
         self._forget_done()
+        work.begun()
         return work
+
+    def _record(self, call: Call) -> CollectiveInFlight | None:
+        """What a collective is recorded with from now on; None where no trace is."""
+        recorder = current_recorder.get()
+        if recorder is None:
+            return None
+        return CollectiveInFlight(recorder, call, self.group, self.axis)
+
+    def _begin(self, transfer: Transfer) -> Transfer:
+        """Issue a message. It stands beside the collectives: they do not wait for it."""
+        self._transfers.append(transfer)
+        transfer.advance()
+        self._forget_done()
+        transfer.begun()
+        return transfer
 
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done:
             self._pending.popleft()
+        if self._transfers:
+            self._transfers = [transfer for transfer in self._transfers if not transfer.done]
 
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse, on every rank alike, calls that do not belong together."""

@@ -1,4 +1,4 @@
-"""A collective under way: a generator that says what it waits for, and its handle.
+"""A collective or a message under way: a generator that says what it waits for, and its handle.
 
 A collective is a generator: it yields whenever it needs the other ranks, and returns its result.
 The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; there is one
@@ -12,8 +12,10 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.call import Call
+from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
+from mpishard.errors import CommunicationError
 
-__all__ = ["Steps", "Waitable", "Work"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
 
 
 class Waitable(ABC):
@@ -34,30 +36,40 @@ class Driver(Protocol):
     def _drive(self, work: Work) -> None: ...
 
 
-class Work:
-    """A collective that was issued and may not be complete.
+class Work(ABC):
+    """A collective or a message that was issued and may not be complete.
 
-    `wait` returns the collective's result, and may be called once or often. Arrays that were
-    passed in must not be changed, and ``out`` not be read, before it returns.
+    `wait` returns the result, and may be called once or often. Arrays that were passed in must
+    not be changed, and ``out`` not be read, before it returns.
     """
 
-    def __init__(self, driver: Driver, steps: Steps, call: Call) -> None:
-        self.call = call
+    def __init__(self, driver: Driver, steps: Steps, in_flight: InFlight | None) -> None:
         self._driver = driver
         self._steps = steps
         self._waitable: Waitable | None = None
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._in_flight = in_flight  # where a trace is recorded
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """What a rank does that waits for it: "rank 1 waits .."."""
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once. Does not drive the collective."""
+        """Whether `wait` would return at once. Does not drive it."""
         return self._done
 
     @property
     def waitable(self) -> Waitable | None:
-        """What the collective waits for now; None when it is complete."""
+        """What it waits for now; None when it is complete."""
         return self._waitable
 
     def advance(self) -> bool:
@@ -75,18 +87,109 @@ class Work:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
                 self._done, self._error, self._waitable = True, error, None
                 raise
+            if self._done:
+                self._record_end()
         return True
 
     def wait(self) -> Any:
-        """Block until the collective is complete and return its result.
+        """Block until it is complete and return its result.
 
         Raises
         ------
-        CollectiveMismatchError, PeerError, CollectiveTimeoutError
-            As the blocking collective does.
+        CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
+            As the blocking call does.
         """
         if not self._done:
-            self._driver._drive(self)
+            self._drive()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def begun(self) -> None:
+        """Hear that it was issued, and went as far as it could."""
+        if self._in_flight is not None:
+            self._in_flight.blocked(self._in_flight.start)
+
+    def _drive(self) -> None:
+        in_flight = self._in_flight
+        if in_flight is None:
+            self._driver._drive(self)
+            return
+        since = in_flight.now()
+        try:
+            self._driver._drive(self)
+        finally:
+            in_flight.blocked(since)
+
+    def _record_end(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.done(self._error, self._result)
+
+
+class CollectiveWork(Work):
+    """A collective under way."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        call: Call,
+        in_flight: CollectiveInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
+        self.call = call
+
+    @property
+    def name(self) -> str:
+        return f"collective {self.call.sequence}, {self.call},"
+
+    @property
+    def where(self) -> str:
+        return f"in {self.name} called at {self.call.site}"
+
+
+class Transfer(Work):
+    """A message under way, to or from ``peer``."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        peer: int,
+        tag: int,
+        *,
+        is_send: bool,
+        in_flight: MessageInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
+        self.peer = peer
+        self.tag = tag
+        self.is_send = is_send
+
+    @property
+    def name(self) -> str:
+        return f"{'send to' if self.is_send else 'receive from'} rank {self.peer}, tag {self.tag},"
+
+    @property
+    def where(self) -> str:
+        if self.is_send:
+            return f"for rank {self.peer} to take a message with tag {self.tag}"
+        return f"for a message with tag {self.tag} from rank {self.peer}"
+
+    def cancel(self) -> None:
+        """Give up a receive: the message, come or not, is the next receive's. Idempotent.
+
+        `wait` then raises `CommunicationError`. Nothing happens where it is complete.
+
+        Raises
+        ------
+        ValueError
+            For a send, which nobody can take back.
+        """
+        if self.is_send:
+            raise ValueError(f"{self.name} is a send, which cannot be taken back")
+        if not self._done:
+            self._steps.close()
+            self._done, self._waitable = True, None
+            self._error = CommunicationError(f"{self.name} was cancelled")
+            self._record_end()

@@ -72,7 +72,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         Where another rank of this process, or another wrapper, has wrapped the same object.
     """
 
-    policy: ClassVar[Policy]
+    policy: Policy
     strategy: ClassVar[str]
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
@@ -112,14 +112,18 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def _take_over(self) -> None:
         """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        name = type(self).__name__
         store = self.engine.parameters
-        reason = self.engine.program.take_over(store, f"a {name}")
+        reason = self.engine.program.take_over(store, f"a {type(self).__name__}")
         self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.policy.shards_parameters and self.rank == 0:
+        if reason is not None and self.rank == 0:
+            self._say_what_stays_whole(reason)
+
+    def _say_what_stays_whole(self, reason: str) -> None:
+        """Warn where the strategy would shard parameters, and does not."""
+        if self.policy.shards_parameters:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
-                "every rank, %s", name, type(self._wrapped_model).__name__, reason,
+                "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
             )  # fmt: skip
 
     # -------------------------------------------------------------------------------- properties
@@ -154,6 +158,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def data_size(self) -> int:
         """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
         return self.engine.backend.world_size
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        """One of the ranks that compute the samples of each data rank, in that order."""
+        return range(self.data_size)
 
     @property
     def engine(self) -> Engine:

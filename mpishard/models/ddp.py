@@ -18,7 +18,5 @@ class DDPModel(ShardedModelBase):
     Parameters and errors are those of `ShardedModelBase`.
     """
 
-    policy: ClassVar[Policy] = Policy(
-        shards_parameters=False, shards_gradients=False, shards_state=False
-    )
+    policy: Policy = Policy(shards_parameters=False, shards_gradients=False, shards_state=False)
     strategy: ClassVar[str] = "DDP"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import to_host
 from mpishard.checkpoint.plain import (
     PlainModelFiles,
     choices_in,
@@ -25,7 +25,7 @@ from mpishard.checkpoint.plain import (
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
 from mpishard.models.engine import Engine
-from mpishard.sharding import ParameterEntry
+from mpishard.sharding import ParameterEntry, Piece
 
 __all__ = ["ShardedModelFiles"]
 
@@ -136,19 +136,20 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         frozen = self.engine.program.frozen
         return [replace(e, trainable=e.name not in frozen) for e in self.parameter_entries]
 
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        pieces = self.engine.holdings.pieces()
-        owned = self.engine.parameters.owned(pieces)
-        return {"parameters": [(p.start, a) for p, a in zip(pieces, owned, strict=True)]}
+        return self._regions(self.engine.holdings.pieces(), counted=True)
 
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
         self.engine.round.require_none("a checkpoint cannot be loaded")
-        store = self.engine.parameters
-        owned = store.owned(store.held)
-        return {"parameters": [(p.start, a) for p, a in zip(store.held, owned, strict=True)]}
+        return self._regions(self.engine.parameters.held)
+
+    def _regions(self, pieces: Sequence[Piece], *, counted: bool = False) -> checkpoint.Pieces:
+        owned = self.engine.parameters.owned(pieces)
+        parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
+        return {"parameters": self.engine.program.placement.cut(parts, counted=counted)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""

@@ -33,7 +33,5 @@ class FSDPModel(ShardedModelBase):
     al., SC 2020, section 5.3). Parameters and errors are those of `ShardedModelBase`.
     """
 
-    policy: ClassVar[Policy] = Policy(
-        shards_parameters=True, shards_gradients=True, shards_state=True
-    )
+    policy: Policy = Policy(shards_parameters=True, shards_gradients=True, shards_state=True)
     strategy: ClassVar[str] = "FSDP"

@@ -128,7 +128,7 @@ class Holdings:
             By local rank, then by slot; None where the ranks share no memory.
         """
         dtype = np.dtype(self.dtype if dtype is None else dtype)
-        stride = aligned(length, dtype)
+        stride = aligned(max(1, length), dtype)
         # As long on every node as the largest needs, because lengths must agree; what no rank
         # writes takes no memory.
         most = max(self.backend.nodes.count(node) for node in self.backend.nodes)

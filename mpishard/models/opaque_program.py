@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace, beside, copy_into
@@ -12,13 +13,14 @@ from mpishard.errors import MissingMemberError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
+from mpishard.models.whole_program import WholeProgram
 from mpishard.nn.layer import Context
 from mpishard.sharding import ParameterEntry, Unit, build_units
 
 __all__ = ["OpaqueProgram"]
 
 
-class OpaqueProgram(Program):
+class OpaqueProgram(WholeProgram):
     """A model of which only the flat vector and its gradient are known: one unit, one call.
 
     The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
@@ -32,7 +34,7 @@ class OpaqueProgram(Program):
         vector.
     """
 
-    needs_whole_parameters = True
+    computes_in_place = False
 
     def __init__(self, model: Any) -> None:
         for member in ("get_parameters", "set_parameters"):
@@ -92,6 +94,9 @@ class OpaqueProgram(Program):
         (unit,) = self.units
         self._model.set_parameters(parameters.unshard(unit).copy())
         parameters.reshard(unit)
+
+    def compute_with(self, full: Array, holder: str) -> None:
+        self._model.set_parameters(full)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return _member(self._model, "predict")(x)
@@ -159,6 +164,10 @@ class OpaqueProgram(Program):
             gradient, samples = tape
             target += beside(gradient, target) * samples
         gradients.reduce(unit)
+
+    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
+        gradient, samples = tape
+        add(0, gradient, samples)
 
 
 def _member(model: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
+from mpishard.models.whole_program import WholeProgram
 from mpishard.nn.layer import Context
 from mpishard.sharding import ParameterEntry, Unit, build_units, owned_pieces
 
@@ -105,7 +106,7 @@ class IPlaceableModel(ABC):
         """
 
 
-class PlacedProgram(Program):
+class PlacedProgram(WholeProgram):
     """Forward and backward of a model whose parameters are views of the store's memory.
 
     Nothing of the parameters is copied, in no step. Gradients are written to the store as they
@@ -120,7 +121,7 @@ class PlacedProgram(Program):
         See `mpishard.sharding.build_units`. The parameters of one module are a layer.
     """
 
-    needs_whole_parameters = True
+    computes_in_place = True
 
     def __init__(self, model: IPlaceableModel, minimum_unit_size: int) -> None:
         self._model = model
@@ -168,6 +169,9 @@ class PlacedProgram(Program):
             return None
         return "because the ranks of a node share no memory here"
 
+    def compute_with(self, full: Array, holder: str) -> None:
+        self._model.place_parameters([full[e.start : e.stop] for e in self.entries], holder)
+
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
@@ -197,6 +201,10 @@ class PlacedProgram(Program):
         if tape is not None:
             self._model.backward_pass(tape, arrivals.receive)
         arrivals.finish()
+
+    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
+        starts = [entry.start for entry in self.entries]
+        self._model.backward_pass(tape, lambda index, values: add(starts[index], values, 1.0))
 
 
 class _Arrivals:

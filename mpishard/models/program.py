@@ -15,6 +15,7 @@ from mpishard.devices import HOST, Device
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
+from mpishard.observe import span
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
@@ -42,6 +43,8 @@ class Program(ABC):
         Where it computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
+    is_on_mesh : bool
+        Whether ranks may hold different parts of the model, and have other units.
     is_random : bool
         Whether what is computed in training depends on seed, step and sample.
     seed : int
@@ -58,6 +61,7 @@ class Program(ABC):
     entries: tuple[ParameterEntry, ...]
     device: Device = HOST
     needs_whole_parameters: ClassVar[bool] = False
+    is_on_mesh: ClassVar[bool] = False
     is_random: bool = False
     seed: int = 0
     frozen: frozenset[str] = frozenset()
@@ -240,6 +244,8 @@ class Program(ABC):
         context: Context,
     ) -> tuple[float, float]:
         """Forward and backward: sum and weight of the loss, of what this rank speaks for."""
-        total, weight, tape = self.forward(parameters, x, y, loss, context)
-        self.backward(parameters, gradients, tape)
+        with span("forward"):
+            total, weight, tape = self.forward(parameters, x, y, loss, context)
+        with span("backward"):
+            self.backward(parameters, gradients, tape)
         return total, weight

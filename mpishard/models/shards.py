@@ -63,7 +63,7 @@ class Shards(IShardedModel):
                 f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
                 "and size: owned_ranges lists them"
             )
-        return ranges[0]
+        return ranges[0] if ranges else (0, 0)  # more ranks than parameters
 
     @property
     def _cached_full_parameters(self) -> Array | None:
@@ -82,7 +82,7 @@ class Shards(IShardedModel):
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
 
-        One per unit; on a mesh, where columns of a matrix are no one range, as many as it takes.
+        One per unit; on a mesh, where columns of a matrix are no one range, as few as it takes.
         """
         placement = self.engine.program.placement
         if placement.is_whole:
@@ -90,7 +90,13 @@ class Shards(IShardedModel):
                 return ((0, self.parameter_count),)
             return tuple((piece.start, piece.stop) for piece in self._held_pieces)
         held = ((piece.start, piece.stop) for piece in self._held_pieces)
-        return tuple(r for start, stop in held for r in placement.ranges(start, stop))
+        found: list[tuple[int, int]] = []
+        for start, stop in (r for own in held for r in placement.ranges(*own)):
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], stop
+            else:
+                found.append((start, stop))
+        return tuple(found)
 
     @contextlib.contextmanager
     def unsharded(self, root: int | None = None) -> Iterator[Any]:

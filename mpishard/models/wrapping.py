@@ -143,14 +143,15 @@ def require_same_on_all_ranks(
     structure = program.structure().encode()
     manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
     placement = program.placement
-    units = len(program.units) if placement.is_whole else 0  # on a mesh each has its own
+    units = 0 if program.is_on_mesh else len(program.units)
     mine = [placement.length, units, zlib.crc32(structure)]
     mine.append(zlib.crc32(manner.encode()))
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
         return
     rows = "; ".join(
-        f"rank {rank}: {row[0]} parameters in {row[1]} units" for rank, row in enumerate(everyone)
+        f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
+        for rank, row in enumerate(everyone)
     )
     counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
     raise ValueError(
@@ -159,7 +160,7 @@ def require_same_on_all_ranks(
             ""
             if counts_differ
             else " (units, names, shapes, kinds of layers, features in "
-            "use, frozen parameters, strategy, dtype or device differ)"
+            "use, frozen parameters, strategy, mesh, schedule, dtype or device differ)"
         )
     )
 

@@ -29,9 +29,7 @@ class ZeRO1Model(ShardedModelBase):
     errors are those of `ShardedModelBase`.
     """
 
-    policy: ClassVar[Policy] = Policy(
-        shards_parameters=False, shards_gradients=False, shards_state=True
-    )
+    policy: Policy = Policy(shards_parameters=False, shards_gradients=False, shards_state=True)
     strategy: ClassVar[str] = "ZeRO-1"
 
 
@@ -44,9 +42,7 @@ class ZeRO2Model(ShardedModelBase):
     and errors are those of `ShardedModelBase`.
     """
 
-    policy: ClassVar[Policy] = Policy(
-        shards_parameters=False, shards_gradients=True, shards_state=True
-    )
+    policy: Policy = Policy(shards_parameters=False, shards_gradients=True, shards_state=True)
     strategy: ClassVar[str] = "ZeRO-2"
 
     @property

@@ -13,6 +13,11 @@ from mpishard.optimizers.evaluation import DatasetResult
 from mpishard.optimizers.fsdp import FSDPOptimizer
 from mpishard.optimizers.lamb import LAMB
 from mpishard.optimizers.lion import Lion
+from mpishard.optimizers.mesh import (
+    HybridShardedOptimizer,
+    PipelineParallelOptimizer,
+    TensorParallelOptimizer,
+)
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, no_decay_on_biases_and_norms
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
@@ -45,6 +50,7 @@ __all__ = [
     "FSDPOptimizer",
     "FitDetectionResult",
     "FitType",
+    "HybridShardedOptimizer",
     "Lion",
     "OneCycle",
     "OptimizationAlgorithmOptions",
@@ -52,10 +58,12 @@ __all__ = [
     "OptimizationResult",
     "Optimizer",
     "OwnedRange",
+    "PipelineParallelOptimizer",
     "RMSprop",
     "Segment",
     "ShardedOptimizerBase",
     "StepDecay",
+    "TensorParallelOptimizer",
     "UpdateContext",
     "WarmUp",
     "ZeRO1Optimizer",

@@ -65,14 +65,14 @@ def evaluate(
     keep_predictions : bool
         Keep the outputs for this rank's samples, in host memory.
     """
-    engine, backend = model.engine, model.backend
+    engine, backend = model.engine, model.engine.backend
     nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
     sums = np.zeros(2)
     outputs: list[np.ndarray[Any, Any]] = []
     seen: list[np.ndarray[Any, Any]] = []
     for index in range(sampler.batches_per_epoch):
-        indices, _ = sampler.local(0, index, model.rank, model.world_size)
+        indices, _ = sampler.local(0, index, model.data_rank, model.data_size)
         inputs, targets = take(x, indices), take(y, indices)
         prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
         sums += loss, weight

@@ -54,9 +54,6 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
     def bind(self, model: ShardedModelBase) -> None:
         """Make state for ``model``."""
 
-    def _stateful_entries(self, model: ShardedModelBase) -> list[ParameterEntry]:
-        return _not_among(self._frozen, model)
-
     def serialize(self) -> bytes:
         """Settings, step count and state by parameter name, the same on every rank. Collective.
 
@@ -68,9 +65,11 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
             Before there is a state.
         """
         model = self._bound_model
-        pieces = model.engine.state_pieces_to_write
-        entries = self._stateful_entries(model)
-        tensors = gather_state(self.backend, self._state, pieces, entries)
+        engine = model.engine
+        tensors = gather_state(
+            self.backend, self._state, engine.state_pieces_to_write, engine.program.placement,
+            _not_among(self._frozen, model),
+        )  # fmt: skip
         rule = self._optimizer
         return StateBytes(type(rule).__name__, rule.fingerprint(), self._steps, tensors).to_bytes()
 
@@ -111,8 +110,8 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         """Fill the state with what `deserialize` was given. Communicates nothing."""
         saved, self._awaiting = self._awaiting, None
         if saved is not None:
-            entries = self._stateful_entries(model)
-            saved.fill(self._state, model.engine.updated_pieces, entries)
+            engine = model.engine
+            saved.fill(self._state, engine.updated_pieces, engine.program.placement)
             self._go_on(model, saved.steps, saved.settings)
 
     def _go_on(self, model: ShardedModelBase, steps: int, settings: Mapping[str, Any]) -> None:

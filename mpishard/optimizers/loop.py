@@ -67,9 +67,11 @@ class TrainingRun:
         self.optimizer = optimizer
         self.model = model
         self.data = data
-        self.lengths = lengths
-        self.sampler = data.sampler(lengths["train"])
-        self.order = order_of_samples(data, lengths["train"])
+        # Of each rank that is dealt samples; those that compute one batch together count once.
+        ranks = model.data_ranks
+        self.lengths = {part: [given[rank] for rank in ranks] for part, given in lengths.items()}
+        self.sampler = data.sampler(self.lengths["train"])
+        self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
         planned = data.epochs * per_epoch
         self.total = planned if data.max_steps is None else min(planned, data.max_steps)
@@ -134,7 +136,7 @@ class TrainingRun:
         """Make an update and what is due after it; whether early stopping ends the run."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
-        indices, sample_start = self.sampler.local(epoch, index, model.rank, model.world_size)
+        indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
             model, take(data.x_train, indices), take(data.y_train, indices),

@@ -58,6 +58,7 @@ class ShardedOptimizerBase(ShardedTraining):
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         self._optimizer = rule
+        self._model_options = {}  # for a plain model that optimize wraps
         self._config = config
         self._awaiting = None
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version

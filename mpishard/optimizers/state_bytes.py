@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.arrays import Array, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.sharding import ParameterEntry, Piece
+from mpishard.sharding import ParameterEntry, Piece, Placement, Region
+from mpishard.sharding.regions import put_region, take_region
 
 __all__ = ["StateBytes", "gather_state"]
 
@@ -110,26 +112,22 @@ class StateBytes:
             )
 
     def fill(
-        self, state: Mapping[str, Array], pieces: Sequence[Piece], entries: Sequence[ParameterEntry]
+        self, state: Mapping[str, Array], pieces: Sequence[Piece], placement: Placement
     ) -> None:
-        """Write into state vectors what lies in ``pieces``, as long as their parts end to end."""
+        """Write into state vectors what lies in ``pieces``, as long as their parts end to end.
+
+        ``placement`` says of which tensors the pieces are.
+        """
         for name, vector in state.items():
-            xp = array_namespace(vector)
-            for entry in entries:
-                flat = self.tensors[f"{name}/{entry.name}"].reshape(-1)
-                for piece in pieces:
-                    first, last = max(entry.start, piece.start), min(entry.stop, piece.stop)
-                    if first < last:
-                        at = piece.offset - piece.start
-                        vector[at + first : at + last] = xp.asarray(
-                            flat[first - entry.start : last - entry.start]
-                        )
+            for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
+                take_region(self.tensors[f"{name}/{region.name}"], region, values)
 
 
 def gather_state(
     backend: CommunicationBackend,
     state: Mapping[str, Array],
     pieces: Sequence[Piece],
+    placement: Placement,
     entries: Sequence[ParameterEntry],
 ) -> dict[str, np.ndarray[Any, Any]]:
     """All ranks' state in the parameters' shapes, on every rank. Collective.
@@ -137,27 +135,47 @@ def gather_state(
     Parameters
     ----------
     backend : CommunicationBackend
-        How the ranks talk.
+        How the ranks talk: all that hold a part of the model.
     state : mapping of str to Array
-        This rank's vectors.
+        This rank's vectors; the same names on every rank.
     pieces : sequence of Piece
-        What this rank gives of them; together the ranks give every element of ``entries`` once.
+        What this rank gives of them, if anything; of replicas only what it speaks for. Together
+        the ranks give every element of ``entries`` once.
+    placement : Placement
+        What of the model the pieces are.
     entries : sequence of ParameterEntry
-        The parameters that have state.
+        The model's parameters that have state.
     """
-    mine = np.array([[p.start, p.stop] for p in pieces], np.int64).reshape(-1, 2)
-    ranges = backend.all_gather(mine).tolist()
-    length = max((stop for _, stop in ranges), default=0)
-    tensors = {}
+    mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
+    regions = _gather_regions(backend, mine, placement.entries)
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
     for name, vector in state.items():
         host = to_host(vector)
-        parts = [host[p.in_shard] for p in pieces] or [host[:0]]
-        together = backend.all_gather(np.concatenate(parts))
-        full = np.empty(length, host.dtype)
+        own = [host[p.in_shard] for p in pieces]
+        together = backend.all_gather(np.concatenate([host[:0], *own]))
+        full = {entry.name: np.empty(entry.shape, together.dtype) for entry in entries}
         position = 0
-        for start, stop in ranges:
-            full[start:stop] = together[position : position + stop - start]
-            position += stop - start
-        for entry in entries:
-            tensors[f"{name}/{entry.name}"] = full[entry.start : entry.stop].reshape(entry.shape)
+        for region in regions:
+            put_region(together[position : position + region.length], region, full[region.name])
+            position += region.length
+        tensors |= {f"{name}/{parameter}": tensor for parameter, tensor in full.items()}
     return tensors
+
+
+def _gather_regions(
+    backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
+) -> list[Region]:
+    """Every rank's regions, by rank, on every rank. Collective."""
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+    rows = [
+        [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
+        for region in mine
+    ]
+    message = np.array([*itertools.chain(*rows)], np.int64)
+    rest = iter(backend.all_gather(message).tolist())
+    regions = []
+    for number in rest:
+        start, stop = next(rest), next(rest)
+        box = tuple((next(rest), next(rest)) for _ in entries[number].shape)
+        regions.append(Region(entries[number].name, box, start, stop))
+    return regions

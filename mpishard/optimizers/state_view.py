@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpishard.arrays import Array
+from mpishard.checkpoint import Pieces
 from mpishard.models.engine import Engine
 from mpishard.sharding import Piece
 
@@ -15,12 +16,12 @@ __all__ = ["StateView"]
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """Ranges of the flat vector, and settings and step count beside them.
+    """Pieces of the state, and settings and step count beside them.
 
     Parameters
     ----------
     engine : Engine
-        Says which ranges this rank updates.
+        Says what this rank updates.
     rule : str
         Name of the rule's class. It is part of the kinds, so that another rule's state is
         refused unread.
@@ -38,17 +39,20 @@ class StateView:
     metadata: Mapping[str, Any]
     go_on: Callable[[int, Mapping[str, Any]], None]
 
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def arrays_to_write(self) -> Pieces:
         """What this rank writes: its own, and of replicas a part."""
-        return self._ranges(self.engine.state_pieces_to_write)
+        return self._regions(self.engine.state_pieces_to_write)
 
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def arrays_to_read(self) -> Pieces:
         """All that this rank updates."""
-        return self._ranges(self.engine.updated_pieces)
+        return self._regions(self.engine.updated_pieces)
 
-    def _ranges(self, pieces: Sequence[Piece]) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def _regions(self, pieces: Sequence[Piece]) -> Pieces:
+        placement = self.engine.program.placement
         return {
-            f"optimizer/{self.rule}/{name}": [(p.start, vector[p.in_shard]) for p in pieces]
+            f"optimizer/{self.rule}/{name}": placement.cut(
+                (p.start, vector[p.in_shard]) for p in pieces
+            )
             for name, vector in self.state.items()
         }
 

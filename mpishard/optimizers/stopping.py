@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpishard.arrays import Array
+from mpishard.checkpoint import Pieces
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
 
@@ -116,13 +117,17 @@ class BestParameters:
         engine.parameters.publish(self._pieces)
         engine.changed()
 
-    def arrays_to_write(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
-        """The rank's pieces; no kind before anything was kept."""
-        return {} if self._kept is None else self.arrays_to_read()
+    def arrays_to_write(self) -> Pieces:
+        """The rank's pieces, of replicas a part; no kind before anything was kept."""
+        return {} if self._kept is None else self._regions(counted=True)
 
-    def arrays_to_read(self) -> Mapping[str, Sequence[tuple[int, Array]]]:
+    def arrays_to_read(self) -> Pieces:
         """The rank's pieces, to be filled."""
-        return {self.KIND: [(p.start, self._vector[p.in_shard]) for p in self._pieces]}
+        return self._regions()
+
+    def _regions(self, *, counted: bool = False) -> Pieces:
+        parts = [(p.start, self._vector[p.in_shard]) for p in self._pieces]
+        return {self.KIND: self._engine.program.placement.cut(parts, counted=counted)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Nothing beside the array: the loop's position has the rest."""

@@ -31,6 +31,7 @@ class ShardedTraining(ShardedOptimizerFiles):
 
     _config: ShardingConfiguration
     _given_model: Any
+    _model_options: dict[str, Any]
 
     @property
     @abstractmethod
@@ -142,7 +143,7 @@ class ShardedTraining(ShardedOptimizerFiles):
         self._refuse_second_model()
         self.backend.initialize()
         lengths = refuse_early(data.model, self._config, data)
-        model = self.model_class(data.model, self._config)
+        model = self.model_class(data.model, self._config, **self._model_options)
         awaiting = self._awaiting
         run = None
         # What every rank raises, where one does: giving parameters back needs them all.

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.sharding.regions import (
+    Box,
+    Region,
+    box_shape,
+    put_region,
+    take_region,
+    whole_box,
+)
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["Box", "Placement", "Region", "Slice", "whole_box"]
-
-Box = tuple[tuple[int, int], ...]
-"""A block of a tensor: the range ``(start, stop)`` of each dim."""
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of ``shape``."""
-    return tuple((0, int(size)) for size in shape)
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Sizes of the dims of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The elements ``[start, stop)``, in row-major order, of a box of the tensor ``name``."""
-
-    name: str
-    box: Box
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
+__all__ = ["Placement", "Slice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +118,17 @@ class Placement:
         for region, _ in self.regions(start, stop):
             yield from _runs(self._origin[region.name], region)
 
-    def regions(self, start: int, stop: int) -> Iterator[tuple[Region, slice]]:
+    def regions(
+        self, start: int, stop: int, *, counted: bool = False
+    ) -> Iterator[tuple[Region, slice]]:
         """What the range ``[start, stop)`` of the rank's own flat vector is, in order.
+
+        Parameters
+        ----------
+        start, stop : int
+            In the rank's own flat vector.
+        counted : bool
+            Leave out what another rank speaks for.
 
         Yields
         ------
@@ -147,8 +137,13 @@ class Placement:
         part : slice
             Where it lies in the range.
         """
-        for held in self.slices:
+        first = bisect.bisect_right(self.slices, start, key=lambda held: held.entry.stop)
+        for held in self.slices[first:]:
             position = held.entry.start
+            if position >= stop:
+                return
+            if counted and not held.is_counted:
+                continue
             for box in held.boxes:
                 size = math.prod(box_shape(box))
                 low, high = max(start, position), min(stop, position + size)
@@ -156,6 +151,24 @@ class Placement:
                     region = Region(held.entry.name, box, low - position, high - position)
                     yield region, slice(low - start, high - start)
                 position += size
+
+    def cut(
+        self, parts: Iterable[tuple[int, Array]], *, counted: bool = False
+    ) -> list[tuple[Region, Array]]:
+        """Arrays of the rank's own flat vector as arrays of regions, which are views of them.
+
+        Parameters
+        ----------
+        parts : iterable of (int, Array)
+            Where in the rank's own flat vector each begins, and its elements, 1-D.
+        counted : bool
+            As for `regions`.
+        """
+        return [
+            (region, array[part])
+            for start, array in parts
+            for region, part in self.regions(start, start + int(array.size), counted=counted)
+        ]
 
     def take(self, full: Array, start: int, out: Array) -> None:
         """Fill ``out`` with the rank's own range that begins at ``start``, from the model's vector.
@@ -173,27 +186,16 @@ class Placement:
             copy_into(out, full[start : start + int(out.size)])
             return
         for region, part in self.regions(start, start + int(out.size)):
-            copy_into(out[part], self._box(full, region)[region.start : region.stop])
+            take_region(self._tensor(full, region), region, out[part])
 
     def put(self, own: Array, start: int, full: Array) -> None:
         """The opposite of `take`: write the rank's own range into the model's vector."""
         for region, part in self.regions(start, start + int(own.size)):
-            size = math.prod(box_shape(region.box))
-            view = self._view(full, region)
-            if region.length == size:
-                copy_into(view, own[part].reshape(view.shape))
-                continue
-            block = array_namespace(view).ascontiguousarray(view).reshape(-1)
-            copy_into(block[region.start : region.stop], own[part])
-            view[...] = block.reshape(view.shape)
+            put_region(own[part], region, self._tensor(full, region))
 
-    def _view(self, full: Array, region: Region) -> Array:
+    def _tensor(self, full: Array, region: Region) -> Array:
         entry = self._origin[region.name]
-        tensor = full[entry.start : entry.stop].reshape(entry.shape)
-        return tensor[tuple(slice(low, high) for low, high in region.box)]
-
-    def _box(self, full: Array, region: Region) -> Array:
-        return self._view(full, region).reshape(-1)
+        return full[entry.start : entry.stop].reshape(entry.shape)
 
 
 def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:

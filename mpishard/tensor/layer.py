@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layer import Initializer, Layer, ParameterSpec
 from mpishard.sharding import Box, whole_box
-from mpishard.sharding.placement import box_shape
+from mpishard.sharding.regions import box_shape
 
 __all__ = ["TensorParallelLayer"]
 

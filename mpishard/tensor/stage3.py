@@ -105,6 +105,10 @@ class Stage3ShardedLinear(SplitLinear):
                 start = row * width + stop
         return tuple(boxes)
 
+    def is_split(self, name: str) -> bool:
+        """Of W, on more than one rank: also where a single element leaves others with nothing."""
+        return name == "weight" and self.backend.world_size > 1
+
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """(..., I) -> (..., O)."""
         return self._linear.output_shape(input_shape)

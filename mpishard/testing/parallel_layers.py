@@ -107,7 +107,7 @@ def _check_parameters(
         expected = of_whole.initializer(parameter_generator(1, name), of_whole.shape)
         if not np.array_equal(first, _held(layer, name, expected)):
             raise AssertionError(f"first values of {name} are not the whole layer's")
-        holders = np.zeros_like(value)
+        holders = np.zeros(value.shape, np.int64)
         for box in layer.boxes(name):
             holders[tuple(slice(*r) for r in box)] += 1
         layer.backend.all_reduce(holders)

@@ -18,7 +18,7 @@ from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
 from mpishard.checkpoint.manifest import FileRecord, KindRecord, PieceRecord
 from mpishard.errors import CheckpointError
-from mpishard.sharding.table import ParameterEntry
+from mpishard.sharding import ParameterEntry, Region
 
 
 @pytest.fixture
@@ -50,75 +50,80 @@ def test_every_range_of_every_cut(
 ) -> None:
     vector = np.arange(40, dtype=np.float32)
     bounds = sorted({0, 40, *cuts})
-    pieces = [(a, vector[a:b]) for a, b in itertools.pairwise(bounds)]
+    pieces = [(Region("w", ((0, 40),), a, b), vector[a:b]) for a, b in itertools.pairwise(bounds)]
     entry = ParameterEntry("w", (40,), 0)
     arrays = {"parameters": pieces[::-1]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.reader, "_BLOCK", block)
+        patch.setattr(checkpoint.overlap, "_BLOCK", block)
         write_checkpoint(tmp_path / "c", None, [entry], vector.dtype, arrays, {})
         with CheckpointReader(tmp_path / "c") as reader:
             for one, other in ranges:
                 start, stop = sorted((one, other))
-                out = np.full(stop - start, -1, np.float32)
-                reader.read("parameters", start, out)
-                assert out.tolist() == list(range(start, stop))
+                if start < stop:
+                    out = np.full(stop - start, -1, np.float32)
+                    reader.read("parameters", Region("w", ((0, 40),), start, stop), out)
+                    assert out.tolist() == list(range(start, stop))
 
 
-@given(
-    bounds=st.sets(st.integers(1, 99), max_size=12),
-    start=st.integers(0, 100),
-    size=st.integers(0, 100),
-)
-def test_overlapping_finds_what_a_search_of_all_finds(
-    bounds: set[int], start: int, size: int
-) -> None:
-    edges = [0, *sorted(bounds), 100]
-    pieces = tuple(PieceRecord("f", str(a), a, b) for a, b in itertools.pairwise(edges))
-    record = KindRecord(np.dtype("f4"), pieces)
-    stop = min(start + size, 100)
-    expected = [p for p in pieces if max(p.start, start) < min(p.stop, stop)]
-    assert list(record.overlapping(start, stop)) == expected
+def weight(start: int, stop: int) -> Region:
+    """Of the first parameter, which has 6 elements; of the 3 ranks each wrote 2 of its 5 first."""
+    return Region("a.weight", ((0, 3), (0, 2)), start, stop)
 
 
-def test_only_the_files_of_the_range_are_opened(path: Path, fakes: Any) -> None:
+def test_only_the_files_of_the_region_are_opened(path: Path, fakes: Any) -> None:
     for file in path.glob("rank*"):
         if file.name != "rank00000.safetensors":
             file.write_bytes(b"\xff" * file.stat().st_size)
     out = np.empty(2)
     with CheckpointReader(path) as reader:
-        reader.read("parameters", 0, out)
+        reader.read("parameters", weight(0, 2), out)
         assert out.tobytes() == fakes.values(1)[:2].tobytes()
         with pytest.raises(CheckpointError, match=r"cannot read .*rank00001"):
-            reader.read("parameters", 2, out)
+            reader.read("parameters", weight(2, 4), out)
 
 
 def test_what_a_reader_tells(path: Path, fakes: Any) -> None:
     with CheckpointReader(path) as reader:
         assert reader.path == path
         assert reader.parameters == fakes.entries()
+        assert tuple(reader.held("parameters")) == fakes.entries()
         assert (reader.dtype, reader.length) == (np.dtype("f8"), 13)
         assert reader.kinds == {"parameters": np.dtype("f8")}
         assert reader.metadata["model"] == {"kind": "fake"}
         reader.close()
         reader.close()
-        reader.read("parameters", 0, np.empty(13))
+        reader.read("parameters", weight(0, 6), np.empty(6))
+        scale = reader.read_whole("parameters", reader.parameters[2])
+        assert scale.shape == ()
+        assert scale == fakes.values(1)[8]
+        assert reader.read_whole("parameters", reader.parameters[3]).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
-    ("kind", "start", "out", "message"),
+    ("kind", "region", "out", "message"),
     [
-        ("optimizer/m", 0, np.empty(1), r"holds \['parameters'\], and no 'optimizer/m'"),
-        ("parameters", 0, np.empty((1, 1)), r"1-D, got shape \(1, 1\)"),
-        ("parameters", 0, np.empty(1, "f4"), "has dtype float64, out has float32"),
-        ("parameters", 12, np.empty(2), r"elements 12 to 14 are outside \[0, 13\)"),
-        ("parameters", -1, np.empty(2), r"elements -1 to 1 are outside"),
+        ("optimizer/m", weight(0, 1), np.empty(1), r"holds \['parameters'\], and no 'optimizer/m'"),
+        ("parameters", weight(0, 1), np.empty((1, 1)), r"shape \(1,\) for .*, got \(1, 1\)"),
+        ("parameters", weight(0, 1), np.empty(2), r"shape \(1,\) for .*, got \(2,\)"),
+        ("parameters", weight(0, 1), np.empty(1, "f4"), "has dtype float64, out has float32"),
+        (
+            "parameters",
+            weight(5, 7),
+            np.empty(2),
+            r"a.weight\[0:3, 0:2\]\[5:7\] is no part of .* \(3,",
+        ),
+        ("parameters", weight(-1, 1), np.empty(2), r"a.weight\[0:3, 0:2\]\[-1:1\] is no part of"),
+        ("parameters", weight(2, 2), np.empty(0), r"\[2:2\] is no part of"),
+        ("parameters", Region("a.weight", ((0, 6),), 0, 6), np.empty(6), r"\[0:6\] is no part of"),
+        ("parameters", Region("a.weight", ((0, 3), (1, 3)), 0, 1), np.empty(1), "is no part of"),
+        ("parameters", Region("c", ((0, 1),), 0, 1), np.empty(1), "holds no parameter 'c'"),
     ],
 )
-def test_ranges_that_are_not_there(
-    kind: str, start: int, out: Any, message: str, path: Path
+def test_regions_that_are_not_there(
+    kind: str, region: Region, out: Any, message: str, path: Path
 ) -> None:
     with CheckpointReader(path) as reader, pytest.raises(ValueError, match=message):
-        reader.read(kind, start, out)
+        reader.read(kind, region, out)
 
 
 def test_a_missing_checkpoint_says_what_is_there(path: Path, tmp_path: Path) -> None:
@@ -161,17 +166,17 @@ def test_files_of_two_saves_are_not_mixed(path: Path, tmp_path: Path, fakes: Any
 
     run_in_threads(3, save)
     with pytest.raises(CheckpointError, match="belongs to another save"):
-        reader.read("parameters", 0, np.empty(13))
+        reader.read("parameters", weight(0, 6), np.empty(6))
 
 
 def test_a_replaced_checkpoint_is_read_to_the_end_where_it_is_open(path: Path, fakes: Any) -> None:
-    out = np.empty(13)
+    out = np.empty(6)
     with CheckpointReader(path) as reader:
-        reader.read("parameters", 0, out)
+        reader.read("parameters", weight(0, 6), out)
         shutil.rmtree(path)
         out[:] = 0
-        reader.read("parameters", 0, out)
-    assert out.tobytes() == fakes.values(1).tobytes()
+        reader.read("parameters", weight(0, 6), out)
+    assert out.tobytes() == fakes.values(1)[:6].tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 300])
@@ -182,7 +187,7 @@ def test_a_torn_manifest(length: int, path: Path) -> None:
         CheckpointReader(path)
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [3, 1, 0, "2", None])
 def test_another_version(version: Any, path: Path) -> None:
     change(path, lambda document: document.update(version=version))
     with pytest.raises(CheckpointError, match=f"has version {version!r}; this mpishard reads ve"):
@@ -199,7 +204,15 @@ def test_another_version(version: Any, path: Path) -> None:
         (lambda d: d.update(arrays=3), "malformed: AttributeError"),
         (lambda d: d.update(files={"../x": {"bytes": 0, "crc32": 0}}), "'../x' is not the name"),
         (lambda d: d["files"].pop("rank00001.safetensors"), "rank00001.* not among the files"),
-        (lambda d: d["arrays"]["parameters"]["pieces"].pop(1), "nothing holds elements 2 to 4"),
+        (
+            lambda d: d["arrays"]["parameters"]["pieces"].pop(1),
+            r"nothing holds elements \d to \d of",
+        ),
+        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(tensor="x"), "piece of 'x', whic"),
+        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(stop=9), "is no part of a tensor"),
+        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(box=[[0, 3]]), "is no part of"),
+        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(box=3), "malformed: TypeError"),
+        (lambda d: d["parameters"][0].update(shape=[-1]), r"'a.weight' has the shape \(-1,\)"),
         (lambda d: d["parameters"].pop(0), "'a.bias' starts at element 6; .* ends at 0"),
         (lambda d: d["arrays"].pop("parameters"), "no parameters"),
     ],
@@ -211,20 +224,27 @@ def test_a_wrong_manifest(edit: Any, message: str, path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_what_the_manifest_says(path: Path) -> None:
-    def swap(document: dict[str, Any]) -> None:
+    def piece_at(document: dict[str, Any], start: int) -> dict[str, Any]:
         pieces = document["arrays"]["parameters"]["pieces"]
-        pieces[0]["key"] = pieces[-1]["key"]
-        pieces[0]["file"] = pieces[-1]["file"]
-        pieces[1]["key"] = "none"
+        of_weight: list[dict[str, Any]] = [p for p in pieces if p["tensor"] == "a.weight"]
+        assert sorted(p["start"] for p in of_weight) == [0, 2, 4, 5]
+        return next(p for p in of_weight if p["start"] == start)
+
+    def swap(document: dict[str, Any]) -> None:
+        piece_at(document, 0).update({k: piece_at(document, 2)[k] for k in ("file", "key")})
+        piece_at(document, 2).update(key="none")
+        other = piece_at(document, 4)
+        other.update(file="rank00000.safetensors", key="parameters@a.weight[0:3, 0:2][0:2]")
 
     change(path, swap)
     with CheckpointReader(path) as reader:
-        reader.read("parameters", 0, np.empty(2))  # as long as the other one
+        reader.read("parameters", weight(0, 2), np.empty(2))  # as long as the other one
         with pytest.raises(CheckpointError, match=r"cannot read .*none"):
-            reader.read("parameters", 2, np.empty(2))
-    change(path, lambda d: d["arrays"]["parameters"]["pieces"][2].update(key="parameters@7"))
-    with CheckpointReader(path) as reader, pytest.raises(CheckpointError, match=r"cannot read"):
-        reader.read("parameters", 4, np.empty(1))
+            reader.read("parameters", weight(2, 4), np.empty(2))
+        with pytest.raises(
+            CheckpointError, match=r"has shape \[2\], the manifest says \[1\] of fl"
+        ):
+            reader.read("parameters", weight(4, 5), np.empty(1))
 
 
 @given(
@@ -238,9 +258,12 @@ def test_a_manifest_is_what_its_text_says(
     entries: list[ParameterEntry] = []
     for name, shape in zip(names, shapes, strict=False):
         entries.append(ParameterEntry(name, tuple(shape), entries[-1].stop if entries else 0))
-    length = entries[-1].stop if entries else 0
-    pieces = (PieceRecord("f", "k", 0, length),) if length else ()
     dtype = np.dtype("f4")
-    arrays = {"parameters": KindRecord(dtype, pieces)}
+    pieces = [
+        PieceRecord("f", f"k{entry.name}", Region.whole(entry.name, entry.shape))
+        for entry in entries
+        if entry.size
+    ]
+    arrays = {"parameters": KindRecord.of(dtype, pieces)}
     manifest = Manifest("id", dtype, tuple(entries), arrays, {"f": FileRecord(1, 2)}, metadata)
     assert Manifest.from_json(manifest.to_json()) == manifest

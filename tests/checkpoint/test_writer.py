@@ -12,6 +12,7 @@ import pytest
 from mpishard import as_distributed, checkpoint, nn, run_in_threads
 from mpishard.checkpoint import CheckpointReader, write_checkpoint, writer
 from mpishard.errors import CheckpointError, PeerError
+from mpishard.sharding import ParameterEntry, Placement, Region
 
 
 def save(backend: Any, fakes: Any, path: Path, seed: int) -> None:
@@ -216,70 +217,81 @@ def test_a_directory_that_a_rank_cannot_see_is_named(
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([(0, 13), (3, 2)], "elements 3 to 5 are held twice"),
-        ([(0, 4), (5, 8)], "nothing holds elements 4 to 5"),
-        ([(0, 12)], "nothing holds elements 12 to 13"),
-        ([(1, 12)], "nothing holds elements 0 to 1"),
-        ([(0, 14)], "there are 14 elements, 13 were expected"),
-        ([], "nothing holds elements 0 to 13"),
+        (
+            [(0, 13), (3, 2)],
+            r"elements 3 to 5 of a.weight are held twice, by rank00000.safetensors and rank00001",
+        ),
+        ([(0, 13), (5, 1), (4, 3)], r"elements 4 to 5 of a.weight are held twice"),
+        ([(0, 13), (5, 1), (5, 2)], r"elements 5 to 6 of a.weight are held 3 times, by .* others"),
+        ([(0, 4), (5, 8)], "nothing holds elements 4 to 5 of a.weight"),
+        ([(0, 12)], "nothing holds elements 3 to 4 of b.weight"),
+        ([(1, 12)], "nothing holds elements 0 to 1 of a.weight"),
+        ([(0, 8), (9, 4)], "nothing holds elements 0 to 1 of b.scale"),
+        ([], "nothing holds elements 0 to 6 of a.weight"),
     ],
 )
-def test_pieces_must_be_the_whole_vector_once(
+def test_pieces_must_be_all_parameters_once(
     pieces: list[tuple[int, int]], message: str, tmp_path: Path, fakes: Any
 ) -> None:
     save(None, fakes, tmp_path / "c", 1)
+    placement = Placement.whole(fakes.entries())
 
     def work(backend: Any) -> None:
         mine = pieces[backend.rank :: 2]
-        arrays = {"parameters": [(start, np.zeros(size)) for start, size in mine]}
-        entries = fakes.entries()
+        arrays = {"parameters": placement.cut([(start, np.zeros(size)) for start, size in mine])}
         with pytest.raises(CheckpointError, match=message):
-            write_checkpoint(tmp_path / "c", backend, entries, np.dtype("f8"), arrays, {})
+            write_checkpoint(tmp_path / "c", backend, placement.entries, np.dtype("f8"), arrays, {})
 
     run_in_threads(2, work)
     assert names(tmp_path) == ["c"]
     assert seed_of(tmp_path / "c", fakes) == 1
 
 
+ALL = Region("w", ((0, 13),), 0, 13)
+
+
 @pytest.mark.parametrize(
-    ("arrays", "metadata", "error", "message"),
+    ("pieces", "metadata", "error", "message"),
     [
-        ({"parameters": [(0, np.zeros((13, 1)))]}, {}, ValueError, r"1-D, got shape \(13, 1\)"),
-        ({"parameters": [(0, np.zeros(13))]}, {"f": {1}}, TypeError, "metadata .* holds a set"),
-        ({"parameters": [(0, np.zeros(13, "f4"))]}, {}, CheckpointError, "float64.*float32"),
-        ({"optimizer/m": [(0, np.zeros(13))]}, {}, CheckpointError, "no parameters"),
+        ([(ALL, np.zeros((13, 1)))], {}, ValueError, r"has shape \(13,\), got \(13, 1\)"),
+        ([(ALL, np.zeros(12))], {}, ValueError, r"w\[0:13\]\[0:13\] has shape .*, got \(12,\)"),
+        ([(ALL, np.zeros(13))] * 2, {}, ValueError, r"w\[0:13\]\[0:13\] is given twice"),
+        ([(ALL, np.zeros(13))], {"f": {1}}, TypeError, "metadata .* holds a set"),
+        ([(ALL, np.zeros(13, "f4"))], {}, CheckpointError, "float64.*float32"),
+        (None, {}, CheckpointError, "no parameters"),
         (
-            {"parameters": [(0, np.zeros(6, "f4")), (6, np.zeros(7))]},
+            [
+                (Region("w", ((0, 13),), 0, 6), np.zeros(6, "f4")),
+                (Region("w", ((0, 13),), 6, 13), np.zeros(7)),
+            ],
             {},
             CheckpointError,
             r"\['float32', 'float64'\]",
         ),
-        (
-            {"parameters": [(0, np.zeros(13, complex))]},
-            {},
-            CheckpointError,
-            "cannot write .*rank00000",
-        ),
+        ([(ALL, np.zeros(13, complex))], {}, CheckpointError, "cannot write .*rank00000"),
+        ([(Region("w", ((0, 14),), 0, 14), np.zeros(14))], {}, CheckpointError,
+         r"w\[0:14\]\[0:14\] is no part of a tensor of shape \(13,\)"),
+        ([(Region("v", ((0, 13),), 0, 13), np.zeros(13))], {}, CheckpointError,
+         "rank00000.safetensors holds a piece of 'v', which is no parameter"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_written_is_refused(
-    arrays: Any,
-    metadata: Any,
-    error: type[Exception],
-    message: str,
-    tmp_path: Path,
-    fakes: Any,
+    pieces: Any, metadata: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
+    entry = ParameterEntry("w", (13,), 0)
+    arrays = {"optimizer/m": []} if pieces is None else {"parameters": pieces}
     with pytest.raises(error, match=message):
-        write_checkpoint(tmp_path / "c", None, fakes.entries(), np.dtype("f8"), arrays, metadata)
+        write_checkpoint(tmp_path / "c", None, [entry], np.dtype("f8"), arrays, metadata)
     assert names(tmp_path) == []
 
 
-def test_pieces_need_not_be_contiguous(tmp_path: Path, fakes: Any) -> None:
-    vector = fakes.values(1, length=2 * fakes.LENGTH)[::2]
-    arrays = {"parameters": [(0, vector)]}
-    write_checkpoint(tmp_path / "c", None, fakes.entries(), vector.dtype, arrays, {})
-    out = np.empty(fakes.LENGTH)
+def test_pieces_need_not_be_contiguous(tmp_path: Path) -> None:
+    vector = np.arange(26.0)[::2]
+    write_checkpoint(
+        tmp_path / "c", None, [ParameterEntry("w", (13,), 0)], vector.dtype,
+        {"parameters": [(ALL, vector)]}, {},
+    )  # fmt: skip
+    out = np.empty(13)
     with CheckpointReader(tmp_path / "c") as reader:
-        reader.read("parameters", 0, out)
+        reader.read("parameters", ALL, out)
     assert out.tobytes() == vector.tobytes()

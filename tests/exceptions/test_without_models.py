@@ -59,6 +59,7 @@ def collectives(name, array):
         "gather": lambda g: backend(g).gather(array()),
         "all_to_all": lambda g: backend(g).all_to_all([array(), array()]),
         "send": lambda g: backend(g).send(array(), g.peer),
+        "send_async": lambda g: backend(g).send_async(array(), g.peer),
     }
 
 
@@ -79,6 +80,8 @@ def closed_backend_calls():
         "allocate_shared": lambda g: made(g).allocate_shared(2, float),
         "send": lambda g: made(g).send(np.ones(2), 1),
         "receive": lambda g: made(g).receive(1, 2),
+        "send_async": lambda g: made(g).send_async(np.ones(2), 1),
+        "receive_async": lambda g: made(g).receive_async(1, 2, dtype=float),
     }
 
 
@@ -209,7 +212,9 @@ LOCAL = [
       for rank in (-1, 2)
       for name, call in (
           ("send", lambda g, rank=rank: g.backend.send(np.ones(1), rank)),
-          ("receive", lambda g, rank=rank: g.backend.receive(rank, 1)))],
+          ("receive", lambda g, rank=rank: g.backend.receive(rank, 1)),
+          ("send_async", lambda g, rank=rank: g.backend.send_async(np.ones(1), rank)),
+          ("receive_async", lambda g, rank=rank: g.backend.receive_async(rank, 1, dtype=float)))],
     ("1.3", "send: rank is no integer", TypeError, "rank must be an integer, got '1'",
      lambda g: g.backend.send(np.ones(1), "1")),
     ("1.3", "send: negative tag", ValueError, "got -1",
@@ -218,6 +223,14 @@ LOCAL = [
      lambda g: g.backend.receive(g.peer, 1, -1)),
     ("1.3", "receive: negative count", ValueError, "0 or more, got -1",
      lambda g: g.backend.receive(g.peer, -1)),
+    ("A", "receive_async: from itself", ValueError, "itself",
+     lambda g: g.backend.receive_async(g.backend.rank, 1, dtype=float)),
+    ("A", "receive_async: objects", ValueError, "cannot take dtype object",
+     lambda g: g.backend.receive_async(g.peer, 1, dtype=object)),
+    ("A", "receive_async: negative tag", ValueError, "got -1",
+     lambda g: g.backend.receive_async(g.peer, 1, -1, dtype=float)),
+    ("A", "receive_async: negative count", ValueError, "0 or more, got -1",
+     lambda g: g.backend.receive_async(g.peer, -1, dtype=float)),
     ("1.3", "receive: count is no integer", TypeError, "count must be an integer, got 1.5",
      lambda g: g.backend.receive(g.peer, 1.5)),
 

@@ -18,10 +18,10 @@ from mpishard.communication import (
     run_in_threads,
 )
 from mpishard.layout import ShardLayout
+from mpishard.models.chain import LayerChain
 from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import ScatteredGradients
 from mpishard.models.parameter_store import ReplicatedParameters, ShardedParameters
-from mpishard.models.chain import LayerChain
 from mpishard.models.round import Round
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.optimizers.optimizer import Optimizer

@@ -1,0 +1,206 @@
+"""``mpishard plan``: what a run will cost, before it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.table import Table
+
+from mpishard.cli.bench_report import screen_width, show
+from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
+from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
+
+__all__ = ["plan"]
+
+_ALL = "all"
+_LOOPED = ("interleaved", "looped-bfs")
+_MOST_OPERATIONS = 2_000_000  # which takes seconds, and less than a gigabyte
+_MANY_RANKS = 8  # from which on a table names the largest and not all
+
+plan = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What a run will cost, before it runs.",
+)
+
+
+@plan.callback()
+def _group() -> None:
+    """Make `schedule` a command of a group, although it is the only one."""
+
+
+@plan.command()
+def schedule(
+    stages: Annotated[int, typer.Option("-p", "--stages", min=1, help="Ranks of the pipeline, P.")],
+    micro_batches: Annotated[
+        int, typer.Option("-m", "--micro-batches", min=1, help="Micro-batches of a step, M.")
+    ],
+    schedule: Annotated[
+        str, typer.Option(help=f"One of {', '.join(SCHEDULE_NAMES)}; or {_ALL}.")
+    ] = _ALL,
+    virtual_stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help=f"Stages of a rank, V, of {' and '.join(_LOOPED)}: 2."
+        ),
+    ] = None,
+    forward: Annotated[
+        float, typer.Option(min=0, help="Time of a micro-batch in all of a rank's layers.")
+    ] = 1.0,
+    backward_input: Annotated[
+        float, typer.Option(min=0, help="The same, of the backward of the input.")
+    ] = 1.0,
+    backward_weight: Annotated[
+        float, typer.Option(min=0, help="The same, of the backward of the parameters.")
+    ] = 1.0,
+    communication: Annotated[
+        float, typer.Option(min=0, help="Time of a message between two ranks.")
+    ] = 0.0,
+    output: Annotated[Path | None, typer.Option(help="Draw the chart as a PNG.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON in place of table and chart.")
+    ] = False,
+) -> None:
+    """Run pipeline schedules on a virtual clock: bubble, time and memory.
+
+    A rank with V stages takes a V-th of its times for each. Times are of any one unit.
+    """
+    try:
+        schedules = _schedules(schedule, virtual_stages)
+        _check_size(schedules, stages, micro_batches)
+        times = (forward, backward_input, backward_weight)
+        timelines = [
+            simulate(each, stages, micro_batches, _times(each, times, communication))
+            for each in schedules
+        ]
+    except ValueError as error:
+        _refuse(str(error))
+    if output is not None:
+        _draw(output, timelines)
+    if as_json:
+        rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    show(_table(schedules, timelines))
+    width = screen_width()
+    charts = [text_chart(timeline, width) for timeline in timelines]
+    for timeline, chart in zip(timelines, charts, strict=True):
+        if chart is not None:
+            typer.echo(f"\n{timeline.schedule_name}\n{chart}")
+    if output is None and None in charts:
+        names = ", ".join(
+            timeline.schedule_name
+            for timeline, chart in zip(timelines, charts, strict=True)
+            if chart is None
+        )
+        typer.echo(f"\nWider than {width} columns: {names}. --output FILE.png draws all.")
+    if any(chart is not None for chart in charts):
+        typer.echo(
+            "\nF forward, B backward or its input's half, W the parameters' half; small letters: "
+            "a rank's second stage, and every other"
+        )
+
+
+def _schedules(name: str, virtual_stages: int | None) -> list[RuleSchedule]:
+    if name.lower() != _ALL:
+        if name.lower() not in SCHEDULE_NAMES:
+            raise ValueError(
+                f"--schedule must be one of {', '.join(SCHEDULE_NAMES)}, or {_ALL}; got {name!r}"
+            )
+        return [schedule_by_name(name, virtual_stages)]
+    return [
+        schedule_by_name(each, virtual_stages if each in _LOOPED else None)
+        for each in SCHEDULE_NAMES
+    ]
+
+
+def _check_size(schedules: Sequence[RuleSchedule], stages: int, micro_batches: int) -> None:
+    for each in schedules:
+        count = 3 * stages * micro_batches * each.virtual_stages_per_rank
+        if count > _MOST_OPERATIONS:
+            raise ValueError(
+                f"{each.name} with {stages} ranks and {micro_batches} micro-batches has up to "
+                f"{count} operations, and {_MOST_OPERATIONS} can be looked at; the bubble hardly "
+                "changes beyond some ten micro-batches a rank"
+            )
+
+
+def _times(schedule: RuleSchedule, times: Sequence[float], communication: float) -> StageTimes:
+    """Those of a stage, from those of all of a rank's stages."""
+    forward, backward_input, backward_weight = (t / schedule.virtual_stages_per_rank for t in times)
+    return StageTimes(forward, backward_input, backward_weight, communication)
+
+
+def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> Table:
+    first = timelines[0]
+    table = Table(
+        title=f"{first.num_stages} ranks, {first.num_micro_batches} micro-batches",
+        title_justify="left",
+    )
+    table.add_column("schedule", no_wrap=True)
+    for header in ("V", "bubble", "published", "makespan", "idle", "peak live", "peak held"):
+        table.add_column(header, justify="right")
+    for schedule, timeline in zip(schedules, timelines, strict=True):
+        published = schedule.published_bubble_fraction(first.num_stages, first.num_micro_batches)
+        table.add_row(
+            timeline.schedule_name,
+            str(timeline.virtual_stages_per_rank),
+            f"{timeline.bubble_fraction:.1%}",
+            "-" if published is None else f"{published:.1%}",
+            f"{timeline.makespan:g}",
+            f"{timeline.idle_fraction:.1%}",
+            _peak(timeline.peak_live),
+            _peak(timeline.peak_held),
+        )
+    table.caption = (
+        "bubble: waiting from a rank's first operation to its last; published: its formula for "
+        "equal F, B and W, where it holds; idle: from the step's first operation to its last. "
+        "Peaks in micro-batches, rank by rank: live from forward to the input's backward, held "
+        "until the parameters' is done."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _peak(peaks: Sequence[float]) -> str:
+    if len(set(peaks)) == 1:
+        return f"{peaks[0]:.4g}"
+    if len(peaks) > _MANY_RANKS:
+        return f"<= {max(peaks):.4g}"
+    return " ".join(f"{peak:.4g}" for peak in peaks)
+
+
+def _as_dict(schedule: RuleSchedule, timeline: Timeline) -> dict[str, Any]:
+    stages, micro_batches = timeline.num_stages, timeline.num_micro_batches
+    return {
+        "schedule": timeline.schedule_name,
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "virtual_stages_per_rank": timeline.virtual_stages_per_rank,
+        "bubble_fraction": timeline.bubble_fraction,
+        "published_bubble_fraction": schedule.published_bubble_fraction(stages, micro_batches),
+        "idle_fraction": timeline.idle_fraction,
+        "makespan": timeline.makespan,
+        "spans": timeline.spans,
+        "peak_live": timeline.peak_live,
+        "peak_held": timeline.peak_held,
+    }
+
+
+def _draw(output: Path, timelines: Sequence[Timeline]) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        _refuse("--output needs matplotlib: pip install 'mpishard[plot]'")
+    try:
+        plot_timelines(output, timelines)
+    except OSError as error:
+        _refuse(f"--output: {error}")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mpishard plan: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,239 @@
+"""Models on a mesh of ranks: pipeline stages, tensor slices and data replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import as_flag, as_integer
+from mpishard.communication import ProcessMesh
+from mpishard.communication.mesh import AXES
+from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.base import ShardedModelBase
+from mpishard.models.ddp import DDPModel
+from mpishard.models.divided_program import DividedProgram
+from mpishard.models.fsdp import FSDPModel
+from mpishard.models.mesh_program import MeshChoices, MeshProgram
+from mpishard.models.policy import Policy
+from mpishard.models.program import Program
+from mpishard.models.whole_program import WholeProgram
+from mpishard.models.wrapping import program_of
+from mpishard.models.zero import ZeRO1Model, ZeRO2Model
+from mpishard.pipeline import (
+    GPipeSchedule,
+    IPipelineSchedule,
+    partition_layers,
+    schedule_by_name,
+)
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["MeshModel"]
+
+_log = logging.getLogger("mpishard")
+
+_DATA_POLICIES: dict[str, Policy] = {
+    "ddp": DDPModel.policy,
+    "zero1": ZeRO1Model.policy,
+    "zero2": ZeRO2Model.policy,
+    "zero3": FSDPModel.policy,
+    "fsdp": FSDPModel.policy,
+}
+
+
+class MeshModel(ShardedModelBase):
+    """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
+
+    The ranks with one data coordinate hold one replica together, compute one batch, and must be
+    given the same one; batches are dealt by `data_rank` of `data_size`. What `HybridShardedModel`
+    says of its arguments holds for all of them.
+    """
+
+    policy: Policy = DDPModel.policy
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfiguration,
+        *,
+        pipeline: int,
+        tensor: int,
+        data: int,
+        micro_batch_count: int = 1,
+        schedule: IPipelineSchedule | str | None = None,
+        partition_strategy: Any = None,
+        checkpoint_config: Any = None,
+        sequence_parallel: bool = False,
+        data_parallel_strategy: str = "zero1",
+        order: Sequence[str] = AXES,
+    ) -> None:
+        if as_integer("micro_batch_count", micro_batch_count) < 1:
+            raise ValueError(f"micro_batch_count must be 1 or more, got {micro_batch_count}")
+        name = str(data_parallel_strategy).lower().replace("-", "")
+        if name not in _DATA_POLICIES:
+            raise ValueError(
+                f"unknown data_parallel_strategy {data_parallel_strategy!r}; there are "
+                f"{', '.join(_DATA_POLICIES)}"
+            )
+        if isinstance(schedule, str):
+            schedule = schedule_by_name(schedule)
+        if schedule is not None and not isinstance(schedule, IPipelineSchedule):
+            raise TypeError(
+                f"schedule must be an IPipelineSchedule or its name, got {type(schedule).__name__}"
+            )
+        self._sizes = pipeline, tensor, data
+        self._order = tuple(order)
+        self._micro_batch_count = int(micro_batch_count)
+        self._schedule = schedule or GPipeSchedule()
+        self._partition_strategy = partition_strategy
+        self._checkpoint_config = checkpoint_config
+        self._sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
+        self._data_parallel_strategy = name
+        super().__init__(wrapped_model, config)
+
+    def _on_before_initialize_sharding(self) -> None:
+        is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        if getattr(self._checkpoint_config, "enabled", False) and not is_layered:
+            raise NotImplementedError(
+                f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
+                "nothing is known: give checkpoint_config=None, or a model that implements "
+                "ILayeredModel (mpishard.nn)"
+            )
+        if not self._config.auto_sync_gradients:
+            raise ValueError(
+                "auto_sync_gradients=False lets each rank update a replica of its own, and here "
+                "ranks hold parts of one; use DDP, or model.accumulate() to synchronise less often"
+            )
+        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
+        if self.mesh.data_size > 1:
+            self.policy = _DATA_POLICIES[self._data_parallel_strategy]
+        else:  # there is nobody to share with
+            self.policy = DDPModel.policy
+
+    def _program(self) -> Program:
+        model = self._wrapped_model
+        whole = program_of(model, self._config)  # raises where the parameters are taken
+        if isinstance(whole, WholeProgram):
+            # Without pipeline and tensor axes it is data parallelism.
+            return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
+        choices = MeshChoices(
+            self.mesh,
+            self._schedule,
+            self._micro_batch_count,
+            self._deal_layers(model),
+            self._sequence_parallel,
+            self._checkpoint_config,
+        )
+        return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
+
+    def _say_what_stays_whole(self, reason: str) -> None:
+        if self.mesh.replica_size == 1:
+            super()._say_what_stays_whole(reason)
+            return
+        _log.warning(
+            "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
+            "each rank computes the whole batch, in one micro-batch and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(), reason,
+        )  # fmt: skip
+
+    def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
+        """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
+        count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
+        stages = partition_layers(
+            model.get_all_layer_info(), count, self._partition_strategy,
+            can_cut=model.validate_partition_point,
+        )  # fmt: skip
+        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
+        return tuple((int(first), int(stop)) for first, stop in dealt)
+
+    # ------------------------------------------------------------------------------- properties
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        return [self.mesh.rank_of(0, 0, data) for data in range(self.mesh.data_size)]
+
+    @property
+    def micro_batch_count(self) -> int:
+        """M, into how many parts along the batch dim a rank's batch is cut."""
+        return self._micro_batch_count
+
+    @property
+    def schedule(self) -> IPipelineSchedule:
+        """In which order the ranks of a pipeline work."""
+        return self._schedule
+
+    @property
+    def estimated_bubble_fraction(self) -> float:
+        """The published fraction of time that a rank of the pipeline waits.
+
+        0 for one stage, and for a black box, of which no rank waits for another.
+        """
+        if not self.is_compute_partitioned:
+            return 0.0
+        return self._schedule.estimate_bubble_fraction(
+            self.mesh.pipeline_size, self._micro_batch_count
+        )
+
+    @property
+    def stage_layers(self) -> tuple[tuple[int, int], ...]:
+        """The layers ``(first, stop)`` of each of the model's stages; () of a black box."""
+        program = self.engine.program
+        return program.choices.stages if isinstance(program, MeshProgram) else ()
+
+    @property
+    def partition_log(self) -> tuple[str, ...]:
+        """What the tensor axis made of each layer of this rank's stages, and why."""
+        program = self.engine.program
+        return program.partition_log if isinstance(program, MeshProgram) else ()
+
+    @property
+    def is_compute_partitioned(self) -> bool:
+        """Whether ranks of one replica share its computation; of a black box each does all."""
+        return isinstance(self.engine.program, MeshProgram)
+
+    def get_model_metadata(self) -> ModelMetadata:
+        metadata = super().get_model_metadata()
+        mesh = self.mesh
+        metadata.properties |= {
+            "PipelineParallelSize": mesh.pipeline_size,
+            "TensorParallelSize": mesh.tensor_size,
+            "DataParallelSize": mesh.data_size,
+            "PipelineRank": mesh.pipeline_rank,
+            "TensorRank": mesh.tensor_rank,
+            "DataRank": mesh.data_rank,
+            "DataParallelStrategy": self._data_parallel_strategy,
+            "ComputePartitioned": self.is_compute_partitioned,
+        }
+        if mesh.replica_size > 1:
+            metadata.properties |= {
+                "GradientsSharded": True,
+                "GradientsReplicated": False,
+                "OptimizerStateSharded": True,
+                # Of a black box every rank has all, beside what it owns.
+                "ParametersSharded": self.is_compute_partitioned,
+                "ParametersReplicated": not self.is_compute_partitioned,
+            }
+        return metadata
+
+    def _pipeline_metadata(self) -> dict[str, Any]:
+        strategy = self._partition_strategy
+        recompute = getattr(self._checkpoint_config, "enabled", False)
+        return {
+            "StageId": self.mesh.pipeline_rank,
+            "NumStages": self.mesh.pipeline_size,
+            "MicroBatchCount": self._micro_batch_count,
+            "Schedule": self._schedule.name,
+            "VirtualStagesPerRank": self._schedule.virtual_stages_per_rank,
+            "EstimatedBubbleFraction": self.estimated_bubble_fraction,
+            "ActivationCheckpointing": bool(recompute),
+            "PartitionStrategy": "LoadBalanced" if strategy is None else type(strategy).__name__,
+            "SupportsDecomposedBackward": self.is_compute_partitioned,
+        }
+
+    def _tensor_metadata(self) -> dict[str, Any]:
+        style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
+        if self._sequence_parallel:
+            style += "+Sequence"
+        return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}

@@ -1,0 +1,223 @@
+"""A schedule run on a virtual clock: when each operation would begin and end, or who would wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpishard.pipeline.completeness import check_completeness, describe, stages_of_ranks
+from mpishard.pipeline.operations import (
+    IPipelineSchedule,
+    PipelineOperation,
+    PipelineOperationType,
+)
+from mpishard.pipeline.stage_times import StageTimes
+
+__all__ = ["TimedOperation", "bubble_fraction", "run_clock"]
+
+_FORWARD = PipelineOperationType.FORWARD
+_BACKWARD_WEIGHT = PipelineOperationType.BACKWARD_WEIGHT
+
+
+class TimedOperation(NamedTuple):
+    """An operation, where it is done, and when.
+
+    Parameters
+    ----------
+    operation : PipelineOperation
+        What.
+    global_stage : int
+        In which of the model's stages.
+    start, end : float
+        In the unit of the `StageTimes`; the first operation of all begins at 0.
+    """
+
+    operation: PipelineOperation
+    global_stage: int
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """From start to end."""
+        return self.end - self.start
+
+
+def run_clock(
+    schedule: IPipelineSchedule,
+    num_stages: int,
+    num_micro_batches: int,
+    times: StageTimes | None = None,
+) -> tuple[tuple[TimedOperation, ...], ...]:
+    """Run a schedule without computing anything.
+
+    Each rank does its operations in order, each as soon as what it needs is there: the forward
+    of a global stage that of the stage before; its backward, or backward of the input, its own
+    forward and the backward of the stage behind; the parameters' half the input's.
+
+    Parameters
+    ----------
+    schedule : IPipelineSchedule
+        What is run.
+    num_stages, num_micro_batches : int
+        Ranks P and micro-batches M.
+    times : StageTimes, optional
+        Default: 1 for each of forward and backward's halves, and none for communication.
+
+    Returns
+    -------
+    tuple of tuple of TimedOperation
+        The operations of each rank, in order.
+
+    Raises
+    ------
+    ValueError
+        For a schedule that `check_schedule` refuses, or times that do not fit.
+    """
+    stages = stages_of_ranks(schedule, num_stages)
+    orders = [schedule.get_schedule(r, num_stages, num_micro_batches) for r in range(num_stages)]
+    name = f"{schedule.name} with {num_stages} ranks and {num_micro_batches} micro-batches"
+    for rank, order in enumerate(orders):
+        try:
+            check_completeness(order, stages[rank], num_micro_batches)
+        except ValueError as error:
+            raise ValueError(f"{name}: rank {rank} {error}") from None
+    return _Clock(name, orders, stages, num_micro_batches, times or StageTimes()).run()
+
+
+def bubble_fraction(ranks: Sequence[Sequence[TimedOperation]]) -> float:
+    """1 - work / (the longest span of a rank from its first start to its last end).
+
+    The work is that of the mean rank; 0 where nothing takes time.
+    """
+    longest = max(timed[-1].end - timed[0].start for timed in ranks)
+    work = sum(operation.duration for timed in ranks for operation in timed) / len(ranks)
+    # Where no rank waits, sums of times in another order may differ in the last bit.
+    return max(0.0, 1 - work / longest) if longest else 0.0
+
+
+class _Clock:
+    """The operations of all ranks, when they were done, and who waits for what."""
+
+    def __init__(
+        self,
+        name: str,
+        orders: Sequence[Sequence[PipelineOperation]],
+        stages: Sequence[Sequence[int]],
+        num_micro_batches: int,
+        times: StageTimes,
+    ) -> None:
+        self._name = name
+        self._orders = orders
+        self._stages = stages
+        self._num_micro_batches = num_micro_batches
+        count = sum(map(len, stages))
+        self._last_stage = count - 1
+        self._seconds = {kind: times.of_stages(kind, count) for kind in PipelineOperationType}
+        rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
+        self._boundaries = [
+            0.0 if rank_of[g] == rank_of[g + 1] else seconds
+            for g, seconds in enumerate(times.of_boundaries(count))
+        ]
+        # By stage and micro-batch: when it was done, and which other rank waits for that.
+        self._forward_ends: list[float | None] = [None] * (count * num_micro_batches)
+        self._backward_ends: list[float | None] = [None] * (count * num_micro_batches)
+        self._forward_waiters: dict[int, int] = {}
+        self._backward_waiters: dict[int, int] = {}
+        self._timed: list[list[TimedOperation]] = [[] for _ in orders]
+        self._runnable = deque(range(len(orders)))
+
+    def run(self) -> tuple[tuple[TimedOperation, ...], ...]:
+        while self._runnable:
+            self._advance(self._runnable.popleft())
+        for order, timed in zip(self._orders, self._timed, strict=True):
+            if len(timed) < len(order):
+                raise ValueError(self._deadlock())
+        return tuple(map(tuple, self._timed))
+
+    def _advance(self, rank: int) -> None:
+        """Do a rank's operations until one needs what is not there."""
+        order, timed, stages = self._orders[rank], self._timed[rank], self._stages[rank]
+        now = timed[-1].end if timed else 0.0
+        for place in range(len(timed), len(order)):
+            operation = order[place]
+            kind, stage = operation.type, stages[operation.virtual_stage_index]
+            key = stage * self._num_micro_batches + operation.micro_batch_index
+            arrival = self._arrival(rank, kind, stage, key)
+            if arrival is None:
+                return
+            start = max(now, arrival)
+            now = start + self._seconds[kind][stage]
+            timed.append(TimedOperation(operation, stage, start, now))
+            waiter = None
+            if kind is _FORWARD:
+                self._forward_ends[key] = now
+                waiter = self._forward_waiters.pop(key, None)
+            elif kind is not _BACKWARD_WEIGHT:
+                self._backward_ends[key] = now
+                waiter = self._backward_waiters.pop(key, None)
+            if waiter is not None:
+                self._runnable.append(waiter)
+
+    def _arrival(
+        self, rank: int, kind: PipelineOperationType, stage: int, key: int
+    ) -> float | None:
+        """When what an operation needs was there. None where it is not, and who is to be woken.
+
+        What the rank itself should have done before, nobody wakes it for.
+        """
+        if kind is _FORWARD:
+            if stage == 0:
+                return 0.0
+            before = key - self._num_micro_batches
+            end = self._forward_ends[before]
+            if end is None:
+                self._forward_waiters[before] = rank
+                return None
+            return end + self._boundaries[stage - 1]
+        if kind is _BACKWARD_WEIGHT:
+            return self._backward_ends[key]
+        own = self._forward_ends[key]
+        if own is None or stage == self._last_stage:
+            return own
+        behind = key + self._num_micro_batches
+        end = self._backward_ends[behind]
+        if end is None:
+            self._backward_waiters[behind] = rank
+            return None
+        return end + self._boundaries[stage]
+
+    def _deadlock(self) -> str:
+        """Who stands where, and what each waits for."""
+        places = {
+            (operation.type is _FORWARD, self._stages[rank][operation.virtual_stage_index],
+             operation.micro_batch_index): (rank, place)
+            for rank, order in enumerate(self._orders)
+            for place, operation in enumerate(order)
+            if operation.type is not _BACKWARD_WEIGHT
+        }  # fmt: skip
+        lines = [f"{self._name} comes to a stop:"]
+        for rank, (order, timed) in enumerate(zip(self._orders, self._timed, strict=True)):
+            if len(timed) == len(order):
+                continue
+            operation = order[len(timed)]
+            stage = self._stages[rank][operation.virtual_stage_index]
+            for is_forward, where in self._needs(operation.type, stage):
+                other, place = places[is_forward, where, operation.micro_batch_index]
+                if place >= len(self._timed[other]):
+                    word = "forward" if is_forward else "backward"
+                    lines.append(
+                        f"  rank {rank} stands at its operation {len(timed)}, "
+                        f"{describe(operation, stage)}; its {word} in global stage {where} is "
+                        f"operation {place} of rank {other}, not yet done"
+                    )
+        return "\n".join(lines)
+
+    def _needs(self, kind: PipelineOperationType, stage: int) -> list[tuple[bool, int]]:
+        """What comes before an operation: is it a forward, and in which global stage."""
+        if kind is _FORWARD:
+            return [(True, stage - 1)]
+        if kind is _BACKWARD_WEIGHT:
+            return [(False, stage)]
+        return [(True, stage)] + [(False, stage + 1)] * (stage < self._last_stage)

@@ -1,0 +1,283 @@
+"""What runs a schedule on one rank: the stages' operations, and the messages between them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpishard import settings
+from mpishard.arguments import as_integer
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.work import Transfer
+from mpishard.pipeline.checker import check_schedule
+from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType
+from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
+from mpishard.pipeline.record import OperationTimes, PipelineRecord
+from mpishard.pipeline.stage import IPipelineStage
+
+__all__ = ["PipelineExecutor"]
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
+
+
+class PipelineExecutor:
+    """Runs a rank's operations in the schedule's order, and moves what stages give each other.
+
+    A stage's output goes to the rank of the next stage as soon as it is computed, a gradient to
+    that of the stage before; the rank computes on. What an operation takes was asked for one
+    operation before at the latest. So transfers overlap computation, and a rank holds no more
+    than one message beside those it works on. A neighbour on the same rank is handed the array
+    itself. Micro-batches without rows travel like others.
+
+    With T global stages on more than one rank, M micro-batches and no two neighbours on one rank,
+    a run sends 2 (T - 1) M messages in all, and forward alone (T - 1) M.
+
+    Nothing is sent before `check_schedule` has found that the schedule comes to its end. An
+    exception on one rank reaches the others through the backend; receives that were posted are
+    given up then, and the next run does not meet what the failed one left: runs are told apart by
+    their messages' tags.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The ranks of one pipeline, as `ProcessMesh.pipeline`. Its messages belong to executors
+        while they run; all ranks make and run them in the same order.
+    schedule : IPipelineSchedule
+        In which order each rank works.
+    micro_batches : int
+        M, the number of micro-batches of a run.
+    dtype : dtype
+        Of activations and gradients.
+
+    Raises
+    ------
+    ValueError
+        For fewer than one micro-batch, or more stages than there are tags.
+
+    Attributes
+    ----------
+    record : PipelineRecord
+        Of the last run that came to its end.
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend,
+        schedule: IPipelineSchedule,
+        micro_batches: int,
+        dtype: DTypeLike,
+    ) -> None:
+        if as_integer("micro_batches", micro_batches) < 1:
+            raise ValueError(f"micro_batches must be 1 or more, got {micro_batches}")
+        stages = backend.world_size * schedule.virtual_stages_per_rank
+        self._generations = (settings.MAXIMUM_TAG + 1) // (2 * stages)
+        if not self._generations:
+            raise ValueError(
+                f"{backend.world_size} ranks x {schedule.virtual_stages_per_rank} virtual stages "
+                f"= {stages} stages need {2 * stages} tags, and there are "
+                f"{settings.MAXIMUM_TAG + 1}"
+            )
+        self._backend = backend
+        self._schedule = schedule
+        self._micro_batches = int(micro_batches)
+        self._dtype = np.dtype(dtype)
+        self._plan: PipelinePlan | None = None
+        self._forward_plan: PipelinePlan | None = None
+        self._runs = 0
+        self.record = PipelineRecord()
+
+    def run(self, stage: IPipelineStage) -> PipelineRecord:
+        """Run every operation of this rank. Collective over the pipeline.
+
+        Raises
+        ------
+        ValueError
+            As `check_schedule`, before anything is sent; for an output of another shape or dtype
+            than the stage announced, or an input of another shape.
+        PeerError
+            Where another rank failed or left.
+        """
+        if self._plan is None:
+            self._plan = self._make_plan(is_training=True)
+        return self._execute(stage, self._plan)
+
+    def run_forward(self, stage: IPipelineStage) -> PipelineRecord:
+        """Run forward alone, every micro-batch through all stages. Collective over the pipeline.
+
+        Micro-batches come to each stage by rising index.
+
+        Raises
+        ------
+        ValueError, PeerError
+            As `run`.
+        """
+        if self._forward_plan is None:
+            self._forward_plan = self._make_plan(is_training=False)
+        return self._execute(stage, self._forward_plan)
+
+    def _make_plan(self, *, is_training: bool) -> PipelinePlan:
+        ranks = self._backend.world_size
+        if is_training:
+            check_schedule(self._schedule, ranks, self._micro_batches)
+        make = schedule_orders if is_training else forward_orders
+        orders = make(self._schedule, ranks, self._micro_batches)
+        return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
+
+    def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
+        generation = self._runs % self._generations
+        self._runs += 1
+        first_tag = generation * 2 * len(plan.rank_of)
+        run = _Run(stage, plan, self._backend, first_tag, self._dtype)
+        try:
+            self.record = run.execute()
+        except BaseException:
+            run.give_up()
+            raise
+        return self.record
+
+
+class _Run:
+    """One run of one rank: what is on its way to it and from it."""
+
+    def __init__(
+        self,
+        stage: IPipelineStage,
+        plan: PipelinePlan,
+        backend: CommunicationBackend,
+        first_tag: int,
+        dtype: np.dtype[np.generic],
+    ) -> None:
+        self._stage = stage
+        self._plan = plan
+        self._backend = backend
+        self._first_tag = first_tag
+        self._dtype = dtype
+        self._wanted = deque(self._wanted_of_others())
+        self._to_come = {link: deque(order) for link, order in plan.arrivals.items()}
+        self._coming: dict[Flow, Transfer] = {}
+        self._here: dict[Flow, Array] = {}
+        self._going: list[Transfer] = []
+        self._live = [0] * len(plan.virtual_of)
+
+    def execute(self) -> PipelineRecord:
+        """All steps; returns when what was sent has been taken."""
+        record = PipelineRecord(begun=time.perf_counter(), peak_live=[0] * len(self._live))
+        is_training = any(step.operation.type is not FORWARD for step in self._plan.steps)
+        for step in self._plan.steps:
+            begun = time.perf_counter()
+            given = self._take(step)
+            ready = time.perf_counter()
+            result = self._compute(step, given)
+            ended = time.perf_counter()
+            record.operations.append(OperationTimes(step.operation, begun, ready, ended))
+            del given
+            if step.gives is not None:
+                self._give(step.gives, result, step.operation.virtual_stage_index)
+            del result
+            if is_training:
+                self._count_live(step, record.peak_live)
+        while self._going:
+            self._going.pop().wait()
+        record.ended = time.perf_counter()
+        return record
+
+    def give_up(self) -> None:
+        """Leave what comes to nobody."""
+        for transfer in self._coming.values():
+            transfer.cancel()
+
+    def _compute(self, step: Step, given: Array | None) -> Array | None:
+        operation = step.operation
+        place = operation.virtual_stage_index, operation.micro_batch_index
+        if operation.type is FORWARD:
+            return self._stage.forward(*place, given)
+        if operation.type is BACKWARD:
+            return self._stage.backward(*place, given)
+        if operation.type is BACKWARD_INPUT:
+            return self._stage.backward_input(*place, given)
+        self._stage.backward_weight(*place)
+        return None
+
+    def _count_live(self, step: Step, peaks: list[int]) -> None:
+        virtual = step.operation.virtual_stage_index
+        if step.operation.type is FORWARD:
+            self._live[virtual] += 1
+            peaks[virtual] = max(peaks[virtual], self._live[virtual])
+        elif step.operation.type is not BACKWARD_INPUT:
+            self._live[virtual] -= 1
+
+    # ---------------------------------------------------------------------------------- messages
+
+    def _wanted_of_others(self) -> Iterator[Flow]:
+        me = self._backend.rank
+        for step in self._plan.steps:
+            if step.takes is not None and self._plan.sender(step.takes) != me:
+                yield step.takes
+
+    def _tag(self, flow: Flow) -> int:
+        """One for each way into a stage; its messages come in the order they are sent in."""
+        return self._first_tag + 2 * flow.stage + flow.is_gradient
+
+    def _shape(self, flow: Flow, virtual_stage: int) -> tuple[int, ...]:
+        shape = self._stage.output_shape if flow.is_gradient else self._stage.input_shape
+        return shape(virtual_stage, flow.micro_batch)
+
+    def _take(self, step: Step) -> Array | None:
+        """What the step needs; before it waits, what the next one needs is asked for."""
+        flow = step.takes
+        if self._wanted and flow == self._wanted[0]:
+            self._ask(self._wanted.popleft())
+        if self._wanted:
+            self._ask(self._wanted[0])
+        self._backend.progress()
+        self._going = [transfer for transfer in self._going if not transfer.done]
+        if flow is None:
+            return None
+        if flow not in self._coming:
+            return self._here.pop(flow)
+        array = self._coming[flow].wait()
+        del self._coming[flow]
+        expected = self._shape(flow, step.operation.virtual_stage_index)
+        if array.shape != expected:
+            raise ValueError(
+                f"the {flow} came from rank {self._plan.sender(flow)} with shape {array.shape}; "
+                f"this rank expects {expected}. Are all ranks given the same batch?"
+            )
+        return array
+
+    def _ask(self, flow: Flow) -> None:
+        """Post the receive of a flow, and of those that its sender sends before it."""
+        line = self._to_come[flow.is_gradient, flow.stage]
+        while flow not in self._coming:
+            expected = flow._replace(micro_batch=line.popleft())
+            count = math.prod(self._shape(expected, self._plan.virtual_of[flow.stage]))
+            self._coming[expected] = self._backend.receive_async(
+                self._plan.sender(flow), count, self._tag(flow), dtype=self._dtype
+            )
+
+    def _give(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
+        """Hand a result on."""
+        taken_by = self._plan.rank_of[flow.stage]
+        self._require_announced(flow, array, virtual_stage)
+        assert array is not None
+        if taken_by == self._backend.rank:
+            self._here[flow] = array
+            return
+        message = array_namespace(array).ascontiguousarray(array)
+        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))
+
+    def _require_announced(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
+        shape = self._stage.input_shape if flow.is_gradient else self._stage.output_shape
+        expected = shape(virtual_stage, flow.micro_batch)
+        if array is None or array.shape != expected or array.dtype != self._dtype:
+            got = "None" if array is None else f"{array.dtype.name}{list(array.shape)}"
+            raise ValueError(
+                f"virtual stage {virtual_stage} of rank {self._backend.rank} gave {got} as the "
+                f"{flow}; it announced {self._dtype.name}{list(expected)}"
+            )

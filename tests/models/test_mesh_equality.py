@@ -1,0 +1,150 @@
+"""Training on a mesh is single-process training, to 1e-12 in float64, on every rank.
+
+Every mesh of up to 8 ranks, every schedule, both halves of backward, recomputation, micro-batches
+that do not divide the batch: what runs is a sample in which, in every world, all pairs are met,
+and with ``scripts/test.sh --full`` all of it. docs/proof.md has the figures.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard.arrays import to_host
+from mpishard.communication import CommunicationBackend
+from mpishard.models import HybridShardedModel
+from mpishard.optimizers import HybridShardedOptimizer
+from mpishard.sharding import ShardingConfiguration
+from mpishard.testing.worlds import in_worlds
+
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8)
+RECOMPUTE = {
+    "off": None,
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v"),
+    "kind": ("mlp", "gpt", "tied", "dropout", "conv"),
+    "data": ("ddp", "zero1", "zero2", "fsdp"),
+    "rule": ("sgd", "adam", "adamw", "lamb"),
+    "micro_batches": (1, 3, 4),
+    "recompute": tuple(RECOMPUTE),
+    "sequence": (False, True),
+    "path": ("arena", "messages", "two nodes"),
+    "accumulation": ("off", "on", "deferred"),
+}
+is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
+
+
+def meshes(world_size: int) -> list[tuple[int, int, int]]:
+    """All (pipeline, tensor, data) that make up a world."""
+    sizes = range(1, world_size + 1)
+    return [m for m in product(sizes, repeat=3) if np.prod(m) == world_size]
+
+
+def sample(world_size: int) -> list[tuple[Any, ...]]:
+    """Rows in which every two values of two factors meet, the mesh among them.
+
+    Greedily, from candidates that are drawn with the world's number as seed.
+    """
+    values = [meshes(world_size), *FACTORS.values()]
+    generator = np.random.default_rng(world_size)
+    missing = {
+        (i, a, j, b)
+        for i, j in combinations(range(len(values)), 2)
+        for a in range(len(values[i]))
+        for b in range(len(values[j]))
+    }
+    rows = []
+    while missing:
+        i, a, j, b = min(missing)
+        best: tuple[int, ...] = ()
+        gain: set[Any] = set()
+        for _ in range(20):
+            row = [int(generator.integers(len(v))) for v in values]
+            row[i], row[j] = a, b
+            met = {(k, row[k], m, row[m]) for k, m in combinations(range(len(row)), 2)} & missing
+            if len(met) > len(gain):
+                best, gain = tuple(row), met
+        missing -= gain
+        rows.append(tuple(v[place] for v, place in zip(values, best, strict=True)))
+    return rows
+
+
+def matrix() -> list[tuple[Any, ...]]:
+    if is_full:
+        return [
+            (w, m, *row) for w in WORLDS for m in meshes(w) for row in product(*FACTORS.values())
+        ]
+    return [(w, *row) for w in WORLDS for row in sample(w)]
+
+
+def build(
+    backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
+    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
+    model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
+    optimizer = HybridShardedOptimizer(problems.RULES[rule](**(rule_options or {})), config, *mesh)
+    return model, optimizer
+
+
+def local_batch(
+    model: Any, problems: Any, kind: str, step: int, part: int = 0, of: int = 1
+) -> tuple[Any, Any]:
+    """What the data rank has of the global batch, or of a part of it."""
+    x, y = problems.batch(kind, step)
+    start, stop = (len(x) * index // of for index in (part, part + 1))
+    x, y = x[start:stop], y[start:stop]
+    mine = problems.part(len(x), of * step + part, model.data_rank, model.data_size)
+    return x[mine], y[mine]
+
+
+def update_once(
+    model: Any, optimizer: Any, problems: Any, kind: str, step: int, accumulation: str
+) -> float:
+    if accumulation == "off":
+        return float(optimizer.step(model, *local_batch(model, problems, kind, step)))
+    with model.accumulate(defer=accumulation == "deferred"):
+        for part in (0, 1):
+            optimizer.step(model, *local_batch(model, problems, kind, step, part, 3))
+    return float(optimizer.step(model, *local_batch(model, problems, kind, step, 2, 3)))
+
+
+def check(
+    backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
+    rule: str, accumulation: str = "off", **options: Any,
+) -> float:  # fmt: skip
+    """Twice in one world, which finds what is stale; the largest difference of a parameter."""
+    expected = problems.train_sequentially(kind, problems.textbook(kind, rule))
+    largest = 0.0
+    for unit_size in problems.UNIT_SIZES:
+        model, optimizer = build(backend, problems, kind, mesh, rule, unit_size, **options)
+        for step in range(5):
+            loss = update_once(model, optimizer, problems, kind, step, accumulation)
+            np.testing.assert_allclose(loss, expected.losses[step], rtol=0, atol=1e-12)
+            if unit_size == 1 or step == 4:
+                actual = to_host(model.gather_full_parameters())
+                np.testing.assert_allclose(actual, expected.parameters[step], rtol=0, atol=1e-12)
+                largest = max(largest, np.abs(actual - expected.parameters[step]).max())
+    return largest
+
+
+@pytest.mark.parametrize(("world_size", "mesh", *FACTORS), matrix(), indirect=["path"])
+@in_worlds()
+def test_equals_sequential_training(
+    backend: Any, problems: Any, record_property: Any, mesh: Any, schedule: str, kind: str,
+    data: str, rule: str, micro_batches: int, recompute: str, sequence: bool, path: str,
+    accumulation: str,
+) -> None:  # fmt: skip
+    largest = check(
+        backend, problems, kind, mesh, rule, accumulation,
+        schedule=schedule, micro_batch_count=micro_batches, data_parallel_strategy=data,
+        checkpoint_config=RECOMPUTE[recompute],
+        # Sequences alone can be cut so, and into equal parts.
+        sequence_parallel=sequence and kind in ("gpt", "tied") and 6 % mesh[1] == 0,
+    )  # fmt: skip
+    record_property("largest difference of a parameter", float(largest))
