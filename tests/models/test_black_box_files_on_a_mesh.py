@@ -131,7 +131,7 @@ def test_the_loop_keeps_the_best_and_resumes_elsewhere(
     rate = {"function": 2.0, "one_number": 0.3}[kind]  # so large that the last are not the best
     options = {
         "x_validation": X[:7], "y_validation": Y[:7], "keep_best": True, "validate_every": 3,
-        "training_statistics": True,
+        "training_statistics": True, "max_steps": 8,
     }  # fmt: skip
 
     def alone(inner: Any) -> Any:
@@ -143,10 +143,10 @@ def test_the_loop_keeps_the_best_and_resumes_elsewhere(
     assert expected.best_iteration < expected.iterations
     first, *_, last = MESHES[backend.world_size]
     folder = shared_path / kind
-    for mesh, more in ((first, {"max_steps": 7}), (last, {"resume": folder})):
+    for mesh, more in ((first, {"max_steps": 4}), (last, {"resume": folder})):
         model, optimizer = build(backend, problems, kind, mesh)
         optimizer.wrapped_optimizer.learning_rate = rate
-        result = optimizer.optimize(training(model, checkpoint=folder, **options, **more))
+        result = optimizer.optimize(training(model, checkpoint=folder, **(options | more)))
     assert result.iterations == expected.iterations
     close(result.fitness_history, expected.fitness_history)
     close([loss for _, loss in result.validation_history],

@@ -185,8 +185,10 @@ def test_tensor_ranks_divide_what_their_stage_has_wherever_the_ranks_stand() -> 
 
 def test_a_range_is_cut_into_boxes_row_by_row() -> None:
     entries = [
-        ParameterEntry("a", (2, 3, 4), 0), ParameterEntry("b", (), 24), ParameterEntry("c", (5,), 25),
-    ]  # fmt: skip
+        ParameterEntry("a", (2, 3, 4), 0),
+        ParameterEntry("b", (), 24),
+        ParameterEntry("c", (5,), 25),
+    ]
     full = np.arange(30.0)
     for start in range(31):
         for stop in range(start, 31):
@@ -226,6 +228,15 @@ def test_a_rank_holds_its_part_of_gradient_and_state(
 # ------------------------------------------------------------------------------------ what is sent
 
 
+def sent(backend: Any, links: Any, call: Any, *arguments: Any) -> int:
+    """Bytes that a call sends over these communicators, all ranks together."""
+    for link in links:
+        link.traffic.reset()
+    call(*arguments)
+    mine = sum(link.traffic.total_bytes for link in links)
+    return int(backend.all_reduce(np.array([mine]))[0])
+
+
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", ["function", "autograd"])
 @in_worlds(2, 3, 4, 6)
@@ -244,25 +255,17 @@ def test_bytes_of_a_step(
             backend, problems, kind, mesh, "adamw", data_parallel_strategy=data
         )
         optimizer.bind(model)
-        replica, replicas = model.mesh.replica, mesh[2]
-        links = {id(b): b for b in (backend, model.mesh.data, replica)}.values()
-
-        def sent(call: Any, links: Any = links) -> int:
-            for link in links:
-                link.traffic.reset()
-            call()
-            mine = sum(link.traffic.total_bytes for link in links)
-            return int(backend.all_reduce(np.array([mine]))[0])
-
-        small = sent(lambda: backend.all_reduce(np.zeros(7)))
-        if replica.world_size > 1:
-            small += sent(lambda: replica.all_gather(np.zeros((1, 3), np.int64)))
+        links = {id(b): b for b in (backend, model.mesh.data, model.mesh.replica)}.values()
+        share, replicas = model.mesh.replica_size, mesh[2]
+        small = sent(backend, links, backend.all_reduce, np.zeros(7))
+        if share > 1:
+            marks = np.zeros((1, 3), np.int64)
+            small += sent(backend, links, model.mesh.replica.all_gather, marks)
         size = model.parameter_count * model.dtype.itemsize
         for step in range(2):
             batch = local_batch(model, problems, kind, step)
-            found = sent(lambda batch=batch: optimizer.step(model, *batch))
-            expected = 2 * (replicas - 1) * size + replicas * (replica.world_size - 1) * size
-            assert found - small == expected
+            found = sent(backend, links, optimizer.step, model, *batch)
+            assert found - small == (2 * (replicas - 1) + replicas * (share - 1)) * size
 
 
 # ----------------------------------------------------------------------------------- what is said
@@ -360,7 +363,7 @@ def test_an_exception_in_one_box_ends_all_ranks(problems: Any) -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the user's function"):
         run_in_threads(4, body, timeout=5)
-    peers = {rank: (PeerError, 1) for rank in (0, 2, 3)}
+    peers = dict.fromkeys((0, 2, 3), (PeerError, 1))
     assert ends == {1: (ZeroDivisionError, 1)} | peers
 
 
