@@ -13,6 +13,7 @@ __all__ = [
     "MAXIMUM_DIMS",
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
+    "TRACE_EVENTS",
     "arena_sources",
     "blas_threads_are_set",
     "check",
@@ -32,6 +33,7 @@ __all__ = [
     "program_folders",
     "progress_thread",
     "terminal_columns",
+    "trace_folder",
     "virtual_nodes",
 ]
 
@@ -46,6 +48,9 @@ CALL_LOG_LENGTH = 64
 
 MEMORY_TIMEOUT = 30.0
 """Seconds that a thread-rank waits for the others before `CollectiveTimeoutError`."""
+
+TRACE_EVENTS = 200_000
+"""Events of a rank's trace, unless told otherwise; what comes then is counted and not kept."""
 
 EXIT_FAILURE = 1
 """Exit code of an MPI job in which a rank raised, or left before the others."""
@@ -141,6 +146,7 @@ def check() -> None:
     mpi_warning()
     numba_is_allowed()
     cuda_aware()
+    trace_folder()
 
 
 def mpi_timeout() -> float:
@@ -242,6 +248,17 @@ def virtual_nodes() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"MPISHARD_VIRTUAL_NODES must be an integer, 1 or more; got {text!r}")
     return int(text)
+
+
+def trace_folder() -> Path | None:
+    """MPISHARD_TRACE: the folder for traces of the whole run, one of each rank; None: none."""
+    text = os.environ.get("MPISHARD_TRACE", "")
+    if not text:
+        return None
+    folder = Path(text).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
+    return folder
 
 
 def openblas_kernel_is_set() -> bool:

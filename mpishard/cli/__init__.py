@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``verify``, ``plan`` and ``bench``."""
+"""The command line: ``mpishard run``, ``verify``, ``plan``, ``bench`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from mpishard.cli.bench import bench
 from mpishard.cli.plan import plan
 from mpishard.cli.run import run
+from mpishard.cli.trace import trace
 from mpishard.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -27,6 +28,7 @@ app.command(
 app.command()(verify)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
+app.add_typer(trace, name="trace")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["run"]
+__all__ = ["HostsOption", "RanksOption", "ScriptArgument", "prepare_job", "run"]
 
 _GRACE_SECONDS = 4
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
@@ -28,41 +28,66 @@ _GRACE_SECONDS = 4
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+ScriptArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SCRIPT [ARGS]...", help="Python script; what follows it is the script's own."
+    ),
+]
+RanksOption = Annotated[int, typer.Option("-n", help="Number of ranks.", metavar="N")]
+HostsOption = Annotated[
+    str, typer.Option(help="Machines to run on, comma-separated.", metavar="HOST,...")
+]
+
+
 def run(
-    context: typer.Context,
-    script: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="Python script; what follows it is the script's own."
-        ),
-    ],
-    ranks: Annotated[int, typer.Option("-n", help="Number of ranks.", metavar="N")],
-    hosts: Annotated[
-        str,
-        typer.Option(help="Machines to run on, comma-separated.", metavar="HOST,..."),
-    ] = "",
+    context: typer.Context, script: ScriptArgument, ranks: RanksOption, hosts: HostsOption = ""
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
     Takes the mpiexec that belongs to the MPI library that mpi4py loads, or srun inside a SLURM
     allocation. Ends with the exit code of the rank that failed first.
     """
+    raise typer.Exit(prepare_job("run", script, context.args, ranks, hosts)())
+
+
+def prepare_job(
+    name: str,
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int,
+    hosts: str,
+    variables: Mapping[str, str] | None = None,
+) -> Callable[[], int]:
+    """What runs ``script`` to its end, and returns its exit code.
+
+    The ranks find ``variables`` in their environment.
+
+    Raises
+    ------
+    typer.Exit
+        With code 2 where it cannot start; ``mpishard <name>`` has said why.
+    """
     names = [host.strip() for host in hosts.split(",")] if hosts else []
     try:
         _check(script, ranks, names)
         launcher = find_launcher(loaded_library())
     except (MPIUnavailableError, ValueError) as error:
-        typer.echo(f"mpishard run: {error}", err=True)
+        typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
-    added = _added_environment(launcher, -(-ranks // max(1, len(names))))
-    typer.echo(_announcement(launcher, ranks, added), err=True)
+    added = _added_environment(launcher, -(-ranks // max(1, len(names)))) | dict(variables or {})
     command = launcher.command(
         ranks,
-        [sys.executable, "-u", str(script), *context.args],
+        [sys.executable, "-u", str(script), *arguments],
         hosts=names,
         variables=tuple(added),
     )
-    raise typer.Exit(_supervise(command, os.environ | added))
+
+    def start() -> int:
+        typer.echo(_announcement(name, launcher, ranks, added), err=True)
+        return _supervise(command, os.environ | added)
+
+    return start
 
 
 def _check(script: Path, ranks: int, hosts: Sequence[str]) -> None:
@@ -90,11 +115,11 @@ def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str
     return added
 
 
-def _announcement(launcher: Launcher, ranks: int, added: dict[str, str]) -> str:
+def _announcement(name: str, launcher: Launcher, ranks: int, added: Mapping[str, str]) -> str:
     parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} of {launcher.library}"]
     parts.append(f"started by {launcher.program}")
-    parts += [f"{name}={value}" for name, value in added.items() if name != "MPISHARD_COLUMNS"]
-    return f"mpishard run: {', '.join(parts)}"
+    parts += [f"{key}={value}" for key, value in added.items() if key != "MPISHARD_COLUMNS"]
+    return f"mpishard {name}: {', '.join(parts)}"
 
 
 def _supervise(command: Sequence[str], environment: dict[str, str]) -> int:

@@ -433,6 +433,7 @@ class CommunicationBackend(PointToPoint):
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
+            member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.initialize()
         return member  # type: ignore[no-any-return]

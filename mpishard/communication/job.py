@@ -186,7 +186,7 @@ class Job:
                 for group in groups:
                     group.notify()
         waiting = groups
-        while waiting := [group for group in waiting if not group.has_all_notices()]:
+        while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
         self._stop_progress()
         for group in groups:
@@ -239,6 +239,10 @@ class Job:
     def end(self, report: str, code: int) -> NoReturn:
         """Print ``report`` unless a rank of this node has printed one, and end all ranks."""
         self.flush()
+        for reference in tuple(self._groups.values()):
+            backend = reference()
+            if backend is not None and backend.recorder is not None:
+                backend.recorder.finish(report.partition("\n")[0])
         if self.board is None or self.board.claim_report():
             print(report, file=sys.stderr, flush=True)  # noqa: T201
             # An aborted job's output is lost where the launcher has not read it yet.

@@ -32,6 +32,7 @@ from mpishard.communication.call import Call
 from mpishard.communication.letters import Delivery, Letter, Taken
 from mpishard.communication.meeting import Absence, World, new_world, split_worlds
 from mpishard.communication.point_to_point import refuse_other_message
+from mpishard.communication.recording import stop_recording
 from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
@@ -164,6 +165,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
+        stop_recording(self, error)
         last = next(reversed(list(self.call_log)), None)
         self._joined().fail(self._rank, error, last)
 

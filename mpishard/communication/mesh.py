@@ -166,7 +166,9 @@ class ProcessMesh:
         ranks = self.group_of(axis)
         if len(ranks) == self.world.world_size:
             return self.world
-        return self._split(color=min(ranks), key=ranks.index(self.world.rank))
+        member = self._split(color=min(ranks), key=ranks.index(self.world.rank))
+        member.axis = axis
+        return member
 
     def _replica_backend(self) -> CommunicationBackend:
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):

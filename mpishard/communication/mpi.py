@@ -24,6 +24,7 @@ from mpishard.communication.launcher import check_launched_world, not_launched_e
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Messages
 from mpishard.communication.patience import Patience
+from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
@@ -111,6 +112,12 @@ class MPICommunicationBackend(SmallCollectives):
         return self._joined()[0].cores_per_rank
 
     # ------------------------------------------------------------------------------- life cycle
+
+    def initialize(self) -> None:
+        begins = not self._initialized and self._is_root
+        super().initialize()
+        if begins:
+            record_if_asked(self)
 
     def _on_initialize(self) -> None:
         if self._job is None:

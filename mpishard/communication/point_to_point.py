@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.communication.call import DTYPES
+from mpishard.communication.recorder import MessageInFlight, current_recorder
 from mpishard.communication.transport import Transport
 from mpishard.communication.work import Transfer
 from mpishard.errors import CommunicationError
@@ -31,7 +32,11 @@ class PointToPoint(Transport):
             For a rank outside the world or this one, or a negative tag.
         """
         self._check_send(array, destination_rank, tag, "send")
+        in_flight = self._record_message(self.rank, destination_rank, tag, array)
         self._send(array, destination_rank, tag)
+        if in_flight is not None:
+            in_flight.done()
+            in_flight.blocked(in_flight.start)
 
     def send_async(self, array: Array, destination_rank: int, tag: int = 0) -> Transfer:
         """As `send`, without a copy where the transport can do without.
@@ -60,8 +65,11 @@ class PointToPoint(Transport):
         [[2, 20], [0, 0], [1, 10]]
         """
         self._check_send(array, destination_rank, tag, "send_async")
+        in_flight = self._record_message(self.rank, destination_rank, tag, array)
         steps = self._steps_send(array, destination_rank, tag)
-        return self._begin(Transfer(self, steps, destination_rank, tag, is_send=True))
+        return self._begin(
+            Transfer(self, steps, destination_rank, tag, is_send=True, in_flight=in_flight)
+        )
 
     def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
@@ -88,8 +96,7 @@ class PointToPoint(Transport):
             Where the message has another number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
-        steps = self._steps_receive(source_rank, count, tag, None)
-        transfer = self._begin(Transfer(self, steps, source_rank, tag, is_send=False))
+        transfer = self._begin_receive(source_rank, count, tag, None)
         try:
             return transfer.wait()
         except BaseException:
@@ -129,8 +136,24 @@ class PointToPoint(Transport):
         expected = np.dtype(dtype)
         if expected not in DTYPES:
             raise ValueError(f"receive_async cannot take dtype {expected.name}")
-        steps = self._steps_receive(source_rank, count, tag, expected)
-        return self._begin(Transfer(self, steps, source_rank, tag, is_send=False))
+        return self._begin_receive(source_rank, count, tag, expected)
+
+    def _begin_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Transfer:
+        in_flight = self._record_message(source, self.rank, tag)
+        steps = self._steps_receive(source, count, tag, dtype)
+        return self._begin(Transfer(self, steps, source, tag, is_send=False, in_flight=in_flight))
+
+    def _record_message(
+        self, source: int, destination: int, tag: int, sent: Array | None = None
+    ) -> MessageInFlight | None:
+        """What a message is recorded with from now on; None where no trace is."""
+        recorder = current_recorder.get()
+        if recorder is None:
+            return None
+        way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
+        return MessageInFlight(recorder, way | ({"axis": self.axis} if self.axis else {}), sent)
 
     def _check_send(self, array: Array, destination: int, tag: int, name: str) -> None:
         self._ready()

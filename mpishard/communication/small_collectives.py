@@ -18,6 +18,7 @@ from mpishard.arrays import Array
 from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import INLINE_BYTES, make_row
 from mpishard.communication.mailbox import SLOTS, Mailbox
+from mpishard.communication.recorder import CollectiveInFlight
 from mpishard.communication.reduction import FixedReducer, ReductionOperation, check_reducible
 from mpishard.communication.staging import StagedCollectives
 from mpishard.layout import ShardLayout
@@ -102,15 +103,17 @@ class SmallCollectives(StagedCollectives):
         if plan is None:
             return super().all_reduce(array, operation, out=out)
         call = self._repeat(plan.call)
+        in_flight = self._record(call)
         number = mailbox.post_at_once(call.sequence, call.description, array.tobytes())
         if self._meet(mailbox, number):
             plan.reducer(number).reduce(array)
             mailbox.have_read(number)
             self.traffic.count("reduce_scatter", plan.scattered_bytes)
             self.traffic.count("all_gather", plan.gathered_bytes)
+            _at_once(in_flight)
             return array
         self._talk.take_up(mailbox.take_up(make_row(call, array)))
-        return self._issue(call, self._steps_all_reduce(call, array, array)).wait()
+        return self._issue(call, self._steps_all_reduce(call, array, array), in_flight).wait()
 
     def barrier(self) -> None:
         mailbox = self._idle_mailbox()
@@ -118,12 +121,14 @@ class SmallCollectives(StagedCollectives):
             super().barrier()
             return
         call = self._repeat(self._barrier_call)
+        in_flight = self._record(call)
         number = mailbox.post_at_once(call.sequence, call.description, b"")
         if self._meet(mailbox, number):
             mailbox.have_read(number)
+            _at_once(in_flight)
             return
         self._talk.take_up(mailbox.take_up(make_row(call, None)))
-        self._issue(call, self._steps_barrier(call)).wait()
+        self._issue(call, self._steps_barrier(call), in_flight).wait()
 
     def _idle_mailbox(self) -> Mailbox | None:
         """The mailbox, where a header may be posted and waited for at once."""
@@ -162,3 +167,10 @@ class SmallCollectives(StagedCollectives):
     def _meet(self, mailbox: Mailbox, number: int) -> bool:
         crowded = self._is_crowded
         return mailbox.meet(number, _CROWDED_POLLS if crowded else _POLLS, crowded=crowded)
+
+
+def _at_once(in_flight: CollectiveInFlight | None) -> None:
+    """Record a collective that is done as soon as it is called."""
+    if in_flight is not None:
+        in_flight.done()
+        in_flight.blocked(in_flight.start)

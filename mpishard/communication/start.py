@@ -15,6 +15,7 @@ from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.launcher import launcher_name, not_launched_error
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mpi import MPICommunicationBackend, load_mpi
+from mpishard.communication.recording import record_if_asked
 from mpishard.communication.threads import current_backend
 from mpishard.errors import CommunicationError
 
@@ -78,7 +79,9 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
     _process_backend = made
     made.initialize()
-    if isinstance(made, MPICommunicationBackend):
+    if not isinstance(made, MPICommunicationBackend):
+        record_if_asked(made)  # under MPI any backend's start does it
+    else:
         _limit_blas_threads(made)
     if made.rank == 0:
         _warn_of_slow_kernels()

@@ -14,6 +14,7 @@ import threadpoolctl
 
 from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
+from mpishard.communication.recording import record_if_asked
 from mpishard.errors import NotInitializedError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]
@@ -128,6 +129,7 @@ class _ThreadWorld:
     ) -> None:
         current_backend.set(backend)
         try:
+            record_if_asked(backend)
             body(backend)
         except BaseException as error:  # noqa: BLE001 - raised below, by the caller
             self.failures.append((backend.rank, error))

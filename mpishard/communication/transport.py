@@ -19,6 +19,8 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
 from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
+from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
     ReductionOperation,
     TreeReducer,
@@ -63,6 +65,10 @@ class Transport(ABC):
         """
         self.traffic = Traffic()
         self.call_log = CallLog()
+        self.group, self.axis = "world", ""
+        """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
+        self.recorder: Recorder | None = None
+        """What records a trace until this backend is shut down."""
 
     # ------------------------------------------------------------------ identity and life cycle
 
@@ -130,6 +136,7 @@ class Transport(ABC):
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
         if self._initialized:
+            stop_recording(self)
             self._on_shutdown()
             self._initialized = False
 
@@ -242,18 +249,27 @@ class Transport(ABC):
 
     # ------------------------------------------------------------------------------------ shared
 
-    def _issue(self, call: Call, steps: Steps) -> Work:
-        work = CollectiveWork(self, steps, call)
+    def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
+        work = CollectiveWork(self, steps, call, in_flight or self._record(call))
         self._pending.append(work)
         work.advance()
         self._forget_done()
+        work.begun()
         return work
+
+    def _record(self, call: Call) -> CollectiveInFlight | None:
+        """What a collective is recorded with from now on; None where no trace is."""
+        recorder = current_recorder.get()
+        if recorder is None:
+            return None
+        return CollectiveInFlight(recorder, call, self.group, self.axis)
 
     def _begin(self, transfer: Transfer) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
         self._transfers.append(transfer)
         transfer.advance()
         self._forget_done()
+        transfer.begun()
         return transfer
 
     def _forget_done(self) -> None:

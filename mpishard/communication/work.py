@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.call import Call
+from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
 __all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
@@ -42,13 +43,14 @@ class Work(ABC):
     not be changed, and ``out`` not be read, before it returns.
     """
 
-    def __init__(self, driver: Driver, steps: Steps) -> None:
+    def __init__(self, driver: Driver, steps: Steps, in_flight: InFlight | None) -> None:
         self._driver = driver
         self._steps = steps
         self._waitable: Waitable | None = None
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._in_flight = in_flight  # where a trace is recorded
 
     @property
     @abstractmethod
@@ -85,6 +87,8 @@ class Work(ABC):
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
                 self._done, self._error, self._waitable = True, error, None
                 raise
+            if self._done:
+                self._record_end()
         return True
 
     def wait(self) -> Any:
@@ -96,17 +100,43 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            self._driver._drive(self)
+            self._drive()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def begun(self) -> None:
+        """Hear that it was issued, and went as far as it could."""
+        if self._in_flight is not None:
+            self._in_flight.blocked(self._in_flight.start)
+
+    def _drive(self) -> None:
+        in_flight = self._in_flight
+        if in_flight is None:
+            self._driver._drive(self)
+            return
+        since = in_flight.now()
+        try:
+            self._driver._drive(self)
+        finally:
+            in_flight.blocked(since)
+
+    def _record_end(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.done(self._error, self._result)
 
 
 class CollectiveWork(Work):
     """A collective under way."""
 
-    def __init__(self, driver: Driver, steps: Steps, call: Call) -> None:
-        super().__init__(driver, steps)
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        call: Call,
+        in_flight: CollectiveInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
         self.call = call
 
     @property
@@ -121,8 +151,17 @@ class CollectiveWork(Work):
 class Transfer(Work):
     """A message under way, to or from ``peer``."""
 
-    def __init__(self, driver: Driver, steps: Steps, peer: int, tag: int, *, is_send: bool) -> None:
-        super().__init__(driver, steps)
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        peer: int,
+        tag: int,
+        *,
+        is_send: bool,
+        in_flight: MessageInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
         self.peer = peer
         self.tag = tag
         self.is_send = is_send
@@ -153,3 +192,4 @@ class Transfer(Work):
             self._steps.close()
             self._done, self._waitable = True, None
             self._error = CommunicationError(f"{self.name} was cancelled")
+            self._record_end()

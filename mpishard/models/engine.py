@@ -24,6 +24,7 @@ from mpishard.models.replicas import Replicas
 from mpishard.models.round import Round
 from mpishard.models.step import StepReport, Update
 from mpishard.nn.layer import Context
+from mpishard.observe import span, step_span
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
@@ -204,7 +205,8 @@ class Engine:
                 sample_start = 0
                 if self.program.is_random:
                     sample_start = self.round.sample_start(len(x), is_local=is_local)
-            return self._step(x, y, rule, sample_start, settings, is_local=is_local)
+            with step_span(self.step_number + 1):
+                return self._step(x, y, rule, sample_start, settings, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -283,7 +285,8 @@ class Engine:
         parameters = self.parameters.owned(pieces)
         with self.stage.staged(parameters, gradients) as (own, reduced):
             updates = [Update(*given) for given in zip(pieces, own, reduced, strict=True)]
-            with contextlib.nullcontext() if self.observer is None else self.observer(updates):
+            watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
+            with watched, span("update"):
                 rule(updates, report)
 
     def _end_round(self) -> None:

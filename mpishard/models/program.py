@@ -15,6 +15,7 @@ from mpishard.devices import HOST, Device
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.nn.layer import Context
+from mpishard.observe import span
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
@@ -243,6 +244,8 @@ class Program(ABC):
         context: Context,
     ) -> tuple[float, float]:
         """Forward and backward: sum and weight of the loss, of what this rank speaks for."""
-        total, weight, tape = self.forward(parameters, x, y, loss, context)
-        self.backward(parameters, gradients, tape)
+        with span("forward"):
+            total, weight, tape = self.forward(parameters, x, y, loss, context)
+        with span("backward"):
+            self.backward(parameters, gradients, tape)
         return total, weight

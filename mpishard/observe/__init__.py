@@ -1,4 +1,4 @@
-"""Watching a run: progress, metrics, plots, memory, time."""
+"""Watching a run: progress, metrics, traces, plots, memory, time."""
 
 from mpishard.observe.curves import Curve, Panel, plot_panels
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
@@ -12,20 +12,40 @@ from mpishard.observe.timing import (
     time_alternately,
     time_chain,
 )
+from mpishard.observe.trace import span, step_span, trace
+from mpishard.observe.trace_merge import merge_traces
+from mpishard.observe.trace_reader import Ending, JobTrace, open_trace
+from mpishard.observe.trace_summary import (
+    CallTotals,
+    RankShares,
+    TraceSummary,
+    summarize_trace,
+)
 
 __all__ = [
+    "CallTotals",
     "Curve",
+    "Ending",
+    "JobTrace",
     "MemoryCategory",
     "MemoryLedger",
     "MetricsWriter",
     "Panel",
     "Progress",
+    "RankShares",
     "Timing",
+    "TraceSummary",
     "memory_while",
+    "merge_traces",
+    "open_trace",
     "plot_loss_curve",
     "plot_panels",
     "proportional_memory",
     "read_metrics",
+    "span",
+    "step_span",
+    "summarize_trace",
     "time_alternately",
     "time_chain",
+    "trace",
 ]

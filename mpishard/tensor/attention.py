@@ -16,14 +16,14 @@ __all__ = ["TensorParallelAttention", "attention_layers"]
 
 
 class TensorParallelAttention(Sequential):
-    """Multi-head self-attention, the heads dealt evenly: Shoeybi et al., "Megatron-LM", 2019
-    (arXiv:1909.08053), section 3, figure 3b.
+    """Multi-head self-attention, the heads dealt evenly to the ranks.
 
-    A chain of three layers: ``qkv``, a `ColumnParallelLinear` without bias (see
-    `mpishard.nn.CausalAttention`) to the queries, keys and values of this rank's heads; ``core``,
-    which attends; and ``projection``, a `RowParallelLinear` that sums over the ranks. It trains
-    like any layer, and sends one all-reduce forward and one backward, each of the size of the
-    output, 2 (t - 1) Y bytes over t ranks.
+    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3, figure 3b. A chain of
+    three layers: ``qkv``, a `ColumnParallelLinear` without bias (see `mpishard.nn.Attention`) to
+    the queries, keys and values of this rank's heads; ``core``, which attends; ``projection``, a
+    `RowParallelLinear` that sums over the ranks. It trains like any layer, and sends one
+    all-reduce forward and one backward, each of the size of the output: 2 (t - 1) Y bytes for
+    each over t ranks.
 
     Parameters
     ----------
@@ -41,9 +41,8 @@ class TensorParallelAttention(Sequential):
     TypeError
         For no backend.
     ValueError
-        For sizes that are no integers >= 1, heads that cannot be dealt evenly or do not divide
-        the width, and, of `output_shape` and `forward`, for inputs of another shape.
-        `partition_chain` splits attention with any number of heads.
+        For sizes that are no integers >= 1, and heads that do not divide the width or cannot be
+        dealt evenly, as `partition_chain` need not; when it runs, for inputs of another shape.
     """
 
     def __init__(

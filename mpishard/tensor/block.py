@@ -63,10 +63,11 @@ class TensorParallelTransformerBlock(Sequential):
         owner = type(self).__name__
         attention = attention_layers(owner, backend, embed_dim, num_heads, causal)
         check_sizes(owner, ffn_dim=ffn_dim)
-        function = activation() if callable(activation) else activation
+        function = activation()
         if not isinstance(function, Layer):
             raise TypeError(
-                f"activation must make a layer, such as mpishard.nn.ReLU, got {activation!r}"
+                "activation() must be a layer, as mpishard.nn.ReLU() is, got "
+                f"{type(function).__name__}"
             )
         mlp = {
             "expansion": ColumnParallelLinear(backend, embed_dim, ffn_dim),

@@ -21,7 +21,7 @@ from mpishard.tensor.layer import TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpishard.tensor.partition import LayerDecision, SplitKind
 from mpishard.tensor.regions import GatherSequence, ScatterSequence
-from mpishard.tensor.segments import ACTIVATIONS, Segment, SegmentKind, find_segments
+from mpishard.tensor.segments import ACTIVATIONS, ATTENTIONS, Segment, SegmentKind, find_segments
 from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPositionalEmbedding
 from mpishard.tensor.split import DimSplit
 from mpishard.tensor.ties import Ties
@@ -104,7 +104,7 @@ class ChainSplit:
         parts = _Parts(self.backend, _Extent.ALL if first.takes_integers else self.between)
         world_size, splits_output = self.backend.world_size, False
         for segment in find_segments(layers, prefix, world_size, self.ties, keeps_split=ends_model):
-            is_end = ends_model and segment.layers[-1][0] == next(reversed(layers))
+            is_end = ends_model and segment.layers[-1][0] == list(layers)[-1]
             if segment.kind is SegmentKind.ALONE:
                 splits_output = self._alone(parts, prefix, *segment.layers[0], is_end)
             else:
@@ -195,8 +195,17 @@ class ChainSplit:
         elif kind in (Dropout, LayerNorm, RMSNorm, PositionalEmbedding):
             self._light(parts, path, name, layer)
         else:
-            self._whole(parts, path, name, layer, f"no rule splits a {kind.__name__}")
+            self._whole(parts, path, name, layer, self._obstacle(layer))
         return False
+
+    def _obstacle(self, layer: Layer) -> str:
+        """Why a layer that stands alone is whole."""
+        ranks = self.backend.world_size
+        if isinstance(layer, Attention) and layer.heads < ranks:
+            return f"{layer.heads} heads cannot be dealt to {ranks} ranks"
+        if type(layer) in ATTENTIONS:
+            return "it does not stand between two linear layers with weights of their own"
+        return f"no rule splits a {type(layer).__name__}"
 
     def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, is_end: bool) -> bool:
         """By outputs: gathered, or left split at the model's end."""

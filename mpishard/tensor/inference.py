@@ -17,7 +17,7 @@ class TensorParallelInference:
     @staticmethod
     def forward_in_process(
         world_size: int,
-        input: Array,
+        input: Array,  # noqa: A002 - the mirrored name
         build_rank: Callable[[CommunicationBackend], Callable[[Array], Array]],
     ) -> Array:
         """Predict with ``world_size`` thread-ranks, each of which holds its part of the model.

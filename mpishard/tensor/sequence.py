@@ -128,8 +128,19 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add the positions' vectors to each sample's slice; saves nothing."""
+        """Add the positions' vectors to each sample's slice; saves nothing.
+
+        Raises
+        ------
+        ValueError
+            For another shape, or with a cache, behind which slices would have other positions.
+        """
         self.output_shape(x.shape[1:])
+        if context.cache is not None:
+            raise ValueError(
+                "sequence parallelism reads whole sequences: generate with a partition without "
+                "sequence_parallel, which has the same parameters"
+            )
         start = self.backend.rank * x.shape[1]
         return x + p["weight"][start : start + x.shape[1]], None
 

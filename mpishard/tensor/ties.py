@@ -13,7 +13,7 @@ __all__ = ["Ties", "is_open", "walk_layers"]
 
 
 def is_open(layer: Layer) -> bool:
-    """Whether it is a composite of which the rules know what it computes, and split the children."""
+    """Whether the rules know what the composite computes, and go into it."""
     return type(layer) in (Residual, Sequential)
 
 

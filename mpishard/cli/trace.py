@@ -1,0 +1,181 @@
+"""``mpishard trace``: record a script's ranks, merge what they left, and print where time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from mpishard.cli.bench_report import bytes_text, milliseconds, show
+from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument, prepare_job
+from mpishard.observe import (
+    JobTrace,
+    TraceSummary,
+    merge_traces,
+    open_trace,
+    summarize_trace,
+)
+
+__all__ = ["trace"]
+
+_MERGED = "trace.json"
+
+trace = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Record what each rank does and when; merge it for Perfetto, add it up.",
+)
+
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Where the ranks have left rank_<r>.json.")
+]
+
+
+@trace.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    script: ScriptArgument,
+    ranks: RanksOption,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the traces.", metavar="FOLDER")
+    ] = Path("trace"),
+    hosts: HostsOption = "",
+) -> None:
+    """Run SCRIPT on N MPI ranks as `mpishard run` does, record it, merge and summarize.
+
+    Ends with the script's exit code; what a failed job has left is merged too.
+    """
+    folder = output.absolute()
+    start = prepare_job(
+        "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
+    )
+    with _said():
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("rank_*.json"), folder / _MERGED):
+            old.unlink(missing_ok=True)
+    code = start()
+    with _said(code):
+        recorded = open_trace(folder)
+        merge_traces(recorded, output / _MERGED)
+        _print_summary(summarize_trace(recorded), recorded)
+        typer.echo(f"{output / _MERGED}: open it in https://ui.perfetto.dev")
+    raise typer.Exit(code)
+
+
+@trace.command()
+def merge(
+    folder: FolderArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Default: trace.json in FOLDER.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Make one file of all ranks' traces, for https://ui.perfetto.dev or chrome://tracing."""
+    path = folder / _MERGED if output is None else output
+    with _said():
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if path.name.startswith("rank_"):
+            raise ValueError(f"--output {path} would look like the trace of a rank")
+        recorded = open_trace(folder)
+        merge_traces(recorded, path)
+    _print_notes(recorded)
+    typer.echo(f"{path}: {recorded.world_size} ranks; open it in https://ui.perfetto.dev")
+
+
+@trace.command()
+def summary(
+    recorded: Annotated[
+        Path, typer.Argument(metavar="FOLDER|FILE", help="Ranks' traces, or what was merged.")
+    ],
+) -> None:
+    """Print what each rank's steps were made of, and what collectives cost."""
+    with _said():
+        job = open_trace(recorded)
+        _print_summary(summarize_trace(job), job)
+
+
+@contextmanager
+def _said(code: int = 0) -> Iterator[None]:
+    """Say what cannot be done, and end with ``code``, or 2 if that is 0."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        typer.echo(f"mpishard trace: {error}", err=True)
+        raise typer.Exit(code or 2) from None
+
+
+def _print_notes(recorded: JobTrace) -> None:
+    for rank, ending in sorted(recorded.endings.items()):
+        if ending.is_early:
+            typer.echo(
+                f"rank {rank}'s trace ends early, at {ending.until / 1e6:.3f} s: {ending.reason}",
+                err=True,
+            )
+        if ending.dropped:
+            typer.echo(
+                f"rank {rank} dropped {ending.dropped} events, all that came after "
+                f"{ending.until / 1e6:.3f} s: they were more than its trace takes",
+                err=True,
+            )
+
+
+def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
+    nodes = len({about["node"] for about in recorded.ranks})
+    until = max(ending.until for ending in recorded.endings.values())
+    who = _count(recorded.world_size, "rank")
+    words = [f"{who} on {_count(nodes, 'node')}, {until / 1e6:.3f} s"]
+    if not math.isnan(found.step_seconds):
+        words.append(f"a step takes {milliseconds(found.step_seconds)} (median)")
+    if not math.isnan(found.bubble):
+        words.append(f"bubble of its passes {found.bubble:.1%} (median)")
+    if found.uncertainty:
+        words.append(f"clocks of nodes agree to {found.uncertainty * 1e6:.0f} us")
+    typer.echo("; ".join(words))
+    show(_rank_table(found))
+    show(_call_table(found))
+    _print_notes(recorded)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _rank_table(found: TraceSummary) -> Table:
+    table = Table(title="What the ranks' steps are made of", title_justify="left")
+    for name in ("rank", "node", "steps", "in steps"):
+        table.add_column(name, justify="right")
+    names = ("computing", "waiting", "idle", "in flight", "hidden", "came last")
+    for name in names:
+        table.add_column(name, justify="right")
+    for rank in found.ranks:
+        whole = rank.seconds or 1.0
+        shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
+        table.add_row(
+            str(rank.rank), str(rank.node), str(rank.steps), f"{rank.seconds:.3f} s",
+            *(f"{share / whole:.1%}" for share in shares),
+            f"{rank.hidden / rank.in_flight if rank.in_flight else 0.0:.1%}", f"{rank.last:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _call_table(found: TraceSummary) -> Table:
+    table = Table(title="What was called, all ranks together", title_justify="left")
+    table.add_column("call")
+    table.add_column("of")
+    for name in ("calls", "bytes", "in flight", "waited", "median wait"):
+        table.add_column(name, justify="right")
+    for call in found.calls:
+        table.add_row(
+            call.kind, call.group, str(call.calls), bytes_text(call.nbytes),
+            f"{call.in_flight:.3f} s", f"{call.waiting:.3f} s", milliseconds(call.median_wait),
+        )  # fmt: skip
+    return table

@@ -1,0 +1,124 @@
+"""What each rank does and when, for Perfetto and Chrome: `trace` records, `span` names a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from mpishard import settings
+from mpishard.arguments import as_integer
+from mpishard.communication import CommunicationBackend, init
+from mpishard.communication.recorder import Row, Span, current_recorder
+from mpishard.communication.recording import start_recording, stop_recording
+
+__all__ = ["span", "step_span", "trace"]
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def trace(
+    folder: str | os.PathLike[str],
+    backend: CommunicationBackend | None = None,
+    *,
+    maximum_events: int = settings.TRACE_EVENTS,
+) -> Iterator[None]:
+    """Record what every rank does inside, each into ``folder/rank_<r>.json``. Collective.
+
+    Collectives, messages and steps are recorded by themselves; `span` adds what else matters.
+    ``mpishard trace merge`` makes one file of them, ``mpishard trace summary`` prints the shares of
+    computing, waiting and idling. A trace that is in the folder is replaced. Files are written
+    between steps, about once a second, and when the context ends, by an exception too; a rank that
+    is killed leaves what it had written. Setting ``MPISHARD_TRACE`` records a whole run.
+
+    Time is that of the host: what a GPU does later than it was told is not seen.
+
+    Parameters
+    ----------
+    folder : path
+        Where; it is made.
+    backend : CommunicationBackend, optional
+        The world that is recorded, with all that was split from it. Default: that of `init`.
+    maximum_events : int
+        Of each rank. Events beyond are counted and not kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a world that was split off, or a maximum below 1.
+    NotInitializedError
+        For a backend that is not initialised.
+    RuntimeError
+        Where this rank records a trace already.
+    OSError
+        Where the folder or file cannot be written.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from mpishard import run_in_threads
+    >>> from mpishard.observe import span, trace
+    >>> def body(backend, folder):
+    ...     with trace(folder, backend):
+    ...         with span("forward", micro_batch=0):
+    ...             y = np.ones((64, 64)) @ np.ones((64, 64))
+    ...         backend.all_reduce(y)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = run_in_threads(2, body, folder)
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['rank_0.json', 'rank_1.json']
+    """
+    world = init() if backend is None else backend
+    if not isinstance(world, CommunicationBackend):
+        raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+    if not world._is_root:
+        raise ValueError(
+            f"trace() records a whole world, and {world.describe()} was split from one; give it "
+            "the backend of init(): what its ranks do among themselves is recorded too"
+        )
+    if as_integer("maximum_events", maximum_events) < 1:
+        raise ValueError(f"maximum_events must be 1 or more, got {maximum_events}")
+    start_recording(world, Path(folder), maximum_events)
+    try:
+        yield
+    except BaseException as error:
+        stop_recording(world, None if isinstance(error, SystemExit) else error)
+        raise
+    stop_recording(world)
+
+
+def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
+    """Show what is done inside as computation, where a trace is recorded; else nothing.
+
+    Parameters
+    ----------
+    name : str
+        What it is: ``forward``, ``backward_input``.
+    **arguments : str or number
+        Shown with it: ``micro_batch``, ``stage``.
+
+    Examples
+    --------
+    >>> from mpishard.observe import span
+    >>> with span("load data", file="part-7"):
+    ...     pass
+    """
+    recorder = current_recorder.get()
+    return _NOTHING if recorder is None else Span(recorder, Row.COMPUTE, name, arguments)
+
+
+def step_span(number: int) -> AbstractContextManager[None]:
+    """Show what is done inside as step ``number``; engines do. Idle is what a step leaves unused.
+
+    Examples
+    --------
+    >>> from mpishard.observe import step_span
+    >>> with step_span(1):
+    ...     pass
+    """
+    recorder = current_recorder.get()
+    if recorder is None:
+        return _NOTHING
+    return Span(recorder, Row.STEP, f"step {number}", {"step": number})

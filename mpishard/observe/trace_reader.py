@@ -1,0 +1,229 @@
+"""Traces read back: a job's folder, rank by rank on one time line, or what was merged of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpishard.communication.trace_file import TRACE_FORMAT, TRACE_VERSION, rank_file
+
+__all__ = ["Ending", "JobTrace", "open_trace"]
+
+_KILLED = "its file has no end: the process was killed, or still runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the trace of one rank ends.
+
+    Parameters
+    ----------
+    reason : str
+        ``finished``, or what ended it.
+    until : float
+        End of the last event, in microseconds of the job's time line.
+    dropped : int
+        Events that were more than the file's maximum.
+    """
+
+    reason: str
+    until: float
+    dropped: int
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the rank did not come to its end."""
+        return self.reason != "finished"
+
+
+class JobTrace(ABC):
+    """The events of all ranks of a job, on rank 0's clock.
+
+    Attributes
+    ----------
+    job : str
+        What the job is called.
+    ranks : list of dict
+        Of each rank in order: ``rank``, ``node``, ``host``, and how its clock was aligned.
+    endings : dict
+        Of each rank, once `events` has come to its end.
+    """
+
+    job: str
+    ranks: list[dict[str, Any]]
+
+    def __init__(self) -> None:
+        self.endings: dict[int, Ending] = {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @abstractmethod
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every event, ``ts`` counted from the job's start, in no order; rank by rank.
+
+        Raises
+        ------
+        ValueError
+            Where a file is damaged, naming the line.
+        """
+
+
+def open_trace(path: str | os.PathLike[str]) -> JobTrace:
+    """The trace in a folder of ``rank_<r>.json``, or in a file that was merged of them.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is none, or ranks are missing, which are named.
+    ValueError
+        Where files are no traces, or of different jobs.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _Folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    return _Merged(path)
+
+
+class _Lines:
+    """One trace file: its first line, its events, and its last line if it has one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end: dict[str, Any] | None = None
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            line = stream.readline()
+        try:
+            head = json.loads(f"{line.strip()}]}}")
+            about = head["otherData"]
+            known = about["format"] == TRACE_FORMAT
+        except (ValueError, KeyError, TypeError):
+            known = False
+        if not known:
+            raise ValueError(
+                f"{path} does not begin as a trace of mpishard does; it is torn, or another "
+                f"program's: {line[:60].strip()!r}"
+            )
+        self.about: dict[str, Any] = about
+        if about["version"] != TRACE_VERSION:
+            raise ValueError(
+                f"{path} has version {about['version']}, and this mpishard reads {TRACE_VERSION}"
+            )
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        with self.path.open(encoding="utf-8", errors="replace") as stream:
+            next(stream)
+            torn = 0
+            for number, line in enumerate(stream, 2):
+                if torn:
+                    raise ValueError(f"{self.path}, line {torn} is damaged, and others follow it")
+                try:
+                    if line.startswith("]"):
+                        self.end = json.loads("{" + line[2:])["end"]
+                    else:
+                        yield json.loads(line.removeprefix(","))
+                except (ValueError, KeyError):
+                    torn = number  # half a line, where the process was killed: if it is the last
+
+
+class _Folder(JobTrace):
+    """The files that the ranks of a job have left."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        found: dict[int, _Lines] = {}
+        for path in sorted(folder.glob("rank_*.json")):
+            lines = _Lines(path)
+            rank = lines.about.get("rank", -1)
+            if path != rank_file(folder, rank):
+                whose = f"rank {rank}" if rank >= 0 else "all ranks"
+                raise ValueError(f"{path} is the trace of {whose}; it was renamed")
+            found[rank] = lines
+        if not found:
+            raise FileNotFoundError(
+                f"no trace of a rank (rank_<r>.json) is in {folder}; `mpishard trace run`, "
+                "MPISHARD_TRACE=FOLDER or mpishard.observe.trace(FOLDER) records one"
+            )
+        self.ranks = _of_one_job(folder, found)
+        self.job = self.ranks[0]["job"]
+        self._files = [found[rank] for rank in range(len(found))]
+        clocks = _best_clocks(self.ranks)
+        starts = [about["origin_us"] + clocks[about["node"]][0] for about in self.ranks]
+        for about, start in zip(self.ranks, starts, strict=True):
+            offset, uncertainty = clocks[about["node"]]
+            about["clock_offset_us"], about["clock_uncertainty_us"] = offset, uncertainty
+            about["start_us"] = start - min(starts)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for about, lines in zip(self.ranks, self._files, strict=True):
+            until = start = about["start_us"]
+            for event in lines.events():
+                if "ts" in event:
+                    event["ts"] = round(event["ts"] + start, 3)
+                    until = max(until, event["ts"] + event["dur"])
+                yield event
+            end = lines.end or {"reason": _KILLED, "dropped": 0}
+            self.endings[about["rank"]] = Ending(end["reason"], until, end["dropped"])
+
+
+class _Merged(JobTrace):
+    """A file that `merge_traces` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._lines = _Lines(path)
+        about = self._lines.about
+        if "ranks" not in about:
+            raise ValueError(
+                f"{path} is the trace of rank {about['rank']} alone; give its folder, {path.parent}"
+            )
+        self.job, self.ranks = about["job"], about["ranks"]
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        yield from self._lines.events()
+        if self._lines.end is None:
+            raise ValueError(f"{self._lines.path} is torn: its end is missing; merge it again")
+        for end in self._lines.end["ranks"]:
+            self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
+
+
+def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
+    """What the ranks' files tell, where together they are those of one job."""
+    jobs: dict[str, list[int]] = {}
+    for rank, lines in sorted(found.items()):
+        jobs.setdefault(lines.about["job"], []).append(rank)
+    if len(jobs) > 1:
+        parts = "; ".join(f"job {job}: ranks {ranks}" for job, ranks in jobs.items())
+        raise ValueError(
+            f"{folder} has traces of {len(jobs)} jobs ({parts}); remove those of old ones, or "
+            "record each job in a folder of its own"
+        )
+    world_size = next(iter(found.values())).about["world_size"]
+    missing = [rank for rank in range(world_size) if rank not in found]
+    if missing:
+        names = ", ".join(rank_file(folder, rank).name for rank in missing)
+        raise FileNotFoundError(
+            f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
+            f"{names}; where nodes have disks of their own, copy each node's files there"
+        )
+    return [found[rank].about for rank in range(world_size)]
+
+
+def _best_clocks(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    """Of each node (offset, uncertainty): its ranks share a clock, and one measured it best."""
+    best: dict[int, tuple[float, float]] = {}
+    for about in ranks:
+        offset, uncertainty = about["clock_offset_us"], about["clock_uncertainty_us"]
+        node = about["node"]
+        if node not in best or uncertainty < best[node][1]:
+            best[node] = offset, uncertainty
+    return best

@@ -1,0 +1,287 @@
+"""Figures of a trace: how much of a rank's steps is computing, waiting, idle; what waits cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard.observe.trace_reader import JobTrace
+
+__all__ = ["CallTotals", "RankShares", "TraceSummary", "summarize_trace"]
+
+_PASSES = ("forward", "backward", "backward_input", "backward_weight")
+
+_Spans = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    """What one rank did in its steps; without steps, from its first event to its last.
+
+    ``computing``, ``waiting`` and ``idle`` add up to ``seconds``: idle is what is neither inside a
+    `span` nor inside a collective, a receive or a wait. ``in_flight`` is time in which a collective
+    or message of the rank was under way, ``hidden`` the part of it in which the rank did not wait.
+
+    Parameters
+    ----------
+    rank, node, steps : int
+        Who, where, and how many steps.
+    seconds, computing, waiting, idle, in_flight, hidden : float
+        Seconds.
+    last : float
+        Of the collectives that can be compared, the part to which this rank came last.
+    """
+
+    rank: int
+    node: int
+    steps: int
+    seconds: float
+    computing: float
+    waiting: float
+    idle: float
+    in_flight: float
+    hidden: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallTotals:
+    """What collectives, or messages, of one kind and one world or axis cost all ranks together.
+
+    Parameters
+    ----------
+    kind, group : str
+        ``all_reduce``; the mesh axis, or the world that it was called on.
+    calls, nbytes : int
+        Calls of all ranks, and the bytes of the arrays that they passed.
+    in_flight, waiting : float
+        Seconds, all ranks added up.
+    median_wait : float
+        Seconds that a rank waited in one call.
+    """
+
+    kind: str
+    group: str
+    calls: int
+    nbytes: int
+    in_flight: float
+    waiting: float
+    median_wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """What `summarize_trace` found.
+
+    Parameters
+    ----------
+    ranks : list of RankShares
+        In order.
+    calls : list of CallTotals
+        Those that were waited for longest first.
+    step_seconds : float
+        Median over the steps of the longest that a rank took; NaN without steps.
+    bubble : float
+        Median over the steps of 1 - (mean computing time of a rank's passes) / (the longest time
+        of a rank from its first pass to the end of its last); NaN without passes.
+    uncertainty : float
+        Seconds by which times of different nodes may be wrong to each other.
+    """
+
+    ranks: list[RankShares]
+    calls: list[CallTotals]
+    step_seconds: float
+    bubble: float
+    uncertainty: float
+
+
+@dataclass(slots=True)
+class _RankEvents:
+    """Spans of one rank, as (start, end) in microseconds."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    compute: list[tuple[float, float]] = field(default_factory=list)
+    passes: list[tuple[float, float]] = field(default_factory=list)
+    wait: list[tuple[float, float]] = field(default_factory=list)
+    in_flight: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        times = event["ts"], event["ts"] + event["dur"]
+        category = event["cat"]
+        if category == "step":
+            self.steps.append(times)
+            self.numbers.append(event["args"]["step"])
+        elif category == "compute":
+            self.compute.append(times)
+            if event["name"] in _PASSES:
+                self.passes.append(times)
+        elif category == "wait":
+            self.wait.append(times)
+        elif category == "communication":
+            self.in_flight.append(times)
+
+
+class _Calls:
+    """Collectives and messages of all ranks."""
+
+    def __init__(self) -> None:
+        self._flights: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+        self._waits: dict[tuple[str, str], dict[object, float]] = defaultdict(dict)
+        self._latest: dict[tuple[str, int], tuple[float, int, int]] = {}
+        self._joined: dict[int, list[tuple[str, int]]] = defaultdict(list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        given = event.get("args", {})
+        if "group" not in given:
+            return
+        kind = event["name"], given.get("axis") or _family(given["group"])
+        rank = event["pid"]
+        if event["cat"] == "communication":
+            self._flights[kind].append((event["dur"], given.get("bytes", 0)))
+            if "sequence" in given:
+                self._arrive((given["group"], given["sequence"]), rank, event["ts"])
+        else:
+            occurrence = (rank, given["group"], given.get("sequence", event["ts"]))
+            waits = self._waits[kind]
+            waits[occurrence] = waits.get(occurrence, 0.0) + event["dur"]
+
+    def _arrive(self, collective: tuple[str, int], rank: int, at: float) -> None:
+        time, last, count = self._latest.get(collective, (-1.0, rank, 0))
+        self._latest[collective] = (*((at, rank) if at > time else (time, last)), count + 1)
+        self._joined[rank].append(collective)
+
+    def share_last(self, rank: int) -> float:
+        """The part of this rank's collectives to which it came last."""
+        met = [self._latest[c] for c in self._joined[rank] if self._latest[c][2] > 1]
+        return sum(last == rank for _, last, _ in met) / len(met) if met else 0.0
+
+    def totals(self) -> list[CallTotals]:
+        """By kind and group, those that were waited for longest first."""
+        found = []
+        for (kind, group), flights in self._flights.items():
+            waits = list(self._waits[kind, group].values())
+            found.append(
+                CallTotals(
+                    kind, group, len(flights), sum(nbytes for _, nbytes in flights),
+                    sum(time for time, _ in flights) / 1e6, sum(waits) / 1e6,
+                    float(np.median(waits)) / 1e6 if waits else 0.0,
+                )
+            )  # fmt: skip
+        return sorted(found, key=lambda totals: -totals.waiting)
+
+
+def summarize_trace(trace: JobTrace) -> TraceSummary:
+    """Add up a trace. Its ``endings`` are known afterwards.
+
+    Raises
+    ------
+    ValueError
+        Where a file is damaged.
+    """
+    ranks = {about["rank"]: _RankEvents() for about in trace.ranks}
+    calls = _Calls()
+    for event in trace.events():
+        if event["ph"] == "X":
+            ranks[event["pid"]].add(event)
+            calls.add(event)
+    shares = [
+        _shares(about, ranks[about["rank"]], calls.share_last(about["rank"]))
+        for about in trace.ranks
+    ]
+    lengths, bubbles = _of_steps(list(ranks.values()))
+    return TraceSummary(
+        shares,
+        calls.totals(),
+        float(np.median(lengths)) / 1e6 if lengths else float("nan"),
+        float(np.median(bubbles)) if bubbles else float("nan"),
+        max(about["clock_uncertainty_us"] for about in trace.ranks) / 1e6,
+    )
+
+
+def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShares:
+    everything = [*events.compute, *events.wait, *events.in_flight]
+    within = union(events.steps)
+    if not events.steps and everything:
+        within = np.array([[min(s for s, _ in everything), max(e for _, e in everything)]])
+
+    def covered(*spans: Iterable[tuple[float, float]]) -> float:
+        """Seconds inside the steps that any of ``spans`` covers."""
+        any_of = union([one for some in spans for one in some])
+        both = union([*map(tuple, any_of), *map(tuple, within)])
+        return (_length(any_of) + _length(within) - _length(both)) / 1e6
+
+    seconds = _length(within) / 1e6
+    waiting = covered(events.wait)
+    busy = covered(events.compute, events.wait)
+    return RankShares(
+        about["rank"], about["node"], len(events.steps), seconds,
+        computing=busy - waiting, waiting=waiting, idle=seconds - busy,
+        in_flight=covered(events.in_flight),
+        hidden=covered(events.in_flight, events.wait) - waiting,
+        last=last,
+    )  # fmt: skip
+
+
+def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
+    """Of each step that all ranks have: its length, and its bubble if there are passes.
+
+    The k-th step of every rank is the same one; passes that accumulate follow each other under one
+    number and are one step. Numbers themselves begin anew with another model.
+    """
+    by_rank = []
+    for events in ranks:
+        passes, waits = union(events.passes), union(events.wait)
+        measured: list[list[float]] = []  # length, work, first start, last end
+        previous = None
+        for number, (start, end) in zip(events.numbers, events.steps, strict=True):
+            inside, blocked = _clipped(passes, start, end), _clipped(waits, start, end)
+            if number != previous:
+                measured.append([0.0, 0.0, np.inf, -np.inf])
+            previous, now = number, measured[-1]
+            now[0] += end - start
+            if len(inside):
+                any_of = union([*map(tuple, inside), *map(tuple, blocked)])
+                now[1] += _length(any_of) - _length(blocked)
+                now[2] = min(now[2], inside[0, 0])
+                now[3] = max(now[3], inside[-1, 1])
+        by_rank.append(measured)
+    lengths, bubbles = [], []
+    for found in zip(*by_rank, strict=False):  # a rank that died has fewer
+        lengths.append(max(length for length, *_ in found))
+        longest = max(end - start for _, _, start, end in found)
+        if longest > 0:
+            bubbles.append(1 - float(np.mean([work for _, work, *_ in found])) / longest)
+    return lengths, bubbles
+
+
+def union(spans: Iterable[tuple[float, ...]]) -> _Spans:
+    """What ``spans`` cover together, shape (n, 2): ascending, none touching the next."""
+    ordered = np.array(sorted(spans), np.float64).reshape(-1, 2)
+    if not len(ordered):
+        return ordered
+    reach = np.maximum.accumulate(ordered[:, 1])
+    begins = np.concatenate([[True], ordered[1:, 0] > reach[:-1]])
+    ends = np.concatenate([begins[1:], [True]])
+    return np.stack([ordered[begins, 0], reach[ends]], axis=1)
+
+
+def _length(spans: _Spans) -> float:
+    return float((spans[:, 1] - spans[:, 0]).sum())
+
+
+def _clipped(spans: _Spans, start: float, end: float) -> _Spans:
+    """The part of disjoint, ascending ``spans`` that lies in ``[start, end]``."""
+    low = int(np.searchsorted(spans[:, 1], start, "right"))
+    high = int(np.searchsorted(spans[:, 0], end, "left"))
+    return np.clip(spans[low:high], start, end)
+
+
+def _family(group: str) -> str:
+    """The name of a world without its color: parts of one split are counted together."""
+    head, slash, tail = group.rpartition("/")
+    return f"{head}{slash}{tail.partition('.')[0]}" if slash else group

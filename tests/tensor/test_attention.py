@@ -1,0 +1,94 @@
+"""Tensor-parallel attention against its formula, and in training against one rank's."""
+
+import numpy as np
+import pytest
+
+from mpishard.nn import Attention, CausalAttention, Context, Linear, Sequential
+from mpishard.sharding import ParameterTable
+from mpishard.tensor import TensorParallelAttention
+from mpishard.testing.worlds import in_worlds
+
+
+def formula(x, qkv, projection, bias, heads, causal):
+    """Attention written from the definition, with plain NumPy."""
+    batch, time, width = x.shape
+    size = width // heads
+    q, k, v = np.split(x @ qkv.T, 3, axis=-1)
+    y = np.empty((batch, time, width))
+    for b in range(batch):
+        for h in range(heads):
+            own = slice(h * size, (h + 1) * size)
+            for t in range(time):
+                seen = slice(0, t + 1 if causal else time)
+                scores = np.exp(k[b, seen, own] @ q[b, t, own] / np.sqrt(size))
+                y[b, t, own] = scores @ v[b, seen, own] / scores.sum()
+    return y @ projection.T + bias
+
+
+def whole_chain(width, heads, causal):
+    core = CausalAttention(heads) if causal else Attention(heads)
+    qkv = Linear(width, 3 * width, bias=False)
+    return Sequential({"qkv": qkv, "core": core, "projection": Linear(width, width)})
+
+
+def held(whole, layer, name):
+    boxes = layer.boxes(name)
+    return np.concatenate([whole[tuple(slice(*range_) for range_ in box)] for box in boxes])
+
+
+def views(chain, values):
+    table = ParameterTable(chain.walk_parameters())
+    vector = np.concatenate([values[entry.name].reshape(-1) for entry in table.entries])
+    return table, table.nested_views(vector)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@in_worlds(1, 2, 3, 4)
+def test_it_is_the_formula_and_trains_like_one_rank(backend, causal):
+    heads = 12 if backend.world_size == 3 else 4
+    generator = np.random.default_rng(1)
+    layer = TensorParallelAttention(backend, 12, heads, causal)
+    whole = whole_chain(12, heads, causal)
+    values = {name: generator.standard_normal(s.shape) for name, s in whole.walk_parameters()}
+    x, dy = generator.standard_normal((2, 2, 5, 12))
+    children = layer.children
+    own = {
+        name: held(value, children[name.split(".")[0]], name.split(".")[1])
+        for name, value in values.items()
+    }
+    results = []
+    for chain, parameters in ((whole, values), (layer, own)):
+        table, p = views(chain, parameters)
+        gradients = np.zeros(table.length)
+        y, saved = chain.forward(p, x.copy(), Context())
+        dx = chain.backward(p, saved, dy.copy(), table.nested_views(gradients))
+        found = {e.name: gradients[e.start : e.stop].reshape(e.shape) for e in table.entries}
+        results.append((y, dx, found))
+    (y, dx, gradients), (own_y, own_dx, own_gradients) = results
+    matrices = [values[n] for n in ("qkv.weight", "projection.weight", "projection.bias")]
+    expected = formula(x, *matrices, heads, causal)
+    np.testing.assert_allclose(own_y, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(own_y, y, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(own_dx, dx, rtol=0, atol=1e-12)
+    for name, gradient in gradients.items():
+        part = held(gradient, children[name.split(".")[0]], name.split(".")[1])
+        np.testing.assert_allclose(own_gradients[name], part, rtol=0, atol=1e-12, err_msg=name)
+    if backend.world_size > 1:
+        assert children["core"].heads == heads // backend.world_size
+        assert own["qkv.weight"].size == 3 * 144 // backend.world_size
+
+
+@in_worlds(2)
+def test_sizes_and_inputs_are_refused(backend):
+    with pytest.raises(TypeError, match="backend must be a CommunicationBackend, got int"):
+        TensorParallelAttention(2, 8, 2)
+    with pytest.raises(ValueError, match="num_heads 3 is no multiple of the 2 ranks"):
+        TensorParallelAttention(backend, 9, 3)
+    with pytest.raises(ValueError, match=r"divide embed_dim, got 9 = 4 \* 2 \+ 1"):
+        TensorParallelAttention(backend, 9, 2)
+    with pytest.raises(ValueError, match="embed_dim=0"):
+        TensorParallelAttention(backend, 0, 2)
+    layer = TensorParallelAttention(backend, 8, 2)
+    for shape in ((3, 8), (2, 3, 4), (2, 3, 8, 8)):
+        with pytest.raises(ValueError, match=r"an input of shape \(batch, time, 8\), got samples"):
+            layer.forward({}, np.ones(shape), Context())
