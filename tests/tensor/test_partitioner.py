@@ -295,7 +295,7 @@ def check_cover(backend, arrays, boxes):
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
-@in_worlds(1, 2, 3, 4)
+@in_worlds(2, 3, 4)
 def test_parts_compute_what_the_whole_does(backend, name, sequence, ends):
     case = CASES[name]
     chain = case.make()
@@ -313,6 +313,17 @@ def test_parts_compute_what_the_whole_does(backend, name, sequence, ends):
     check_against_whole(
         backend, chain, batch_of(case), partition, sequence=sequence, ends=ends, halves=ends
     )
+
+
+@in_worlds(1)
+def test_one_rank_has_the_layers_themselves(backend):
+    chain = gpt(tied_embeddings=True)
+    for options in ({}, {"sequence_parallel": True, "split_output": True}):
+        partition = partition_chain(chain.children, backend, **options)
+        assert partition.layers == chain.children
+        assert not partition.boxes
+        assert not partition.splits_output
+        assert "block0_attention.core: CausalAttention on the one rank" in partition.log
 
 
 @in_worlds(2, 3)
