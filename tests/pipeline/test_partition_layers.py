@@ -80,6 +80,10 @@ def test_a_strategy_is_followed_to_the_nearest_layer():
     infos = infos_of([1] * 4, sizes=[10, 2, 4, 4])
     right = LoadBalancedPartitionStrategy([0, 19], lambda n: 1)
     assert partition_layers(infos, 3, right) == [(0, 2), (2, 3), (3, 4)]
+    # Two cuts nearest to one layer: the second takes the next.
+    infos = infos_of([1] * 5, sizes=[1, 1, 8, 10, 5])
+    close = LoadBalancedPartitionStrategy([0, 10, 11], lambda n: 1)
+    assert partition_layers(infos, 3, close) == [(0, 3), (3, 4), (4, 5)]
 
 
 def test_models_are_cut_where_they_may_be():

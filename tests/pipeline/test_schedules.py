@@ -153,7 +153,7 @@ def test_orders_as_the_papers_draw_them():
     assert letters(Interleaved1F1BSchedule(), 0, 2, 2) == "F0 F1 F0' F1' B0' B1' B0 B1"
     assert letters(Interleaved1F1BSchedule(), 1, 2, 2) == "F0 F1 F0' B0' F1' B1' B0 B1"
     assert letters(LoopedBFSSchedule(), 1, 2, 2) == "F0 F1 F0' F1' B0' B1' B0 B1"
-    # Figures 2 and 3 of arXiv:2401.10241 for fewer ranks.
+    # Figure 3 of arXiv:2401.10241, for fewer ranks.
     assert letters(ZeroBubbleH1Schedule(), 1, 2, 3) == "F0 B0 F1 B1 W0 F2 B2 W1 W2"
     assert letters(ZeroBubbleH2Schedule(), 0, 2, 4) == "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3"
     assert letters(ZeroBubbleVSchedule(), 0, 1, 1) == "F0 F0' B0' W0' B0 W0"

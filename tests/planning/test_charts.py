@@ -24,7 +24,7 @@ def test_text():
         "rank 1  ..F0B0==F1B1==",
     ]
     chart = text_chart(simulate(Interleaved1F1BSchedule(), 2, 2))
-    assert chart.splitlines()[0] == "rank 0  F0F1f0f1..b0==b1==B0==B1=="
+    assert chart.splitlines()[0] == "rank 0  F0F1f0f1....b0==..b1==B0==B1=="
 
 
 def test_text_of_times_that_are_no_multiples():

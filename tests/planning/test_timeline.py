@@ -74,6 +74,7 @@ def test_bytes():
     assert halves.peak_activation_bytes == (30, 24, 18)
     both = simulate(LoopedBFSSchedule(), 2, 3, activation_bytes=[1, 10, 100, 1000])
     assert both.peak_activation_bytes == (303, 3030)
+    assert both.peak_live == both.peak_held == (3, 3)
 
 
 def test_sizes_that_do_not_fit():
