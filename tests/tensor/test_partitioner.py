@@ -148,6 +148,26 @@ def tied_everywhere():
     )
 
 
+def gated():
+    """Gated perceptrons: as the rules know them, in two other orders, too narrow, and tied."""
+    return nn.Sequential(
+        {
+            "a": nn.Residual(
+                {"up": nn.Linear(6, 14), "gate": nn.SwiGLU(), "down": nn.Linear(7, 6)}
+            ),
+            "up": nn.Linear(6, 18, bias=False),
+            "gate": nn.SwiGLU(),
+            "drop": nn.Dropout(0.3),
+            "down": nn.Linear(9, 6),
+            "late": nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.SwiGLU(), nn.Linear(8, 6)),
+            "twice": nn.Sequential(
+                nn.Linear(6, 16), nn.SwiGLU(), nn.SwiGLU(), nn.Linear(4, 6), nn.LayerNorm(6)
+            ),
+            "narrow": nn.Sequential(nn.Linear(6, 2), nn.SwiGLU(), nn.Linear(1, 6)),
+        }
+    )
+
+
 def odd_attention():
     """Attention that does not stand as the rules know it."""
     return nn.Sequential(
@@ -185,6 +205,7 @@ CASES = {
     "whole attention": Case(whole_attention, (TIME, 8)),
     "shared": Case(shared_linear, (TIME, 6)),
     "tied everywhere": Case(tied_everywhere, (TIME,), tokens=True),
+    "gated": Case(gated, (TIME, 6)),
     "odd attention": Case(odd_attention, (TIME, 6)),
     "few tokens": Case(
         lambda: nn.Sequential({"embedding": nn.Embedding(2, 6), "head": nn.Linear(6, 3)}),
