@@ -238,6 +238,8 @@ def test_units_are_gathered_once_more(backend, monkeypatch):
     # backward, and is then still there for 3-5; as c is for 6-8.
     assert gathers(None, 2) == 4 + 3
     assert gathers(Config(True, 3), 2) == 4 + 1 + 2 + 0 + 1
+    # While c waits, a and b are gathered one after the other, and not ahead.
+    assert gathers(Config(True, 9), 2) == 4 + 1 + 2 + 2
 
 
 def test_segments():
