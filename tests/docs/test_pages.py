@@ -37,6 +37,7 @@ AT_LEAST = {
     "shards-and-units": 5,
     "sharp-bits": 8,
     "strategies": 2,
+    "traces": 1,
     "training-loop": 8,
     "troubleshooting": 6,
     "write-a-backend": 2,
