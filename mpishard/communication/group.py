@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
-from mpishard.communication.lanes import Expected, Lane, Pending
+from mpishard.communication.lanes import Expected, Lane, Message, Pending
 from mpishard.communication.mailbox import Letter, Mailbox
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.work import Waitable
@@ -70,8 +70,11 @@ class Group:
         self._left = False
         self._notified = False
         self._noticed: dict[int, int] = {}
+        # Messages that this rank sent to each, and took from each: user's and notices.
+        self.sent = np.zeros(self.world_size, np.int64)
+        self.taken = np.zeros(self.world_size, np.int64)
+        self._sent_here = np.zeros(self.world_size, np.int64)
         self._settling: Any = None
-        self._notices_sent = np.zeros(self.world_size, np.uint8)
 
     def element(self, itemsize: int) -> Any:
         """An MPI type of ``itemsize`` bytes. What the bytes mean is nobody's business here."""
@@ -145,7 +148,8 @@ class Group:
         for rank in range(self.world_size):
             if rank != self.rank:
                 request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
-                Pending(request, self.in_flight, notice)
+                self.sent[rank] += 1
+                Message(request, self.in_flight, notice)
 
     def departures(self) -> dict[int, int]:
         """The ranks that sent a notice, each with the number of its last collective."""
@@ -154,6 +158,7 @@ class Group:
             notice = np.empty(1, np.int64)
             rank = status.Get_source()
             self.comm.Recv([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
+            self.taken[rank] += 1
             self._noticed[rank] = int(notice[0])
         return self._noticed
 
@@ -169,7 +174,7 @@ class Group:
         """
         if not self.all_left:
             return True
-        if not self.has_all_notices():
+        if not self.is_drained():
             return False
         if self.mailbox is not None:
             self.mailbox.close()
@@ -182,23 +187,30 @@ class Group:
                 comm.Free()
         return True
 
-    def has_all_notices(self) -> bool:
-        """Whether all notices that were sent to this rank have come. Never blocks.
+    def is_drained(self) -> bool:
+        """Whether all that was sent to this rank has come. Takes what nobody did. Never blocks.
 
         What is not received when a communicator is freed meets the next one that MPI gives the
-        same identity: a rank of another world would be told that this one's have left. True where
-        not `all_left`: that communicator stays.
+        same identity: a rank of another world would be told that this one's have left, or be given
+        a message of this one. True where not `all_left`: that communicator stays.
         """
         if not self.all_left:
             return True
         if self._settling is None:
-            self._settling = self.comm.Iallgather(
-                np.array([self._notified], np.uint8), self._notices_sent
-            )
+            self._settling = self.comm.Ialltoall(self.sent, self._sent_here)
         if not self._settling.Test():
             return False
-        sent = {rank for rank in range(self.world_size) if self._notices_sent[rank]}
-        return sent - {self.rank} <= self.departures().keys()
+        self.departures()
+        status, byte = self.mpi.Status(), self.mpi.BYTE
+        while message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status):
+            buffer = np.empty(status.Get_count(byte), np.uint8)
+            request = message.Irecv([buffer, buffer.size, byte])
+            Message(request, self.in_flight, buffer)
+            self.taken[status.Get_source()] += 1
+        if (self.taken != self._sent_here).any():
+            return False
+        messages = [request for request in self.in_flight if isinstance(request, Message)]
+        return sum(not request.test() for request in messages) == 0
 
 
 def _duplicates(comm: Any, count: int) -> list[Any]:

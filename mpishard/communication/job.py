@@ -186,7 +186,7 @@ class Job:
                 for group in groups:
                     group.notify()
         waiting = groups
-        while waiting := [group for group in waiting if not group.has_all_notices()]:
+        while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
         self._stop_progress()
         for group in groups:

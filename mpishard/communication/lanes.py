@@ -17,7 +17,7 @@ import numpy as np
 
 from mpishard.communication.work import Waitable
 
-__all__ = ["Condition", "Expected", "Lane", "Pending", "ScratchPool", "Turn"]
+__all__ = ["Condition", "Expected", "Lane", "Message", "Pending", "ScratchPool", "Turn"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -44,11 +44,19 @@ class Pending(Waitable):
         return False
 
 
-class Expected(Pending):
+class Message(Pending):
+    """A request of point to point: its other half is posted when the world ends, if not before."""
+
+    __slots__ = ()
+
+
+class Expected(Message):
     """A receive that was posted before anything came, into ``buffer``.
 
     Parameters
     ----------
+    mpi : module
+        ``mpi4py.MPI``.
     request : mpi4py.MPI.Request
         Of the receive.
     in_flight : set of Pending
@@ -57,32 +65,42 @@ class Expected(Pending):
         In which it stands, too: what the end of a world withdraws.
     buffer : ndarray
         Where the message goes.
-    too_long : type of Exception
-        What MPI raises for a message that ``buffer`` does not hold, and that is lost.
+    taken : ndarray
+        Counts messages, by sender.
+    source : int
+        Whose message it is.
     """
 
-    __slots__ = ("_expected", "_too_long", "buffer", "is_lost")
+    __slots__ = ("_expected", "_mpi", "_source", "_taken", "buffer", "is_lost")
 
     def __init__(
-        self, request: Any, in_flight: set[Pending], expected: set[Expected], buffer: Bytes,
-        too_long: type[Exception],
+        self, mpi: Any, request: Any, in_flight: set[Pending], expected: set[Expected],
+        buffer: Bytes, taken: np.ndarray[Any, np.dtype[np.int64]], source: int,
     ) -> None:  # fmt: skip
         super().__init__(request, in_flight, buffer)
+        self._mpi = mpi
         self._expected = expected
-        self._too_long = too_long
+        self._taken = taken
+        self._source = source
         self.buffer = buffer
         self.is_lost = False
+        """Whether the message was longer than ``buffer``."""
         expected.add(self)
 
     def test(self) -> bool:
+        if self not in self._expected:
+            return True
+        status = self._mpi.Status()
         try:
-            happened = super().test()
-        except self._too_long:
-            self.is_lost = happened = True
-            self._in_flight.discard(self)
-        if happened:
-            self._expected.discard(self)
-        return happened
+            if not self._request.Test(status):
+                return False
+        except self._mpi.Exception:
+            self.is_lost = True
+        self._in_flight.discard(self)
+        self._expected.discard(self)
+        if not status.Is_cancelled():
+            self._taken[self._source] += 1
+        return True
 
     def withdraw(self) -> None:
         """Take the receive back, where nothing has come."""

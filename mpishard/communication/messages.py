@@ -18,7 +18,7 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_host
 from mpishard.communication.call import DTYPES
 from mpishard.communication.group import Group
-from mpishard.communication.lanes import Expected, Pending, Turn
+from mpishard.communication.lanes import Expected, Message, Pending, Turn
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.work import Steps, Waitable
 from mpishard.errors import CommunicationError
@@ -98,7 +98,8 @@ class Messages:
     def _isend(self, data: Any, destination: int, tag: int) -> Pending:
         group = self._group
         request = group.comm.Isend([data, data.size, group.mpi.BYTE], destination, tag)
-        return Pending(request, group.in_flight, data)
+        group.sent[destination] += 1
+        return Message(request, group.in_flight, data)
 
     def reap(self) -> None:
         """Let go of the copies that MPI has taken."""
@@ -139,7 +140,9 @@ class Messages:
     def _irecv(self, buffer: Any, source: int, tag: int) -> Expected:
         group = self._group
         request = group.comm.Irecv([buffer, buffer.size, group.mpi.BYTE], source, tag)
-        return Expected(request, group.in_flight, group.expected, buffer, group.mpi.Exception)
+        return Expected(
+            group.mpi, request, group.in_flight, group.expected, buffer, group.taken, source
+        )
 
     def _next(self, stream: Stream, source: int, tag: int) -> Steps:
         """The head of the next message, out of the stream."""
@@ -194,4 +197,5 @@ class _Probe(Waitable):
         byte = self._group.mpi.BYTE
         buffer = np.empty(self._status.Get_count(byte), np.uint8)
         self._message.Recv([buffer, buffer.size, byte])
+        self._group.taken[self._source] += 1
         return buffer

@@ -19,7 +19,7 @@ from mpishard.contracts import (
     IShardedModel,
     ModelMetadata,
 )
-from mpishard.errors import ShardingError
+from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.offload import say_what_is_ignored
@@ -36,6 +36,7 @@ from mpishard.models.wrapping import (
     program_of,
     require_same_on_all_ranks,
 )
+from mpishard.nn import GPT, KeyValueCache, generate
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
@@ -218,6 +219,48 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
         """
         return self.engine.predict(x)
+
+    def generate(
+        self,
+        prompt: Any,
+        length: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        top_k: int | None = None,
+        slide: int = 1,
+    ) -> np.ndarray[Any, Any]:
+        """Continue a sequence of tokens, as `mpishard.nn.GPT.generate`. Collective.
+
+        Every rank passes the same arguments and gets the same tokens. Keys and values are kept
+        where they are computed: under tensor parallelism each rank keeps those of its heads, of
+        a pipeline those of its layers.
+
+        Raises
+        ------
+        MissingMemberError
+            Where the model has no ``generate``.
+        ValueError
+            As `mpishard.nn.generate`; on every rank where the arguments differ between ranks.
+        """
+        model = self._wrapped_model
+        if not isinstance(model, GPT):
+            raise MissingMemberError(f"{type(model).__name__} has no generate")
+        arguments = (list(np.asarray(prompt).ravel()), length, temperature, seed, top_k, slide)
+        marks = self.backend.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
+        if (marks != marks[0]).any():
+            raise ValueError(
+                f"generate: the arguments differ between ranks (checksums {marks.tolist()}); every "
+                "rank must pass the same"
+            )
+
+        def logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
+            return self.engine.predict_next(tokens, cache)[0]
+
+        return generate(
+            logits, prompt, length, vocabulary_size=model.vocabulary_size,
+            context_length=model.context_length, temperature=temperature, seed=seed, top_k=top_k,
+            slide=slide,
+        )  # fmt: skip
 
     def train(self, x: Array, y: Array) -> float:
         """One step of plain gradient descent on this rank's batch. Collective.

@@ -64,7 +64,7 @@ class DividedProgram(Program):
         self._full: Array | None = None
 
     @property
-    def default_loss(self) -> ILossFunction | None:  # type: ignore[override]
+    def default_loss(self) -> ILossFunction | None:
         """The model's own loss."""
         return self._whole.default_loss
 

@@ -23,6 +23,7 @@ from mpishard.models.program import Program
 from mpishard.models.replicas import Replicas
 from mpishard.models.round import Round
 from mpishard.models.step import StepReport, Update
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
 from mpishard.observe import span, step_span
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
@@ -388,6 +389,13 @@ class Engine:
         self.program.check(x)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, x)
+
+    def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
+        """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
+        self.holdings.device.use()
+        self.program.check(x)
+        with self._leaving_no_unit():
+            return self.program.predict_next(self.parameters, x, cache)
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of the loss over this rank's batch.

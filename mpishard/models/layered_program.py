@@ -19,6 +19,7 @@ from mpishard.models.chain import HeldLayers, LayerChain
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
 from mpishard.sharding import Unit, build_units
 
@@ -141,6 +142,13 @@ class LayeredProgram(Program):
         y, _ = chain.forward(parameters, self._model.as_input(x), Context(training=False))
         chain.let_go(parameters)
         return y
+
+    def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
+        (chain,) = self._chains
+        context = Context(training=False, cache=cache)
+        y, _ = chain.forward(parameters, self._model.as_input(x), context)
+        chain.let_go(parameters)
+        return y[:, -1]
 
     def forward(
         self,

@@ -20,10 +20,16 @@ from mpishard.models.mesh_vector import MeshVector
 from mpishard.models.one_batch import require_one_batch
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.program import Program
-from mpishard.models.stage_layout import lay_out
+from mpishard.models.stage_layout import StageLayout, lay_out
 from mpishard.models.stage_run import StageRun
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
-from mpishard.pipeline import IPipelineSchedule, PipelineExecutor
+from mpishard.pipeline import (
+    ActivationCheckpointConfig,
+    IPipelineSchedule,
+    PipelineExecutor,
+)
+from mpishard.pipeline.plan import most_saved
 from mpishard.sharding import Placement, ShardingConfiguration, Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
@@ -55,7 +61,7 @@ class MeshChoices:
     micro_batch_count: int
     stages: tuple[tuple[int, int], ...]
     sequence_parallel: bool = False
-    checkpoint_config: Any = None
+    checkpoint_config: ActivationCheckpointConfig | None = None
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The model's stages that a pipeline rank has, by virtual index."""
@@ -89,20 +95,28 @@ class MeshProgram(LayeredProgram):
         super().__init__(model, minimum_unit_size)
         self._vector = MeshVector(self.mesh, self._placement)
         self._tie_groups = self._meet_in_ties()
-        self._executor = PipelineExecutor(
-            self.mesh.pipeline, choices.schedule, choices.micro_batch_count, self.dtype
+        self._executors: dict[int, PipelineExecutor] = {}
+
+    def _executor(self, micro_batches: int) -> PipelineExecutor:
+        if micro_batches not in self._executors:
+            self._executors[micro_batches] = PipelineExecutor(
+                self.mesh.pipeline, self.choices.schedule, micro_batches, self.dtype
+            )
+        return self._executors[micro_batches]
+
+    def _lay_out(self, *, sequence_parallel: bool) -> StageLayout:
+        choices = self.choices
+        return lay_out(
+            self._model,
+            self.mesh,
+            choices.stages,
+            [choices.stages_of(rank) for rank in range(self.mesh.pipeline_size)],
+            self._minimum_unit_size,
+            sequence_parallel=sequence_parallel,
         )
 
     def _hold(self) -> None:
-        mesh = self.mesh
-        layout = lay_out(
-            self._model,
-            mesh,
-            self.choices.stages,
-            [self.choices.stages_of(rank) for rank in range(mesh.pipeline_size)],
-            self._minimum_unit_size,
-            sequence_parallel=self.choices.sequence_parallel,
-        )
+        layout = self._lay_out(sequence_parallel=self.choices.sequence_parallel)
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
         self._placement = layout.placement
@@ -113,9 +127,28 @@ class MeshProgram(LayeredProgram):
         self.kept = held.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
             self.kept |= {self.units[-1].index}
-        self.chains = [LayerChain(held, *bounds, self.kept) for bounds in layout.ranges]
+        self.chains = [
+            LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
+            for virtual, bounds in enumerate(layout.ranges)
+        ]
         self._chains = self.chains
+        self._chains_by_token: list[LayerChain] | None = None
         self._classes = self._model.get_all_layer_info()[-1].output_shape[-1]
+
+    def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
+        """The segments of a stage that are computed again; its layers are held from ``first``."""
+        choices = self.choices
+        if choices.checkpoint_config is None:
+            return []
+        start, stop = choices.stages[self.stages_here[virtual_stage]]
+        order = choices.schedule.get_schedule(
+            self.mesh.pipeline_rank, self.mesh.pipeline_size, self.micro_batch_count
+        )
+        segments = choices.checkpoint_config.segments(
+            self._model.get_all_layer_info()[start:stop], self._model.dtype.itemsize,
+            keeps_last=most_saved(order, virtual_stage) == 1,
+        )  # fmt: skip
+        return [range(s.start - start + first, s.stop - start + first) for s in segments]
 
     is_on_mesh = True
 
@@ -153,15 +186,20 @@ class MeshProgram(LayeredProgram):
             self._minimum_unit_size,
         ))  # fmt: skip
 
-    def boundary_shape(self, stage: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a sample of what enters ``stage``, on this rank; of the output behind all."""
+    def boundary_shape(
+        self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
+    ) -> tuple[int, ...]:
+        """Shape of a sample of what enters ``stage``, on this rank; of the output behind all.
+
+        ``whole_sequence`` is without sequence parallelism, whatever was chosen.
+        """
         layers = self._model.layers
         first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
         shape = sample_shape
         for layer in layers[:first]:
             shape = layer.output_shape(shape)
         ranks = self.mesh.tensor_size
-        if self.choices.sequence_parallel and 0 < first < len(layers):
+        if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
             shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
         if self._splits_output and first == len(layers):
             shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
@@ -184,20 +222,43 @@ class MeshProgram(LayeredProgram):
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, inputs, context, gradients, targets, loss)
-        self._executor.run(run)
+        self._executor(self.micro_batch_count).run(run)
         self._add_ties(gradients)
         return (run.total, run.weight) if self.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         require_one_batch(self.mesh, x)
         run = StageRun(self, parameters, self._model.as_input(x), Context(training=False))
-        self._executor.run_forward(run)
+        self._executor(self.micro_batch_count).run_forward(run)
+        return self._output_of(run)
+
+    def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
+        # A token alone is no sequence that could be cut: the same parameters, uncut activations.
+        chains = self.chains
+        if self.choices.sequence_parallel:
+            if self._chains_by_token is None:
+                layout = self._lay_out(sequence_parallel=False)
+                self._chains_by_token = [
+                    LayerChain(layout.held, *bounds, self.kept) for bounds in layout.ranges
+                ]
+            chains = self._chains_by_token
+        context = Context(training=False, cache=cache)
+        x = self._model.as_input(x)
+        run = StageRun(self, parameters, x, context, chains=chains, micro_batches=1)
+        self._executor(1).run_forward(run)
+        run.outputs = [y[:, -1] for y in run.outputs]
+        return self._output_of(run)
+
+    def _output_of(self, run: StageRun) -> Array:
+        """The model's output on every rank of the replica. Collective."""
         y = None
         if self._has_output:
             xp = self.device.namespace
             y = run.outputs[0] if len(run.outputs) == 1 else xp.concatenate(run.outputs)
             if self._splits_output:
-                y = DimSplit(self._classes, self.mesh.tensor_size).gather(self.mesh.tensor, y)
+                y = DimSplit(self._classes, self.mesh.tensor_size).gather(
+                    self.mesh.tensor, np.ascontiguousarray(y) if isinstance(y, np.ndarray) else y
+                )
         if self.mesh.pipeline_size == 1:
             assert y is not None
             return y

@@ -48,4 +48,4 @@ def _checksum(values: Any) -> int:
         return 0
     host = np.ascontiguousarray(to_host(values))
     what = f"{host.dtype}{host.shape}".encode()
-    return zlib.crc32(host.reshape(-1).view(np.uint8), zlib.crc32(what))
+    return zlib.crc32(host.reshape(-1).view(np.uint8).data, zlib.crc32(what))

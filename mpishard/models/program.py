@@ -12,8 +12,10 @@ from mpishard.arrays import Array, beside, copy_into
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
+from mpishard.errors import MissingMemberError
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.parameter_store import ParameterStore
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
 from mpishard.observe import span
 from mpishard.sharding import (
@@ -213,6 +215,13 @@ class Program(ABC):
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         """Outputs. Makes the same calls of the store for any number of samples, 0 included."""
+
+    def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
+        """Outputs for the last position of new tokens of shape (B, T), shape (B, V).
+
+        What layers keep of the positions before them is in ``cache``.
+        """
+        raise MissingMemberError(f"a {type(self).__name__} generates nothing")
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of ``loss``, without a gradient."""

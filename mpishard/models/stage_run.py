@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ class StageRun(IPipelineStage):
         Targets, where backward follows.
     loss : ILossFunction, optional
         What the last stage minimises.
+    chains : sequence of LayerChain, optional
+        The rank's stages, where they are not the program's own, and work on whole sequences.
+    micro_batches : int, optional
+        Into how many parts the batch is cut, where not as the program says.
 
     Attributes
     ----------
@@ -58,17 +63,22 @@ class StageRun(IPipelineStage):
         gradients: GradientStore | None = None,
         y: Array | None = None,
         loss: ILossFunction | None = None,
+        *,
+        chains: Sequence[LayerChain] | None = None,
+        micro_batches: int | None = None,
     ) -> None:
         self._program = program
+        self._chains = program.chains if chains is None else chains
+        self._whole_sequence = self._chains is not program.chains
         self._parameters = parameters
         self._gradients = gradients
         self._x, self._y = x, y
         self._loss = loss
         self._context = context
-        self._rows = ShardLayout(len(x), program.micro_batch_count)
+        self._rows = ShardLayout(len(x), micro_batches or program.micro_batch_count)
         self._tapes: dict[tuple[int, int], Any] = {}
         self._pending: dict[tuple[int, int], Any] = {}
-        self._left = [program.micro_batch_count] * len(program.chains)
+        self._left = [self._rows.world_size] * len(self._chains)
         self.total = self.weight = 0.0
         self.outputs: list[Array] = []
 
@@ -81,7 +91,9 @@ class StageRun(IPipelineStage):
         return self._boundary(stage + 1, micro_batch)
 
     def _boundary(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        shape = self._program.boundary_shape(stage, tuple(self._x.shape[1:]))
+        shape = self._program.boundary_shape(
+            stage, tuple(self._x.shape[1:]), whole_sequence=self._whole_sequence
+        )
         return (self._rows.size(micro_batch), *shape)
 
     def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
@@ -146,7 +158,7 @@ class StageRun(IPipelineStage):
         self._left[virtual_stage] -= 1
 
     def _chain(self, virtual_stage: int) -> LayerChain:
-        return self._program.chains[virtual_stage]
+        return self._chains[virtual_stage]
 
     def _is_last(self, virtual_stage: int) -> bool:
         return self._program.stages_here[virtual_stage] == self._program.stage_count - 1

@@ -48,7 +48,13 @@ class WrappedMembers(IFullModel):
         return parameters if sanitize is None else sanitize(parameters)
 
     def get_parameter_chunks(self) -> Iterator[Array]:
-        """Yield the parameters unit by unit, so that none but one is whole. Collective."""
+        """Yield the parameters unit by unit, so that none but one is whole. Collective.
+
+        On a mesh, where a rank's units are of its own parameters, all come at once.
+        """
+        if self.engine.program.is_on_mesh:
+            yield self.engine.gather()
+            return
         store = self.engine.parameters
         for unit in self.engine.program.units:
             try:
@@ -96,9 +102,9 @@ class WrappedMembers(IFullModel):
         before = list(self.get_active_feature_indices())
         set_indices(indices)
         mine = sorted(int(index) for index in self.get_active_feature_indices())
-        texts = gather_texts(self.engine.backend, json.dumps(mine))
+        texts = gather_texts(self.engine.world, json.dumps(mine))
         differs = any(text != texts[0] for text in texts)
-        found = share_text(self.engine.backend, "; ".join(texts) if differs else "")
+        found = share_text(self.engine.world, "; ".join(texts) if differs else "")
         if found:
             set_indices(before)
             raise ValueError(f"every rank must name the same features; by rank, {found}")

@@ -104,9 +104,10 @@ class BestParameters:
 
     def keep(self) -> None:
         """Copy what this rank owns now. Communicates nothing."""
+        kept = self._vector  # there from now on, also where this rank owns nothing
         owned = self._engine.parameters.owned(self._pieces)
         for piece, values in zip(self._pieces, owned, strict=True):
-            self._vector[piece.in_shard] = values
+            kept[piece.in_shard] = values
 
     def put_back(self) -> None:
         """Make what was kept the model's parameters again. Collective."""

@@ -178,9 +178,9 @@ class _Clock:
             return end + self._boundaries[stage - 1]
         if kind is _BACKWARD_WEIGHT:
             return self._backward_ends[key]
-        own = self._forward_ends[key]
-        if own is None or stage == self._last_stage:
-            return own
+        if stage == self._last_stage:
+            return self._forward_ends[key]
+        # The stage behind goes back only after this one has gone forward.
         behind = key + self._num_micro_batches
         end = self._backward_ends[behind]
         if end is None:

@@ -33,8 +33,10 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
     Raises
     ------
     ValueError
-        Where a global stage is not on one rank.
+        For fewer than one rank, or where a global stage is not on one rank.
     """
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
     virtual = range(schedule.virtual_stages_per_rank)
     stages = [[schedule.global_stage(r, v, num_stages) for v in virtual] for r in range(num_stages)]
     found = sorted(g for own in stages for g in own)

@@ -1,7 +1,7 @@
 """ZB-H1 and ZB-H2: the gradients of the parameters fill the time in which 1F1B waits.
 
-Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), sections 2.2 and 2.3. F, B
-and W are forward and backward's halves, of the input and of the parameters.
+Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), section 2. F, B and W
+are forward and backward's halves, of the input and of the parameters.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ _DOWN, _UP = 0, 1  # virtual stages: global stages r and 2P-1-r
 class ZeroBubbleVSchedule(RuleSchedule):
     """Two stages per rank in the shape of a V: rank r has global stages r and 2P-1-r.
 
-    Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), section 6, and
-    "Pipeline parallelism with controllable memory", 2024 (arXiv:2405.15362). Bubble 0 for
-    M >= 2P-1 and equal times. Every rank holds at most 2P pairs of micro-batch and stage, each of
-    half a rank's layers: the memory of P micro-batches, as rank 0 does in 1F1B.
+    Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), and "Pipeline
+    parallelism with controllable memory", 2024 (arXiv:2405.15362). Bubble 0 for M >= 2P-1 and
+    equal times. Every rank holds at most 2P pairs of micro-batch and stage, each of half a rank's
+    layers: the memory of P micro-batches, as rank 0 does in 1F1B.
 
     Rank 0 has the model's first *and* last layers, so that loss and tied embeddings stay on it,
     and what rank P-1 hands from one of its stages to the other is not sent.

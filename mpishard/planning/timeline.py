@@ -135,8 +135,8 @@ def simulate(
     """
     times = times or StageTimes()
     virtual = schedule.virtual_stages_per_rank
-    sizes = _sizes(activation_bytes, pending_bytes, num_stages * virtual)
     ranks = run_clock(schedule, num_stages, num_micro_batches, times)
+    sizes = _sizes(activation_bytes, pending_bytes, num_stages * virtual)
     peaks = [_peaks(timed, *sizes) for timed in ranks]
     return Timeline(
         schedule.name,

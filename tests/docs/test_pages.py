@@ -34,10 +34,12 @@ PAGES = sorted(page for page in DOCS.glob("*.md"))
 AT_LEAST = {
     "bring-your-own-model": 7,
     "collectives": 12,
+    "pipeline-schedules": 5,
     "shards-and-units": 5,
     "sharp-bits": 8,
     "strategies": 2,
     "traces": 1,
+    "tensor-parallel": 4,
     "training-loop": 8,
     "troubleshooting": 6,
     "write-a-backend": 2,

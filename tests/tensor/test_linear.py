@@ -217,7 +217,10 @@ def test_weights_that_are_set(backend, make):
     layer, weight, bias = make(backend, 6, 9), draw(9, 6), draw(9)
     before = {name: spec.initializer for name, spec in layer.parameters.items()}
     copy = layer.copy()
-    layer.set_from_full_weights(weight, bias)
+    given = weight.copy(), bias.copy()
+    layer.set_from_full_weights(*given)
+    for array in given:
+        array.fill(0)  # they stay the caller's
     for name, full in {"weight": weight, "bias": bias}.items():
         spec = layer.parameters[name]
         (box,) = layer.boxes(name)

@@ -1,0 +1,99 @@
+"""``mpishard plan schedule``: figures of schedules, as a table, text, JSON and a picture."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import app
+
+
+def plan(*arguments):
+    return CliRunner().invoke(app, ["plan", "schedule", *map(str, arguments)])
+
+
+def row_of(output, name):
+    (row,) = [line for line in output.splitlines() if f"│ {name} " in line]
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_table_and_text():
+    ended = plan("-p", 4, "-m", 8)
+    assert ended.exit_code == 0, ended.output
+    assert row_of(ended.stdout, "1F1B") == [
+        "1F1B", "1", "27.3%", "27.3%", "33", "27.3%", "4 3 2 1", "4 3 2 1",
+    ]  # fmt: skip
+    assert row_of(ended.stdout, "Looped-BFS")[1:] == [
+        "2", "15.8%", "15.8%", "28.5", "15.8%", "8", "8",
+    ]  # fmt: skip
+    assert row_of(ended.stdout, "ZB-V")[1:] == ["2", "0.0%", "0.0%", "25.5", "5.9%", "4", "4"]
+    assert "rank 0  F0F1F2F3......B0W0F4" in ended.stdout
+    assert "Wider than 100 columns: Interleaved-1F1B, Looped-BFS, ZB-V. --output" in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 120
+
+
+def test_one_schedule_with_times():
+    options = ["--schedule", "zb-h1", "--forward", 2, "--backward-input", 3,
+               "--backward-weight", 5, "--communication", 7]  # fmt: skip
+    ended = plan("--stages", 2, "--micro-batches", 1, *options)
+    assert ended.exit_code == 0, ended.output
+    # 2, 7, 2, 3, 7, 3 and 5 more.
+    assert row_of(ended.stdout, "ZB-H1")[2:5] == ["65.5%", "-", "29"]
+    assert "GPipe" not in ended.stdout
+
+
+def test_json():
+    ended = plan("-p", 4, "-m", 8, "--virtual-stages", 4, "--json")
+    assert ended.exit_code == 0, ended.output
+    rows = {row["schedule"]: row for row in json.loads(ended.stdout)}
+    assert list(rows) == ["GPipe", "1F1B", "Interleaved-1F1B", "Looped-BFS", "ZB-H1", "ZB-H2",
+                          "ZB-V"]  # fmt: skip
+    interleaved = rows["Interleaved-1F1B"]
+    assert interleaved["virtual_stages_per_rank"] == 4
+    assert interleaved["bubble_fraction"] == pytest.approx(3 / 35)
+    assert interleaved["published_bubble_fraction"] == pytest.approx(3 / 35)
+    # A rank's times are dealt to its stages: the work is the same for all.
+    assert interleaved["makespan"] == pytest.approx(24 + 3 * 3 / 4)
+    assert rows["ZB-H2"]["idle_fraction"] == pytest.approx(3 / 27)
+    assert rows["ZB-H2"]["peak_live"] == [7, 5, 3, 1]
+    assert rows["ZB-H2"]["spans"] == [[0, 24], [1, 25], [2, 26], [3, 27]]
+    one = json.loads(plan("-p", 2, "-m", 3, "--schedule", "Interleaved", "--json").stdout)
+    assert [row["published_bubble_fraction"] for row in one] == [None]
+
+
+def test_many_ranks_are_summed_up():
+    ended = plan("-p", 12, "-m", 24, "--schedule", "1f1b")
+    assert row_of(ended.stdout, "1F1B")[-1] == "<= 12"
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "schedules.png"
+    ended = plan("-p", 2, "-m", 2, "--schedule", "gpipe", "--output", path)
+    assert ended.exit_code == 0, ended.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    ended = plan("-p", 1, "-m", 1, "--schedule", "gpipe", "--output", tmp_path)
+    assert (ended.exit_code, "Traceback" in ended.output) == (2, False)
+    assert "mpishard plan: --output: " in ended.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", 4], "Missing option '-m'"),
+        (["-p", 0, "-m", 2], "greater than or equal to 1"),
+        (["-p", 2, "-m", 0], "greater than or equal to 1"),
+        (["-p", 2, "-m", 2, "--forward", -1], "greater than or equal to 0"),
+        (["-p", 2, "-m", 2, "--communication", "inf"], "communication must be 0 or more and fin"),
+        (["-p", 2, "-m", 2, "--schedule", "dual"], "zb-h1, zb-h2, zb-v, or all; got 'dual'"),
+        (["-p", 2, "-m", 2, "--virtual-stages", 1], "must be 2 or more, got 1"),
+        (["-p", 2, "-m", 2, "--schedule", "zb-v", "--virtual-stages", 3], "ZB-V has 2 virtual"),
+        (["-p", 10, "-m", 10**6], "and 1000000 micro-batches has up to 30000000"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(arguments, message):
+    ended = plan(*arguments)
+    assert ended.exit_code == 2
+    assert message in ended.output
+    assert "Traceback" not in ended.output
+    assert ended.stdout == ""
