@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,15 @@ from mpishard.sharding import ParameterEntry, Unit, nested_views
 __all__ = ["HeldLayers", "LayerChain"]
 
 Reduce = Callable[[Unit], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Layers that left nothing of a forward pass but the input of the first of them."""
+
+    layers: range
+    x: Array
+    context: Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,9 @@ class LayerChain:
     The units in ``kept`` stay unsharded from their first use in forward to their last in backward.
     What is saved and what is pending belongs to the caller, so that micro-batches may overlap.
 
+    A segment of layers may save its input alone. Backward then computes it again, for which its
+    units are unsharded once more, one after the other; the last stays for backward.
+
     Parameters
     ----------
     held : HeldLayers
@@ -80,12 +92,18 @@ class LayerChain:
         The chain's layers among them, half open.
     kept : frozenset of int
         Indices of units.
+    recomputed : sequence of range
+        Segments of the chain's layers that are computed again in backward.
     """
 
-    def __init__(self, held: HeldLayers, first: int, stop: int, kept: frozenset[int]) -> None:
+    def __init__(
+        self, held: HeldLayers, first: int, stop: int, kept: frozenset[int],
+        recomputed: Sequence[range] = (),
+    ) -> None:  # fmt: skip
         self._held = held
         self._range = range(first, stop)
         self._kept = kept
+        self._segment_of = {index: segment for segment in recomputed for index in segment}
         self._uses = {i: held.units_of(i) for i in self._range}
         self._of_unit = {u.index: held.entries_of(u) for u in held.units}
         # Where each parameter lies: its unit, and its range in the unit's buffer.
@@ -132,17 +150,28 @@ class LayerChain:
     ) -> tuple[Array, list[Any]]:
         """The output, and what each layer saves."""
         tape: list[Any] = []
-        held = self._held
         for index in self._range:
-            layer = held.layers[index]
-            views = self._views(index, parameters, step=1)
-            x, saved = layer.forward(views, x, context.enter(held.names[index], layer))
-            tape.append(saved)
-            del views
+            segment = self._segment_of.get(index) if context.training else None
+            if segment is not None and index == segment.start:
+                tape.append(Forgotten(segment, x, context))
+            upcoming = range(index + 1, self._range.stop)
+            x, saved = self._forward_layer(index, parameters, x, context, upcoming)
+            if segment is None:
+                tape.append(saved)
+            del saved
             for unit in self._last_use[index]:
                 if unit.index not in self._kept:
                     parameters.reshard(unit)
         return x, tape
+
+    def _forward_layer(
+        self, index: int, parameters: ParameterStore, x: Array, context: Context,
+        upcoming: Iterable[int],
+    ) -> tuple[Array, Any]:  # fmt: skip
+        layer = self._held.layers[index]
+        views = self._views(index, parameters, upcoming)
+        y, saved = layer.forward(views, x, context.enter(self._held.names[index], layer))
+        return y, saved
 
     def let_go(self, parameters: ParameterStore) -> None:
         """Reshard what a forward pass has kept for a backward pass that will not be."""
@@ -165,10 +194,10 @@ class LayerChain:
         xp = array_namespace(dy)
         first = self._first_needed(needs_input_gradient)
         for index in reversed(self._range):
-            saved = tape.pop()
+            saved = self._take(index, parameters, tape, first)
             if index >= first:
                 layer = self._held.layers[index]
-                views = self._views(index, parameters, step=-1, first=first)
+                views = self._views(index, parameters, self._back_from(index, tape, first))
                 targets = self._targets(index, gradients, unwritten, xp)
                 if self._is_frozen[index]:
                     dy, _ = layer.backward_input(views, saved, dy)
@@ -193,9 +222,9 @@ class LayerChain:
         pending: list[Any] = []
         first = self._first_needed(needs_input_gradient)
         for index in reversed(self._range):
-            saved = tape.pop()
+            saved = self._take(index, parameters, tape, first)
             if index >= first:
-                views = self._views(index, parameters, step=-1, first=first)
+                views = self._views(index, parameters, self._back_from(index, tape, first))
                 dy, waits = self._held.layers[index].backward_input(views, saved, dy)
                 pending.append(None if self._is_frozen[index] else waits)
                 del views, waits
@@ -229,24 +258,74 @@ class LayerChain:
             return self._range.start if needs_input_gradient else self._range.stop
         return self._first_trained
 
+    # ----------------------------------------------------------------------- computing once more
+
+    def _take(self, index: int, parameters: ParameterStore, tape: list[Any], first: int) -> Any:
+        """What a layer saved, off the tape; computes its segment again where that is forgotten."""
+        if index < first:
+            tape.clear()  # nothing more is needed
+            return None
+        if isinstance(tape[-1], Forgotten):
+            self._recompute(tape.pop(), parameters, tape, first)
+        return tape.pop()
+
+    def _recompute(
+        self, forgotten: Forgotten, parameters: ParameterStore, tape: list[Any], first: int
+    ) -> None:
+        """Run a segment's forward again, and put on the tape what its layers save."""
+        layers, x = forgotten.layers, forgotten.x
+        last = layers[-1]
+        # Backward begins with the last layer's units. One that the layer behind uses too is here.
+        stay = set(self._uses[last])
+        behind = stay & set(self._uses.get(last + 1, ())) if last + 1 in self._range else set()
+        then = [*range(last - 1, max(layers.start, first) - 1, -1)]
+        then += self._back_from(layers.start, tape, first)
+        for index in layers:
+            # No third buffer where one waits already for its turn in backward.
+            waits = any(u.index not in self._kept and u not in self._uses[index] for u in behind)
+            upcoming = [] if waits else [*range(index + 1, layers.stop), *then]
+            x, saved = self._forward_layer(index, parameters, x, forgotten.context, upcoming)
+            tape.append(saved)
+            later = {unit for other in range(index + 1, layers.stop) for unit in self._uses[other]}
+            for unit in self._uses[index]:
+                if unit.index not in self._kept and unit not in later | stay:
+                    parameters.reshard(unit)
+
+    def _back_from(self, index: int, tape: Sequence[Any], first: int) -> Iterator[int]:
+        """The layers in the order in which they are computed in backward, before ``index``.
+
+        Those of a segment that is computed again come as they do then; what follows is its
+        business.
+        """
+        for entry in reversed(tape):
+            if isinstance(entry, Forgotten):
+                if entry.layers.stop > first:
+                    yield from entry.layers
+                return
+            index -= 1
+            if index < first:
+                return
+            yield index
+
+    # -------------------------------------------------------------------------------- parameters
+
     def _views(
-        self, index: int, parameters: ParameterStore, step: int, first: int = 0
+        self, index: int, parameters: ParameterStore, upcoming: Iterable[int]
     ) -> dict[str, Any]:
-        """The parameters of one layer; starts to fetch the unit that is needed next."""
+        """The parameters of one layer; starts to fetch the unit that ``upcoming`` needs next."""
         parameters.backend.progress()  # what was begun before may have something to send now
         uses = self._uses[index]
         buffers = {unit.index: parameters.unshard(unit) for unit in uses}
         if uses:
-            following = self._following(index, step, first)
+            following = self._following(index, upcoming)
             if following is not None:
                 parameters.prefetch(following)
         return nested_views(self._held.of_layer[index], self._finder(buffers))
 
-    def _following(self, index: int, step: int, first: int) -> Unit | None:
-        """The next unit in the direction that is not in use by this layer, in the chain."""
+    def _following(self, index: int, upcoming: Iterable[int]) -> Unit | None:
+        """The next unit that is not in use by this layer."""
         current = {unit.index for unit in self._uses[index]}
-        order = range(index + 1, self._range.stop) if step > 0 else range(index - 1, first - 1, -1)
-        for other in order:
+        for other in upcoming:
             for unit in self._uses[other]:
                 if unit.index not in current:
                     return unit

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ModelMetadata
 from mpishard.models.mesh_model import MeshModel
-from mpishard.pipeline import IPipelineSchedule
+from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["HybridShardedModel"]
@@ -75,7 +75,7 @@ class HybridShardedModel(MeshModel):
         micro_batch_count: int = 1,
         schedule: IPipelineSchedule | str | None = None,
         partition_strategy: Any = None,
-        checkpoint_config: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
         sequence_parallel: bool = False,
         data_parallel_strategy: str = "zero1",
         order: Sequence[str] = AXES,

@@ -23,8 +23,10 @@ from mpishard.models.whole_program import WholeProgram
 from mpishard.models.wrapping import program_of
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
+    ActivationCheckpointConfig,
     GPipeSchedule,
     IPipelineSchedule,
+    RecomputeStrategy,
     partition_layers,
     schedule_by_name,
 )
@@ -64,7 +66,7 @@ class MeshModel(ShardedModelBase):
         micro_batch_count: int = 1,
         schedule: IPipelineSchedule | str | None = None,
         partition_strategy: Any = None,
-        checkpoint_config: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
         sequence_parallel: bool = False,
         data_parallel_strategy: str = "zero1",
         order: Sequence[str] = AXES,
@@ -83,6 +85,11 @@ class MeshModel(ShardedModelBase):
             raise TypeError(
                 f"schedule must be an IPipelineSchedule or its name, got {type(schedule).__name__}"
             )
+        if not isinstance(checkpoint_config, ActivationCheckpointConfig | None):
+            raise TypeError(
+                "checkpoint_config must be an ActivationCheckpointConfig, got "
+                f"{type(checkpoint_config).__name__}"
+            )
         self._sizes = pipeline, tensor, data
         self._order = tuple(order)
         self._micro_batch_count = int(micro_batch_count)
@@ -95,7 +102,7 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
-        if getattr(self._checkpoint_config, "enabled", False) and not is_layered:
+        if self._recomputes and not is_layered:
             raise NotImplementedError(
                 f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
                 "nothing is known: give checkpoint_config=None, or a model that implements "
@@ -111,6 +118,11 @@ class MeshModel(ShardedModelBase):
             self.policy = _DATA_POLICIES[self._data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
+
+    @property
+    def _recomputes(self) -> bool:
+        config = self._checkpoint_config
+        return config is not None and config.strategy is not RecomputeStrategy.NONE
 
     def _program(self) -> Program:
         model = self._wrapped_model
@@ -219,7 +231,6 @@ class MeshModel(ShardedModelBase):
 
     def _pipeline_metadata(self) -> dict[str, Any]:
         strategy = self._partition_strategy
-        recompute = getattr(self._checkpoint_config, "enabled", False)
         return {
             "StageId": self.mesh.pipeline_rank,
             "NumStages": self.mesh.pipeline_size,
@@ -227,7 +238,7 @@ class MeshModel(ShardedModelBase):
             "Schedule": self._schedule.name,
             "VirtualStagesPerRank": self._schedule.virtual_stages_per_rank,
             "EstimatedBubbleFraction": self.estimated_bubble_fraction,
-            "ActivationCheckpointing": bool(recompute),
+            "ActivationCheckpointing": self._recomputes,
             "PartitionStrategy": "LoadBalanced" if strategy is None else type(strategy).__name__,
             "SupportsDecomposedBackward": self.is_compute_partitioned,
         }

@@ -24,7 +24,12 @@ from mpishard.models.stage_layout import StageLayout, lay_out
 from mpishard.models.stage_run import StageRun
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
-from mpishard.pipeline import IPipelineSchedule, PipelineExecutor
+from mpishard.pipeline import (
+    ActivationCheckpointConfig,
+    IPipelineSchedule,
+    PipelineExecutor,
+)
+from mpishard.pipeline.plan import most_saved
 from mpishard.sharding import Placement, ShardingConfiguration, Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
@@ -56,7 +61,7 @@ class MeshChoices:
     micro_batch_count: int
     stages: tuple[tuple[int, int], ...]
     sequence_parallel: bool = False
-    checkpoint_config: Any = None
+    checkpoint_config: ActivationCheckpointConfig | None = None
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The model's stages that a pipeline rank has, by virtual index."""
@@ -122,10 +127,28 @@ class MeshProgram(LayeredProgram):
         self.kept = held.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
             self.kept |= {self.units[-1].index}
-        self.chains = [LayerChain(held, *bounds, self.kept) for bounds in layout.ranges]
+        self.chains = [
+            LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
+            for virtual, bounds in enumerate(layout.ranges)
+        ]
         self._chains = self.chains
         self._chains_by_token: list[LayerChain] | None = None
         self._classes = self._model.get_all_layer_info()[-1].output_shape[-1]
+
+    def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
+        """The segments of a stage that are computed again; its layers are held from ``first``."""
+        choices = self.choices
+        if choices.checkpoint_config is None:
+            return []
+        start, stop = choices.stages[self.stages_here[virtual_stage]]
+        order = choices.schedule.get_schedule(
+            self.mesh.pipeline_rank, self.mesh.pipeline_size, self.micro_batch_count
+        )
+        segments = choices.checkpoint_config.segments(
+            self._model.get_all_layer_info()[start:stop], self._model.dtype.itemsize,
+            keeps_last=most_saved(order, virtual_stage) == 1,
+        )  # fmt: skip
+        return [range(s.start - start + first, s.stop - start + first) for s in segments]
 
     is_on_mesh = True
 

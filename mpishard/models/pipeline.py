@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from mpishard.contracts import ModelMetadata
 from mpishard.models.mesh_model import MeshModel
 from mpishard.models.tensor import world_size_of
-from mpishard.pipeline import IPipelineSchedule
+from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["PipelineParallelModel"]
@@ -43,7 +43,7 @@ class PipelineParallelModel(MeshModel):
         *,
         partition_strategy: Any = None,
         schedule: IPipelineSchedule | str | None = None,
-        checkpoint_config: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
             wrapped_model, config, pipeline=world_size_of(config), tensor=1, data=1,

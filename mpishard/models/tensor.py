@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from mpishard.contracts import ModelMetadata
 from mpishard.models.mesh_model import MeshModel
+from mpishard.pipeline import ActivationCheckpointConfig
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["TensorParallelModel"]
@@ -39,7 +40,7 @@ class TensorParallelModel(MeshModel):
         config: ShardingConfiguration,
         *,
         sequence_parallel: bool = False,
-        checkpoint_config: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
             wrapped_model, config, pipeline=1, tensor=world_size_of(config), data=1,

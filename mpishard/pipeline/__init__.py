@@ -1,5 +1,9 @@
 """Pipelines: schedules as data, how layers are dealt to stages, and what runs a schedule."""
 
+from mpishard.pipeline.activation_checkpointing import (
+    ActivationCheckpointConfig,
+    RecomputeStrategy,
+)
 from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.clock import TimedOperation, bubble_fraction, run_clock
 from mpishard.pipeline.executor import PipelineExecutor
@@ -29,6 +33,7 @@ from mpishard.pipeline.zero_bubble_v import ZeroBubbleVSchedule
 
 __all__ = [
     "SCHEDULE_NAMES",
+    "ActivationCheckpointConfig",
     "GPipeSchedule",
     "IPipelinePartitionStrategy",
     "IPipelineSchedule",
@@ -42,6 +47,7 @@ __all__ = [
     "PipelineOperation",
     "PipelineOperationType",
     "PipelineRecord",
+    "RecomputeStrategy",
     "RuleSchedule",
     "StageTimes",
     "TimedOperation",

@@ -12,7 +12,14 @@ from mpishard.pipeline.operations import (
     PipelineOperationType,
 )
 
-__all__ = ["Flow", "PipelinePlan", "Step", "forward_orders", "schedule_orders"]
+__all__ = [
+    "Flow",
+    "PipelinePlan",
+    "Step",
+    "forward_orders",
+    "most_saved",
+    "schedule_orders",
+]
 
 FORWARD, BACKWARD, BACKWARD_INPUT, _ = PipelineOperationType
 
@@ -156,3 +163,16 @@ def forward_orders(
         )
         for rank in range(num_stages)
     ]  # fmt: skip
+
+
+def most_saved(order: Sequence[PipelineOperation], virtual_stage: int) -> int:
+    """The most micro-batches whose saved activations a rank holds at a time for a stage."""
+    saved = most = 0
+    for operation in order:
+        if operation.virtual_stage_index == virtual_stage:
+            if operation.type is FORWARD:
+                saved += 1
+                most = max(most, saved)
+            elif operation.type in (BACKWARD, BACKWARD_INPUT):
+                saved -= 1
+    return most

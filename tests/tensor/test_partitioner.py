@@ -53,6 +53,20 @@ class Scaling(Layer):
         g["factor"][...] += pending
 
 
+class Doubling(nn.Sequential):
+    """A user's own composite, which does more than its children do one after the other."""
+
+    def forward(self, p, x, context):
+        y, saved = super().forward(p, x, context)
+        return 2 * y, saved
+
+    def backward_input(self, p, saved, dy):
+        return super().backward_input(p, saved, 2 * dy)
+
+    def backward(self, p, saved, dy, g, *, needs_input_gradient=True):
+        return super().backward(p, saved, 2 * dy, g)
+
+
 def gpt(heads=3, **options):
     sizes = {"vocabulary_size": 13, "context_length": TIME + 2, "width": 6, "layers": 2}
     return gpt_chain(heads=heads, **sizes, **options)
@@ -75,6 +89,7 @@ def own_layers():
             "second": nn.Linear(9, 6),
             "sub": nn.Sequential({"norm": nn.RMSNorm(6), "silu": nn.SiLU()}),
             "block": nn.Residual({"own": Scaling(), "drop": nn.Dropout(0.2)}),
+            "twice": Doubling({"a": nn.Linear(6, 5), "b": nn.Linear(5, 6)}),
             "wide": nn.Linear(6, 7, bias=False),
             "soft": nn.Softmax(),
             "last": nn.Linear(7, 5),
@@ -110,6 +125,44 @@ def shared_linear():
     )
 
 
+def tied_everywhere():
+    """An embedding's table as every kind of linear layer that there is."""
+
+    def tied():
+        return nn.Linear(6, 18, bias=False, tied_to="table.weight")
+
+    return nn.Sequential(
+        {
+            "table": nn.Embedding(18, 6),
+            "attend": nn.Residual(
+                {"qkv": tied(), "core": nn.CausalAttention(3), "out": nn.Linear(6, 6)}
+            ),
+            "up": tied(),
+            "relu": nn.ReLU(),
+            "down": nn.Linear(18, 6),
+            "gelu": nn.GELU(),
+            "same": nn.Linear(6, 6),
+            "tanh": nn.Tanh(),
+            "head": tied(),
+        }
+    )
+
+
+def odd_attention():
+    """Attention that does not stand as the rules know it."""
+    return nn.Sequential(
+        {
+            "qkv": nn.Linear(6, 54),
+            "core": nn.CausalAttention(3),
+            "second": nn.Attention(2),
+            "out": nn.Linear(6, 24),
+            "gelu": nn.GELU(),
+            "third": nn.CausalAttention(4),
+            "end": nn.Linear(8, 4),
+        }
+    )
+
+
 @dataclasses.dataclass
 class Case:
     make: object
@@ -121,6 +174,7 @@ class Case:
 CASES = {
     "mlp": Case(lambda: nn.MLP([5, 7, 8, 9, 3, 1], "gelu").chain, (5,), is_sequence=False),
     "mlp of two": Case(lambda: nn.MLP([5, 7, 4]).chain, (5,), is_sequence=False),
+    "mlp of few": Case(lambda: nn.MLP([5, 3, 6]).chain, (5,), is_sequence=False),
     "gpt": Case(gpt, (TIME,), tokens=True),
     "tied": Case(lambda: gpt(tied_embeddings=True), (TIME,), tokens=True),
     "dropout": Case(lambda: gpt(dropout=0.3), (TIME,), tokens=True),
@@ -130,6 +184,8 @@ CASES = {
     "own layers": Case(own_layers, (TIME, 6)),
     "whole attention": Case(whole_attention, (TIME, 8)),
     "shared": Case(shared_linear, (TIME, 6)),
+    "tied everywhere": Case(tied_everywhere, (TIME,), tokens=True),
+    "odd attention": Case(odd_attention, (TIME, 6)),
     "few tokens": Case(
         lambda: nn.Sequential({"embedding": nn.Embedding(2, 6), "head": nn.Linear(6, 3)}),
         (TIME,),
@@ -343,12 +399,17 @@ def test_a_weight_that_a_users_layer_shares_stays_whole(backend):
         def parameters(self):
             return {"weight": ParameterSpec((5, 6), None, tied_to="embedding.weight")}
 
-    for user in (Tied(), nn.Sequential({"a": Tied()})):
+    tied = nn.Linear(6, 5, False, tied_to="embedding.weight")
+    users = (
+        (Tied(), "user, a Tied"),
+        (nn.Sequential({"a": Tied()}), "user.a, a Tied"),
+        (Doubling({"a": tied}), "user, a Doubling"),
+    )
+    for user, name in users:
         layers = {"embedding": nn.Embedding(5, 6), "user": user, "head": nn.Linear(6, 5, False)}
         partition = partition_chain(layers, backend)
         assert partition.log[0] == (
-            "embedding: Embedding on every rank: it shares embedding.weight with "
-            f"{'user' if user is layers['user'] and isinstance(user, Tied) else 'user.a'}, a Tied, "
+            f"embedding: Embedding on every rank: it shares embedding.weight with {name}, "
             "and only an Embedding and Linear layers tied to it are split alike"
         )
         assert "embedding.weight" not in partition.boxes

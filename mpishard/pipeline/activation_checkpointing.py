@@ -1,0 +1,175 @@
+"""Which activations are not kept from forward to backward, but computed again.
+
+What a layer saves for backward is most of a deep model's memory. A *segment* of consecutive
+layers may keep its input alone; when backward comes to it, its forward is run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from mpishard.arguments import as_flag, as_integer
+from mpishard.contracts import LayerInfo
+
+__all__ = ["ActivationCheckpointConfig", "RecomputeStrategy"]
+
+
+class RecomputeStrategy(StrEnum):
+    """What is computed again in backward.
+
+    FULL cuts the chain of layers into segments that each keep their input alone: Chen et al.,
+    "Training deep nets with sublinear memory cost", 2016 (arXiv:1604.06174), section 4.1. With
+    segments of sqrt(L) of L layers, memory grows with sqrt(L), for one more forward pass.
+
+    SELECTIVE computes single layers again, those that free most for the least work: Korthikanti
+    et al., "Reducing activation recomputation in large transformer models", 2022
+    (arXiv:2205.05198), section 5. There these are the scores of attention, which `nn.Attention`
+    never keeps; what is left is decided by each layer's estimates.
+
+    NONE keeps everything.
+    """
+
+    SELECTIVE = "selective"
+    FULL = "full"
+    NONE = "none"
+
+    # As the mirrored hierarchy spells them.
+    Selective = SELECTIVE
+    Full = FULL
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointConfig:
+    """What a model keeps of a forward pass, and what it computes again.
+
+    Results are the same to the bit: dropout depends on the sample, not on the call. Where
+    parameters are sharded, those of a segment are gathered once more; where layers are split over
+    the tensor axis, what their forward exchanges is exchanged once more.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether anything is computed again.
+    checkpoint_every_n_layers : int or "sqrt"
+        FULL: n, the top-level layers of a segment; the last may have fewer. ``"sqrt"`` is the
+        root of the number of layers that a rank has in a row, rounded up. SELECTIVE goes by
+        layers, and does not look at it.
+    recompute_strategy : RecomputeStrategy, optional
+        What is computed again; None stands for FULL.
+    max_activations_in_memory : int
+        0: no limit. FULL: of a micro-batch at most so many segments keep their input; segments
+        grow to make it so. SELECTIVE: at most so many layers that could be computed again are
+        not.
+    checkpoint_first_layer : bool
+        Whether the model's first layer may be computed again; else what it saves is kept.
+
+    Raises
+    ------
+    TypeError
+        For an argument of another type.
+    ValueError
+        For fewer than one layer, a negative limit or an unknown strategy.
+
+    Examples
+    --------
+    >>> config = ActivationCheckpointConfig(enabled=True, checkpoint_every_n_layers="sqrt")
+    >>> config.strategy
+    <RecomputeStrategy.FULL: 'full'>
+    >>> import mpishard as ms
+    >>> layers = ms.nn.MLP([8] * 6).get_all_layer_info()
+    >>> len(layers), config.segments(layers, itemsize=4, keeps_last=True)
+    (9, (range(0, 3), range(3, 6)))
+    """
+
+    enabled: bool = False
+    checkpoint_every_n_layers: int | Literal["sqrt"] = 10
+    recompute_strategy: RecomputeStrategy | None = None
+    max_activations_in_memory: int = 0
+    checkpoint_first_layer: bool = True
+
+    def __post_init__(self) -> None:
+        as_flag("enabled", self.enabled)
+        as_flag("checkpoint_first_layer", self.checkpoint_first_layer)
+        every = self.checkpoint_every_n_layers
+        if every != "sqrt" and as_integer("checkpoint_every_n_layers", every) < 1:
+            raise ValueError(f"checkpoint_every_n_layers must be 1 or more, or 'sqrt'; got {every}")
+        limit = self.max_activations_in_memory
+        if as_integer("max_activations_in_memory", limit) < 0:
+            raise ValueError(f"max_activations_in_memory must be 0 (no limit) or more, got {limit}")
+        if self.recompute_strategy is not None:
+            try:
+                strategy = RecomputeStrategy(self.recompute_strategy)
+            except ValueError:
+                known = ", ".join(strategy.value for strategy in RecomputeStrategy)
+                raise ValueError(
+                    f"unknown recompute_strategy {self.recompute_strategy!r}; there are {known}"
+                ) from None
+            object.__setattr__(self, "recompute_strategy", strategy)
+
+    @property
+    def strategy(self) -> RecomputeStrategy:
+        """What is done: NONE unless enabled, FULL unless said otherwise."""
+        if not self.enabled:
+            return RecomputeStrategy.NONE
+        return self.recompute_strategy or RecomputeStrategy.FULL
+
+    def segments(
+        self, layers: Sequence[LayerInfo], itemsize: int, *, keeps_last: bool
+    ) -> tuple[range, ...]:
+        """The segments of consecutive layers that are computed again, by ``index``, in order.
+
+        Parameters
+        ----------
+        layers : sequence of LayerInfo
+            What a rank computes in a row.
+        itemsize : int
+            Bytes of an element of what layers put out.
+        keeps_last : bool
+            Whether backward follows forward at once: the last segment would then be computed
+            twice for nothing.
+        """
+        if self.strategy is RecomputeStrategy.NONE or not layers:
+            return ()
+        if self.strategy is RecomputeStrategy.FULL:
+            segments = self._equal_segments(layers)
+        else:
+            segments = self._cheap_layers(layers, itemsize)
+        is_last = segments and segments[-1].stop == layers[-1].index + 1
+        return tuple(segments[:-1] if keeps_last and is_last else segments)
+
+    def _equal_segments(self, layers: Sequence[LayerInfo]) -> list[range]:
+        first, stop = layers[0].index, layers[-1].index + 1
+        if not self._may_recompute(layers[0]):
+            first += 1
+        every = self.checkpoint_every_n_layers
+        length = math.isqrt(max(len(layers) - 1, 0)) + 1 if every == "sqrt" else int(every)
+        if self.max_activations_in_memory:
+            length = max(length, math.ceil((stop - first) / self.max_activations_in_memory))
+        return [range(start, min(start + length, stop)) for start in range(first, stop, length)]
+
+    def _cheap_layers(self, layers: Sequence[LayerInfo], itemsize: int) -> list[range]:
+        """Layers whose work for each byte freed is no more than the average of all that free any.
+
+        A layer saves about its input and what layers inside it put out; its own output is the
+        next one's to save. Computed again it keeps the input alone.
+        """
+        inside = {
+            info.index: info.estimated_activation_memory - itemsize * math.prod(info.output_shape)
+            for info in layers
+            if self._may_recompute(info)
+        }
+        freed = {index: nbytes for index, nbytes in inside.items() if nbytes > 0}
+        flops = {info.index: info.estimated_flops for info in layers if info.index in freed}
+        all_flops, all_freed = sum(flops.values()), sum(freed.values())
+        cheapest = sorted(freed, key=lambda index: flops[index] / freed[index])
+        count = sum(flops[i] * all_freed <= all_flops * freed[i] for i in freed)
+        if self.max_activations_in_memory:
+            count = max(count, len(cheapest) - self.max_activations_in_memory)
+        return [range(index, index + 1) for index in sorted(cheapest[:count])]
+
+    def _may_recompute(self, info: LayerInfo) -> bool:
+        return info.index > 0 or self.checkpoint_first_layer
