@@ -20,7 +20,7 @@ import re
 import pytest
 
 import mpishard as ms
-from mpishard import contracts, optimizers
+from mpishard import contracts, optimizers, pipeline
 from mpishard.nn import ComputationNode, Loss
 
 COLLECTIVES = """
@@ -90,6 +90,11 @@ SHARDED_OPTIMIZER_BASE = f"""
     step(model, x, y) get_current_learning_rate() _synchronize_parameters(model)
     set_model(model) update_parameters(parameters, gradients) reverse_update(updated, gradients)
 """
+SCHEDULE = """
+    name virtual_stages_per_rank get_schedule(stage_id, num_stages, num_micro_batches)
+    estimate_bubble_fraction(num_stages, num_micro_batches)
+"""
+PARTITION = "compute_partition(total_parameters, num_stages)"
 PRESETS = " ".join(
     f"create_{name}(communication_backend, learning_rate=0.01)"
     for name in (
@@ -212,6 +217,22 @@ CLASSES = [
     *[(optimizer, f"{optimizer.__name__}(wrapped_optimizer, config)", SHARDED_OPTIMIZER_BASE)
       for optimizer in (ms.ShardedOptimizerBase, ms.DDPOptimizer, ms.ZeRO1Optimizer,
                         ms.ZeRO2Optimizer, ms.FSDPOptimizer, ms.ZeRO3Optimizer)],
+    # 1.9, pipeline parts
+    (pipeline.IPipelineSchedule, "", SCHEDULE),
+    (pipeline.PipelineOperation,
+     ("PipelineOperation(type, micro_batch_index, is_warmup=False, is_cooldown=False, "
+     "virtual_stage_index=0)"), ""),
+    *[(schedule, f"{schedule.__name__}()", SCHEDULE)
+      for schedule in (pipeline.GPipeSchedule, pipeline.OneForwardOneBackwardSchedule,
+                       pipeline.ZeroBubbleH1Schedule, pipeline.ZeroBubbleH2Schedule,
+                       pipeline.ZeroBubbleVSchedule)],
+    *[(schedule, f"{schedule.__name__}(virtual_stages_per_rank=2)", SCHEDULE)
+      for schedule in (pipeline.Interleaved1F1BSchedule, pipeline.LoopedBFSSchedule)],
+    (pipeline.IPipelinePartitionStrategy, "", PARTITION),
+    (pipeline.UniformPartitionStrategy, "UniformPartitionStrategy()", PARTITION),
+    (pipeline.LoadBalancedPartitionStrategy,
+     ("LoadBalancedPartitionStrategy(layer_boundaries=None, cost_estimator=None, *, "
+     "estimated_layer_size=None)"), PARTITION),
     # 1.11, helpers
     (ms.ParameterAnalyzer, "ParameterAnalyzer(minimum_group_size=1024, world_size=1)",
      ("analyze_model(model) analyze_parameters(parameters) analyze_for_distribution(parameters) "
@@ -237,6 +258,9 @@ FUNCTIONS = [
 ENUMERATIONS = [
     (ms.ReductionOperation,
      ["SUM Sum", "PRODUCT Product", "MIN Min", "MAX Max", "AVERAGE Average"]),
+    (pipeline.PipelineOperationType,
+     ["FORWARD Forward", "BACKWARD Backward", "BACKWARD_INPUT BackwardInput",
+      "BACKWARD_WEIGHT BackwardWeight"]),
     (ms.DistributedStrategy, ["DDP", "ZERO1 ZeRO1", "ZERO2 ZeRO2", "ZERO3 ZeRO3", "FSDP"]),
 ]  # fmt: skip
 

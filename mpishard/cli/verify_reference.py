@@ -36,9 +36,9 @@ class Reference:
     losses : Array
         Mean over the batch before each update, shape (steps,); NaN where the model tells none.
     gradients : Array
-        Of each rank's part of a batch alone, shape (steps compared, ranks, length).
+        Of each data rank's part of a batch alone, shape (steps compared, data ranks, length).
     inputs : Array
-        Checksums of each rank's samples, shape (steps, ranks).
+        Checksums of each data rank's samples, shape (steps, data ranks).
     predictions : Array
         For the last batch, after training; of size 0 where the model has no ``predict``.
     """
@@ -77,7 +77,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     state: dict[str, Array] = {}
     parameters, losses, gradients, inputs = [theta], [], [], []
     for step in range(job.steps):
-        shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.world_size)]
+        shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         inputs.append([checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
