@@ -8,7 +8,6 @@ hierarchy has, these are left out on purpose:
   memory lies is the stores' business (mpishard/models/offload.py), chosen by the configuration;
 * ``_get_authoritative_parameter_source``, ``_wrapped_model_internal``: the engine's parameter store
   and ``wrapped_model``;
-* thread-local state of hybrid models' constructors: arguments;
 * ``_num_ops``, ``INumericOperations``: a dtype;
 * ``_run_*_step`` of optimizers: one engine makes all steps;
 * ``_apply_reduction_operation``: one tree (mpishard/communication/reduction.py);
@@ -91,6 +90,11 @@ SHARDED_OPTIMIZER_BASE = f"""
     step(model, x, y) get_current_learning_rate() _synchronize_parameters(model)
     set_model(model) update_parameters(parameters, gradients) reverse_update(updated, gradients)
 """
+SCHEDULE = """
+    name virtual_stages_per_rank get_schedule(stage_id, num_stages, num_micro_batches)
+    estimate_bubble_fraction(num_stages, num_micro_batches)
+"""
+PARTITION = "compute_partition(total_parameters, num_stages)"
 PRESETS = " ".join(
     f"create_{name}(communication_backend, learning_rate=0.01)"
     for name in (
@@ -108,12 +112,6 @@ MESH_MODEL = f"""
     {SHARDED_BASE} data_rank data_size micro_batch_count schedule estimated_bubble_fraction
     stage_layers partition_log is_compute_partitioned
 """
-SCHEDULE = """
-    name virtual_stages_per_rank get_schedule(stage_id, num_stages, num_micro_batches)
-    estimate_bubble_fraction(num_stages, num_micro_batches)
-    global_stage(stage_id, virtual_stage_index, num_stages)
-"""
-PARTITION = "compute_partition(total_parameters, num_stages)"
 RATE = "learning_rate={}"
 COMMON = "weight_decay=0.0, clip_global_norm=None, clip_value=None, parameter_options=None"
 INPUT_DATA = (
