@@ -17,10 +17,12 @@ from mpishard.cli.verify_target import Problem, build_problem, load_factory
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
+from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 __all__ = ["Comparison", "compare"]
 
+_SEGMENT = 2  # layers: a small model has several segments, too
 _FILE = "comparison-{}.npz"
 
 
@@ -130,6 +132,12 @@ def _manner(model: Any) -> str:
 def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
     """What `as_distributed` is given for one comparison."""
     options = dict(job.mesh.options)
+    if "recompute" in options:
+        options["checkpoint_config"] = ActivationCheckpointConfig(
+            enabled=True,
+            checkpoint_every_n_layers=_SEGMENT,
+            recompute_strategy=RecomputeStrategy(options.pop("recompute")),
+        )
     if schedule:
         options["schedule"] = schedule
     return options
