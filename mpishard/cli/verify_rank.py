@@ -119,7 +119,7 @@ def compare(
     return Comparison(
         np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
         np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
-        np.array(_manner(model)),
+        computed=np.array(_manner(model)),
     )  # fmt: skip
 
 
