@@ -142,7 +142,7 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
         (("-n", "0"), "argument -n: needs a number > 0, got 0"),
         (
             (*HYBRID, "-n", "3"),
-            "--pipeline-parallel-size 2 x --tensor-parallel-size 2 takes 4 ranks or a multiple, and",
+            "--pipeline-parallel-size 2 x --tensor-parallel-size 2 takes 4 ranks or a multiple",
         ),
         (
             ("--strategy", "tensor", "--sequence-parallel", "-n", "5"),
