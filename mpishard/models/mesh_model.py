@@ -25,6 +25,7 @@ from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     GPipeSchedule,
+    IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
     partition_layers,
@@ -81,6 +82,17 @@ class MeshModel(ShardedModelBase):
             )
         if isinstance(schedule, str):
             schedule = schedule_by_name(schedule)
+        is_costs = callable(partition_strategy) or isinstance(partition_strategy, Sequence)
+        if not (
+            partition_strategy is None
+            or isinstance(partition_strategy, IPipelinePartitionStrategy)
+            or (is_costs and not isinstance(partition_strategy, str))
+        ):
+            raise TypeError(
+                "partition_strategy must be an IPipelinePartitionStrategy, a function of a "
+                "LayerInfo, or one cost for each layer, got "
+                f"{type(partition_strategy).__name__}"
+            )
         if schedule is not None and not isinstance(schedule, IPipelineSchedule):
             raise TypeError(
                 f"schedule must be an IPipelineSchedule or its name, got {type(schedule).__name__}"
@@ -153,9 +165,11 @@ class MeshModel(ShardedModelBase):
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
         """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
         count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
+        given: Any = self._partition_strategy
+        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
         stages = partition_layers(
-            model.get_all_layer_info(), count, self._partition_strategy,
-            can_cut=model.validate_partition_point,
+            model.get_all_layer_info(), count, given if is_strategy else None,
+            costs=None if is_strategy else given, can_cut=model.validate_partition_point,
         )  # fmt: skip
         dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         return tuple((int(first), int(stop)) for first, stop in dealt)
@@ -239,7 +253,13 @@ class MeshModel(ShardedModelBase):
             "VirtualStagesPerRank": self._schedule.virtual_stages_per_rank,
             "EstimatedBubbleFraction": self.estimated_bubble_fraction,
             "ActivationCheckpointing": self._recomputes,
-            "PartitionStrategy": "LoadBalanced" if strategy is None else type(strategy).__name__,
+            "PartitionStrategy": (
+                type(strategy).__name__
+                if isinstance(strategy, IPipelinePartitionStrategy)
+                else "LoadBalanced by FLOPs"
+                if strategy is None
+                else "LoadBalanced by given costs"
+            ),
             "SupportsDecomposedBackward": self.is_compute_partitioned,
         }
 

@@ -15,6 +15,7 @@ from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.work import Transfer
+from mpishard.observe import span
 from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType
 from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
@@ -89,7 +90,6 @@ class PipelineExecutor:
         self._dtype = np.dtype(dtype)
         self._plan: PipelinePlan | None = None
         self._forward_plan: PipelinePlan | None = None
-        self._runs = 0
         self.record = PipelineRecord()
 
     def run(self, stage: IPipelineStage) -> PipelineRecord:
@@ -130,8 +130,7 @@ class PipelineExecutor:
         return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
-        generation = self._runs % self._generations
-        self._runs += 1
+        generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
         try:
@@ -164,6 +163,7 @@ class _Run:
         self._here: dict[Flow, Array] = {}
         self._going: list[Transfer] = []
         self._live = [0] * len(plan.virtual_of)
+        self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
 
     def execute(self) -> PipelineRecord:
         """All steps; returns when what was sent has been taken."""
@@ -173,7 +173,10 @@ class _Run:
             begun = time.perf_counter()
             given = self._take(step)
             ready = time.perf_counter()
-            result = self._compute(step, given)
+            operation = step.operation
+            stage = self._global_stage[operation.virtual_stage_index]
+            with span(operation.type, micro_batch=operation.micro_batch_index, stage=stage):
+                result = self._compute(step, given)
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
             del given

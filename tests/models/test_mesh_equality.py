@@ -18,12 +18,19 @@ from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer
+from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8)
 RECOMPUTE = {
     "off": None,
+    "full": ActivationCheckpointConfig(
+        enabled=True, checkpoint_every_n_layers=2, recompute_strategy=RecomputeStrategy.FULL
+    ),
+    "selective": ActivationCheckpointConfig(
+        enabled=True, recompute_strategy=RecomputeStrategy.SELECTIVE
+    ),
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v"),
