@@ -72,7 +72,7 @@ class Engine:
         self._config = config
         self._make_gradients = make_gradients
         self.stage = stage
-        self.replicas = Replicas(parameters, policy)
+        self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
         self.round = Round(config, parameters.backend)
         self.freeze(program.frozen)
 

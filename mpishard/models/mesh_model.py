@@ -19,6 +19,7 @@ from mpishard.models.fsdp import FSDPModel
 from mpishard.models.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
+from mpishard.models.replicas import ALONE_ON_A_MESH
 from mpishard.models.whole_program import WholeProgram
 from mpishard.models.wrapping import program_of
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
@@ -109,10 +110,7 @@ class MeshModel(ShardedModelBase):
                 "ILayeredModel (mpishard.nn)"
             )
         if not self._config.auto_sync_gradients:
-            raise ValueError(
-                "auto_sync_gradients=False lets each rank update a replica of its own, and here "
-                "ranks hold parts of one; use DDP, or model.accumulate() to synchronise less often"
-            )
+            raise ValueError(ALONE_ON_A_MESH)
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
         if self.mesh.data_size > 1:
             self.policy = _DATA_POLICIES[self._data_parallel_strategy]
