@@ -35,6 +35,7 @@ from mpishard.optimizers import (
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
+    "STRATEGY_OPTIONS",
     "DistributedStrategy",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
@@ -77,7 +78,7 @@ _CLASSES: dict[DistributedStrategy, tuple[type[ShardedModelBase], type[ShardedOp
 }
 _TENSOR = ("sequence_parallel", "checkpoint_config")
 _PIPELINE = ("micro_batch_count", "schedule", "partition_strategy", "checkpoint_config")
-_OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
+STRATEGY_OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
     DistributedStrategy.TENSOR_PARALLEL: _TENSOR,
     DistributedStrategy.PIPELINE_PARALLEL: _PIPELINE,
     DistributedStrategy.HYBRID: (
@@ -85,6 +86,7 @@ _OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
         *_PIPELINE, "sequence_parallel", "data_parallel_strategy", "order",
     ),
 }  # fmt: skip
+"""What `as_distributed` takes beside the strategy; others take nothing."""
 
 
 @overload
@@ -199,14 +201,18 @@ def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, 
                 f"num_micro_batches {count} and micro_batch_count {options['micro_batch_count']} "
                 "are two names of one number; give one of them"
             )
-    taken = _OPTIONS.get(strategy, ())
+    taken = STRATEGY_OPTIONS.get(strategy, ())
     wrong = [name for name in options if name not in taken]
     if wrong:
-        hybrid = _OPTIONS[DistributedStrategy.HYBRID]
+        hybrid = STRATEGY_OPTIONS[DistributedStrategy.HYBRID]
         raise TypeError(
             f"strategy {strategy.value!r} takes no {', '.join(wrong)}; "
             + (f"it takes {', '.join(taken)}" if taken else "it takes no options")
-            + ("; strategy 'hybrid' takes both" if taken and set(wrong) <= set(hybrid) else "")
+            + (
+                "; strategy 'hybrid' takes all of these"
+                if taken and set(wrong) <= set(hybrid)
+                else ""
+            )
         )
     return options
 

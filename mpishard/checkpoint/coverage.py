@@ -31,9 +31,10 @@ def check_region(region: Region, shape: Sequence[int]) -> None:
     ValueError
         Where the box is outside the tensor, the range outside the box, or there is nothing in it.
     """
-    fits = len(region.box) == len(shape) and all(
-        0 <= low < high <= size for (low, high), size in zip(region.box, shape, strict=True)
-    )
+    fits = len(region.box) == len(shape)
+    if fits:
+        for (low, high), size in zip(region.box, shape, strict=True):
+            fits = fits and 0 <= low < high <= size
     if not (fits and 0 <= region.start < region.stop <= math.prod(box_shape(region.box))):
         raise ValueError(f"{region} is no part of a tensor of shape {tuple(shape)}")
 

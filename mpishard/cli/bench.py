@@ -20,11 +20,13 @@ from mpishard.cli.bench_collectives import (
     collective_table,
 )
 from mpishard.cli.bench_report import parse_bytes, show, write_json
+from mpishard.cli.bench_speedup import TENSOR, SpeedupBenchmark, speedup_table
 from mpishard.cli.bench_step import ALONE, StepBenchmark, step_panel, step_table
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import DistributedStrategy, launch
 from mpishard.errors import MPIUnavailableError
 from mpishard.observe import plot_panels
+from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
 
@@ -65,7 +67,8 @@ _SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
 
 _BYTES = "8B,1KiB,64KiB,1MiB,16MiB,64MiB"
 
-_STRATEGIES = (ALONE, *(str(strategy) for strategy in DistributedStrategy))
+# Where ranks compute samples of their own; `speedup` is for those that share them.
+_STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
 
 
 class _Type(StrEnum):
@@ -187,6 +190,48 @@ def step(
                 write_json(json, {"world_size": backend.world_size, "steps": rows})
             if plot is not None:
                 plot_panels(plot, [step_panel(benchmark, results, backend.world_size)])
+
+    _on_ranks(context, measure, ranks, world_size)
+
+
+@bench.command()
+def speedup(
+    context: typer.Context,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"tensor, or a pipeline's schedule: {', '.join(SCHEDULE_NAMES)}; may be repeated. "
+            "Default: tensor, 1f1b, zb-h1."
+        ),
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="Of the GPT.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Its blocks.")] = 6,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, of all ranks.")] = 16,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of pipelines.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
+    json: JSONOption = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Time a step that all ranks share, tensor-parallel and as a pipeline, against one rank's."""
+    chosen = way or [TENSOR, "1f1b", "zb-h1"]
+    for name in chosen:
+        if name != TENSOR and name not in SCHEDULE_NAMES:
+            _refuse(f"--way must be one of {TENSOR}, {', '.join(SCHEDULE_NAMES)}; got {name!r}")
+    benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup)
+    try:
+        benchmark.build_model()
+    except ValueError as error:
+        _refuse(str(error))
+
+    def measure(backend: CommunicationBackend) -> None:
+        results = benchmark.run(backend, chosen)
+        if backend.rank == 0:
+            show(speedup_table(benchmark, results, backend.world_size))
+            if json is not None:
+                rows = [result.as_dict() for result in results]
+                write_json(json, {"world_size": backend.world_size, "speedup": rows})
 
     _on_ranks(context, measure, ranks, world_size)
 

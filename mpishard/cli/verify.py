@@ -16,20 +16,30 @@ from mpishard.cli import verify_rank, verify_reference
 from mpishard.cli.bench_report import show
 from mpishard.cli.launcher import find_launcher, loaded_library
 from mpishard.cli.verify_job import VerifyJob
+from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
 from mpishard.cli.verify_report import Verdict, default_tolerance
 from mpishard.cli.verify_rules import RULES
 from mpishard.distributed import DistributedStrategy
 from mpishard.errors import MPIUnavailableError
+from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["verify"]
 
 _STRATEGIES = [strategy.value for strategy in DistributedStrategy]
 
 
+_Size = Annotated[int | None, typer.Option(min=1, show_default=False, help="Of hybrid; default 1.")]
+
+
 class _Backend(StrEnum):
     AUTO = "auto"
     MPI = "mpi"
     MEMORY = "memory"
+
+
+class _Recompute(StrEnum):
+    FULL = "full"
+    SELECTIVE = "selective"
 
 
 class _Type(StrEnum):
@@ -69,17 +79,57 @@ def verify(
         _Type | None, typer.Option(show_default=False, help="Of the model; default its own.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Given to the factory.")] = 0,
+    pipeline_parallel_size: _Size = None,
+    tensor_parallel_size: _Size = None,
+    data_parallel_size: Annotated[
+        int | None, typer.Option(show_default=False, help="Of hybrid; default what is left of N.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Of pipeline and hybrid; default 4."),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help=f"Of pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all of them one after "
+            "the other; default gpipe.",
+        ),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Of tensor and hybrid.")
+    ] = False,
+    recompute: Annotated[
+        _Recompute | None,
+        typer.Option(
+            show_default=False, help="Activations that are computed again; of mesh strategies."
+        ),
+    ] = None,
+    data_parallel_strategy: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False, help=f"Of hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+        ),
+    ] = None,
 ) -> None:
     """Train TARGET's model on N ranks and alone, and compare every rank's parameters.
 
     Exit code 0 where all agree, 1 where they do not, 2 where nothing can be compared.
     """
     _check(strategy, optimizer, learning_rate, tolerance)
+    given = (
+        pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
+        sequence_parallel or None, recompute and recompute.value, data_parallel_strategy,
+    )  # fmt: skip
+    try:
+        mesh = MeshChoice.of(strategy.lower(), ranks, dict(zip(MESH_FLAGS, given, strict=True)))
+    except UsageError as error:
+        _refuse(str(error))
     way = _way(backend)
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy.lower(), optimizer, ranks, steps,
-            batch_size or 8 * ranks, seed, learning_rate, dtype and dtype.value,
+            batch_size or 8 * ranks, seed, learning_rate, dtype and dtype.value, mesh,
         )  # fmt: skip
         job.write()
         alone = f"from {verify_reference.__name__} import main; main()"
@@ -88,21 +138,27 @@ def verify(
         worker = [verify_rank.__file__, folder, way]
         launcher = ["-m", "mpishard", "run", "-n", str(ranks)] if way == "mpi" else []
         code = _run([sys.executable, *launcher, *worker])
-        comparison = verify_rank.Comparison.read(job.folder)
-    if code != 0 or comparison is None:
+        found = {name: verify_rank.Comparison.read(job.folder, name) for name in mesh.schedules}
+    kind = "MPI ranks" if way == "mpi" else "thread-ranks"
+    are_equal = True
+    for name, comparison in found.items():
+        where = f"{strategy}{mesh.describe(name)} on {ranks}"
+        if comparison is None:
+            break
+        verdict = Verdict(comparison, tolerance or default_tolerance(str(comparison.dtype)))
+        typer.echo(f"{target}: {where} {kind} against training alone, {steps} steps of "
+                   f"{optimizer}, {comparison.dtype}")  # fmt: skip
+        show(verdict.table())
+        for line in verdict.lines():
+            typer.echo(line)
+        are_equal &= verdict.is_equal
+    if code != 0 or None in found.values():
         typer.echo(
-            f"mpishard verify: alone the model trains, and {strategy} on {ranks} ranks ended with "
-            f"exit code {code}: see above", err=True,
+            f"mpishard verify: alone the model trains, and {where} ranks ended with exit code "
+            f"{code}: see above", err=True,
         )  # fmt: skip
         raise typer.Exit(1)
-    verdict = Verdict(comparison, tolerance or default_tolerance(str(comparison.dtype)))
-    kind = "MPI ranks" if way == "mpi" else "thread-ranks"
-    typer.echo(f"{target}: {strategy} on {ranks} {kind} against training alone, {steps} steps of "
-               f"{optimizer}, {comparison.dtype}")  # fmt: skip
-    show(verdict.table())
-    for line in verdict.lines():
-        typer.echo(line)
-    raise typer.Exit(0 if verdict.is_equal else 1)
+    raise typer.Exit(0 if are_equal else 1)
 
 
 def _check(strategy: str, optimizer: str, learning_rate: float, tolerance: float | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, to_host
+from mpishard.cli.verify_mesh import MeshChoice
 from mpishard.data import take
 
 __all__ = ["VerifyJob", "checksum", "relative_error"]
@@ -37,6 +38,8 @@ class VerifyJob:
         Of the optimizer.
     dtype : str, optional
         What the model's must be.
+    mesh : MeshChoice, optional
+        Where the ranks stand; by default each has samples of its own.
     """
 
     folder: Path
@@ -49,6 +52,13 @@ class VerifyJob:
     seed: int
     learning_rate: float
     dtype: str | None = None
+    mesh: MeshChoice = field(default=MeshChoice((1, 1, -1)))
+
+    @property
+    def data_size(self) -> int:
+        """Among how many ranks, or groups of ranks, a batch is dealt."""
+        pipeline, tensor, _ = self.mesh.sizes
+        return self.world_size // (pipeline * tensor)
 
     def write(self) -> None:
         """Leave the settings for `read`."""
@@ -59,30 +69,32 @@ class VerifyJob:
     def read(cls, folder: Path) -> VerifyJob:
         """The job that was written to ``folder``."""
         settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-        return cls(**settings | {"folder": folder})
+        mesh = settings["mesh"]
+        choice = MeshChoice(tuple(mesh["sizes"]), mesh["options"], tuple(mesh["schedules"]))
+        return cls(**settings | {"folder": folder, "mesh": choice})
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The samples of a step's global batch."""
         generator = np.random.default_rng([self.seed, step])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
-    def share(self, step: int, size: int, rank: int) -> slice:
-        """A rank's part of a batch of ``size``: no two alike, and every third step one is empty."""
-        weights = 1.0 + (np.arange(self.world_size) + step) % self.world_size
-        if step % 3 == 2 and self.world_size > 1:
-            weights[step % self.world_size] = 0
+    def share(self, step: int, size: int, data_rank: int) -> slice:
+        """A part of a batch of ``size``: no two alike, and every third step one is empty."""
+        weights = 1.0 + (np.arange(self.data_size) + step) % self.data_size
+        if step % 3 == 2 and self.data_size > 1:
+            weights[step % self.data_size] = 0
         ends = np.round(np.cumsum([0, *weights]) / weights.sum() * size).astype(int)
-        return slice(int(ends[rank]), int(ends[rank + 1]))
+        return slice(int(ends[data_rank]), int(ends[data_rank + 1]))
 
-    def read_share(self, problem: Any, step: int, rank: int) -> tuple[Array, Array, int]:
-        """A rank's inputs and targets, and where in the batch they begin."""
+    def read_share(self, problem: Any, step: int, data_rank: int) -> tuple[Array, Array, int]:
+        """A data rank's inputs and targets, and where in the batch they begin."""
         indices = self.batch(step, problem.samples)
-        mine = self.share(step, len(indices), rank)
+        mine = self.share(step, len(indices), data_rank)
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
 
     def gradient_steps(self, parameters: Array) -> int:
-        """Steps whose gradients of single ranks are compared: as many as files may be large."""
-        one = self.world_size * parameters.nbytes
+        """Steps whose gradients of single parts are compared: as many as files may be large."""
+        one = self.data_size * parameters.nbytes
         return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
 
 

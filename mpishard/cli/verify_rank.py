@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from mpishard.cli.verify_target import Problem, build_problem, load_factory
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
+from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 __all__ = ["Comparison", "compare"]
 
-_FILE = "comparison.npz"
+_SEGMENT = 2  # layers: a small model has several segments, too
+_FILE = "comparison-{}.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class Comparison:
         Whether the rank's samples are others, shape (ranks, steps).
     predictions : Array
         Shape (ranks,); NaN where there are none.
+    computed : Array
+        How a batch was: "alone", by one rank; "together", by several; or "repeated" by each of
+        several. Text, of shape ().
     """
 
     names: Array
@@ -56,15 +61,16 @@ class Comparison:
     gradients: Array
     inputs: Array
     predictions: Array
+    computed: Array = field(default_factory=lambda: np.array("alone"))
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, schedule: str) -> None:
         """Leave it for `read`."""
-        np.savez(folder / _FILE, **asdict(self))
+        np.savez(folder / _FILE.format(schedule), **asdict(self))
 
     @classmethod
-    def read(cls, folder: Path) -> Comparison | None:
+    def read(cls, folder: Path, schedule: str) -> Comparison | None:
         """What was written to ``folder``; None where the ranks did not come so far."""
-        path = folder / _FILE
+        path = folder / _FILE.format(schedule)
         if not path.is_file():
             return None
         with np.load(path) as found:
@@ -72,7 +78,11 @@ class Comparison:
 
 
 def compare(
-    backend: CommunicationBackend, job: VerifyJob, problem: Problem, reference: Reference
+    backend: CommunicationBackend,
+    job: VerifyJob,
+    problem: Problem,
+    reference: Reference,
+    schedule: str = "",
 ) -> Comparison:
     """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
     start = problem.model.get_parameters()
@@ -80,18 +90,20 @@ def compare(
     # Several units, in a small model too.
     unit_size = min(1024, max(1, start.size // 4))
     config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
-    model = as_distributed(problem.model, config, job.strategy)
+    options = _options(job, schedule)
+    model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
-    optimizer = as_distributed(RULES[job.optimizer].make(job.learning_rate), config, job.strategy)
+    rule = RULES[job.optimizer].make(job.learning_rate)
+    optimizer = as_distributed(rule, config, job.strategy, **options)
     parameters, losses, gradients, inputs = [], [], [], []
     for step in range(job.steps):
-        x, y, begin = job.read_share(problem, step, backend.rank)
-        inputs.append(checksum(x, y) != reference.inputs[step, backend.rank])
+        x, y, begin = job.read_share(problem, step, model.data_rank)
+        inputs.append(checksum(x, y) != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             own = model.compute_gradients(x, y, problem.loss)
             gradients.append(
-                _gradient_errors(entries, own, reference.gradients[step, backend.rank])
+                _gradient_errors(entries, own, reference.gradients[step, model.data_rank])
             )
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
@@ -107,7 +119,28 @@ def compare(
     return Comparison(
         np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
         np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
+        np.array(_manner(model)),
     )  # fmt: skip
+
+
+def _manner(model: Any) -> str:
+    if model.data_size == model.world_size:
+        return "alone"
+    return "together" if model.is_compute_partitioned else "repeated"
+
+
+def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
+    """What `as_distributed` is given for one comparison."""
+    options = dict(job.mesh.options)
+    if "recompute" in options:
+        options["checkpoint_config"] = ActivationCheckpointConfig(
+            enabled=True,
+            checkpoint_every_n_layers=_SEGMENT,
+            recompute_strategy=RecomputeStrategy(options.pop("recompute")),
+        )
+    if schedule:
+        options["schedule"] = schedule
+    return options
 
 
 def _errors(entries: tuple[ParameterEntry, ...], actual: Array, expected: Array) -> list[float]:
@@ -128,10 +161,11 @@ def _gradient_errors(
 
 
 def _run(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
-    problem = build_problem(factory, job.seed, job.dtype)
-    comparison = compare(backend, job, problem, Reference.read(job.folder))
-    if backend.rank == 0:
-        comparison.write(job.folder)
+    for schedule in job.mesh.schedules:
+        problem = build_problem(factory, job.seed, job.dtype)  # what is wrapped gives it all up
+        comparison = compare(backend, job, problem, Reference.read(job.folder), schedule)
+        if backend.rank == 0:
+            comparison.write(job.folder, schedule)
 
 
 def main() -> None:

@@ -17,10 +17,11 @@ from mpishard.arrays import Array
 from mpishard.cli.verify_job import VerifyJob, checksum
 from mpishard.cli.verify_rules import RULES, TextbookStep
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
+from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
 
-__all__ = ["Reference", "main", "train_alone"]
+__all__ = ["Reference", "main", "require_layers", "train_alone"]
 
 _FILES = ("parameters", "losses", "gradients", "inputs", "predictions")
 
@@ -36,9 +37,9 @@ class Reference:
     losses : Array
         Mean over the batch before each update, shape (steps,); NaN where the model tells none.
     gradients : Array
-        Of each rank's part of a batch alone, shape (steps compared, ranks, length).
+        Of each data rank's part of a batch alone, shape (steps compared, data ranks, length).
     inputs : Array
-        Checksums of each rank's samples, shape (steps, ranks).
+        Checksums of each data rank's samples, shape (steps, data ranks).
     predictions : Array
         For the last batch, after training; of size 0 where the model has no ``predict``.
     """
@@ -77,7 +78,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     state: dict[str, Array] = {}
     parameters, losses, gradients, inputs = [theta], [], [], []
     for step in range(job.steps):
-        shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.world_size)]
+        shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         inputs.append([checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
@@ -96,6 +97,21 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         losses.append(loss)
     last = take(problem.x, job.batch(job.steps - 1, problem.samples))
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
+
+
+def require_layers(job: VerifyJob, problem: Problem) -> None:
+    """Refuse to compute a black box's activations again.
+
+    Raises
+    ------
+    TargetError
+        Where that is asked for.
+    """
+    if "recompute" in job.mesh.options and not isinstance(problem.model, ILayeredModel):
+        raise TargetError(
+            f"--recompute is for models of layers, and {type(problem.model).__name__} is a black "
+            "box\nleave it out, or return a model that implements ILayeredModel (mpishard.nn)"
+        )
 
 
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
@@ -136,6 +152,7 @@ def main() -> None:
     job = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype)
+        require_layers(job, problem)
         train_alone(job, problem).write(job.folder)
     except TargetError as error:
         sys.stderr.write(f"mpishard verify: {error}\n")

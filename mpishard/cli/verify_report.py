@@ -76,6 +76,12 @@ class Verdict:
         if not np.isnan(c.predictions).any():
             others.append(f"predictions {c.predictions.max():.1e}")
         lines = [f"worst error of {', '.join(others)}"]
+        if c.computed == "repeated":
+            lines.append(
+                "the computation was not partitioned, for the model is a black box: every rank "
+                "computed all of its batch. One that implements ILayeredModel (mpishard.nn) is "
+                "computed in parts"
+            )
         errors = np.maximum(c.built, c.parameters.max(axis=1))
         worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(c.names)
         if self.is_equal:
@@ -100,6 +106,13 @@ class Verdict:
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
             name = c.names[c.gradients[:, first_off].max(axis=0).argmax()]
+            if c.computed == "together":
+                return (
+                    f"step {first_off + 1}: the gradient of one batch that several ranks compute "
+                    f"together is not what a process alone computes of it (worst {name}). Does a "
+                    "layer look at the batch as a whole (statistics of it), or depend on its rank? "
+                    "If not, the fault is mpishard's"
+                )
             return (
                 f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
                 f"the rank's own samples is not what a process alone computes of them (worst "

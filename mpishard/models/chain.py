@@ -274,21 +274,23 @@ class LayerChain:
     ) -> None:
         """Run a segment's forward again, and put on the tape what its layers save."""
         layers, x = forgotten.layers, forgotten.x
-        last = layers[-1]
-        # Backward begins with the last layer's units. One that the layer behind uses too is here.
-        stay = set(self._uses[last])
-        behind = stay & set(self._uses.get(last + 1, ())) if last + 1 in self._range else set()
-        then = [*range(last - 1, max(layers.start, first) - 1, -1)]
+        used = {index: set(self._uses[index]) for index in layers}
+        # Units that layers behind the segment use too are here: backward is not through with them.
+        behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))
+        held = behind & set[Unit]().union(*used.values())
+        # Backward begins with those of the last layer that has any.
+        stay = held | next((used[index] for index in reversed(layers) if used[index]), set())
+        then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
         then += self._back_from(layers.start, tape, first)
         for index in layers:
             # No third buffer where one waits already for its turn in backward.
-            waits = any(u.index not in self._kept and u not in self._uses[index] for u in behind)
+            waits = any(unit.index not in self._kept for unit in held - used[index])
             upcoming = [] if waits else [*range(index + 1, layers.stop), *then]
             x, saved = self._forward_layer(index, parameters, x, forgotten.context, upcoming)
             tape.append(saved)
-            later = {unit for other in range(index + 1, layers.stop) for unit in self._uses[other]}
-            for unit in self._uses[index]:
-                if unit.index not in self._kept and unit not in later | stay:
+            later = set[Unit]().union(*(used[i] for i in range(index + 1, layers.stop)))
+            for unit in used[index] - stay - later:
+                if unit.index not in self._kept:
                     parameters.reshard(unit)
 
     def _back_from(self, index: int, tape: Sequence[Any], first: int) -> Iterator[int]:

@@ -28,6 +28,7 @@ from mpishard.pipeline import (
     ActivationCheckpointConfig,
     IPipelineSchedule,
     PipelineExecutor,
+    PipelineRecord,
 )
 from mpishard.pipeline.plan import most_saved
 from mpishard.sharding import Placement, ShardingConfiguration, Unit
@@ -96,6 +97,8 @@ class MeshProgram(LayeredProgram):
         self._vector = MeshVector(self.mesh, self._placement)
         self._tie_groups = self._meet_in_ties()
         self._executors: dict[int, PipelineExecutor] = {}
+        self.last_record = PipelineRecord()
+        """Of the last training pass: when each operation waited and computed."""
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         if micro_batches not in self._executors:
@@ -222,7 +225,7 @@ class MeshProgram(LayeredProgram):
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, inputs, context, gradients, targets, loss)
-        self._executor(self.micro_batch_count).run(run)
+        self.last_record = self._executor(self.micro_batch_count).run(run)
         self._add_ties(gradients)
         return (run.total, run.weight) if self.speaks else (0.0, 0.0)
 

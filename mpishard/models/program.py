@@ -68,6 +68,7 @@ class Program(ABC):
     seed: int = 0
     frozen: frozenset[str] = frozenset()
     default_loss: ILossFunction | None = None
+    _whole_placement: Placement | None = None
 
     def freeze(self, names: frozenset[str]) -> None:
         """Leave the parameters of these names as they are from now on."""
@@ -97,7 +98,9 @@ class Program(ABC):
     @property
     def placement(self) -> Placement:
         """Which part of the model this rank's own flat vector is; all of it, unless told."""
-        return Placement.whole(self.entries)
+        if self._whole_placement is None:
+            self._whole_placement = Placement.whole(self.entries)
+        return self._whole_placement
 
     @property
     def length(self) -> int:

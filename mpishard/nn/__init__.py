@@ -12,6 +12,7 @@ from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.feature_linear import FeatureLinear
 from mpishard.nn.flatten import Flatten
+from mpishard.nn.gated import SwiGLU
 from mpishard.nn.generation import generate
 from mpishard.nn.gpt import GPT
 from mpishard.nn.graph import ComputationNode
@@ -66,6 +67,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "SubModel",
+    "SwiGLU",
     "Tanh",
     "generate",
 ]

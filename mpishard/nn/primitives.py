@@ -87,6 +87,13 @@ def silu(x: Array) -> Array:
     return x * np.exp(-np.logaddexp(0, -x))
 
 
+@_primitive(lambda x: (*x[:-1], None if x[-1] is None else x[-1] // 2))
+def swiglu(x: Array) -> Array:
+    """The second half of the last dim, times silu of the first."""
+    gate, value = np.split(x, 2, axis=-1)
+    return gate * np.exp(-np.logaddexp(0, -gate)) * value
+
+
 @_primitive(_same)
 def gelu(x: Array) -> Array:
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

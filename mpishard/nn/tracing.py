@@ -15,6 +15,7 @@ from mpishard.nn.dropout import Dropout
 from mpishard.nn.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.feature_linear import FeatureLinear
 from mpishard.nn.flatten import Flatten
+from mpishard.nn.gated import SwiGLU
 from mpishard.nn.graph import ComputationNode
 from mpishard.nn.layer import Layer
 from mpishard.nn.linear import Linear
@@ -193,6 +194,7 @@ _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     RMSNorm: _rms_norm,
     ReLU: lambda layer, p, x: _apply("relu", x),
     SiLU: lambda layer, p, x: _apply("silu", x),
+    SwiGLU: lambda layer, p, x: _apply("swiglu", x),
     Sigmoid: lambda layer, p, x: _apply("sigmoid", x),
     Softmax: lambda layer, p, x: _apply("softmax", x),
     Tanh: lambda layer, p, x: _apply("tanh", x),

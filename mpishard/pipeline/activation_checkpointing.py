@@ -81,7 +81,7 @@ class ActivationCheckpointConfig:
     <RecomputeStrategy.FULL: 'full'>
     >>> import mpishard as ms
     >>> layers = ms.nn.MLP([8] * 6).get_all_layer_info()
-    >>> len(layers), config.segments(layers, itemsize=4, keeps_last=True)
+    >>> len(layers), config.segments(layers, itemsize=8, keeps_last=True)
     (9, (range(0, 3), range(3, 6)))
     """
 

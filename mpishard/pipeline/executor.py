@@ -15,6 +15,7 @@ from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.work import Transfer
+from mpishard.observe import span
 from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType
 from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
@@ -164,6 +165,7 @@ class _Run:
         self._here: dict[Flow, Array] = {}
         self._going: list[Transfer] = []
         self._live = [0] * len(plan.virtual_of)
+        self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
 
     def execute(self) -> PipelineRecord:
         """All steps; returns when what was sent has been taken."""
@@ -173,7 +175,10 @@ class _Run:
             begun = time.perf_counter()
             given = self._take(step)
             ready = time.perf_counter()
-            result = self._compute(step, given)
+            operation = step.operation
+            stage = self._global_stage[operation.virtual_stage_index]
+            with span(operation.type, micro_batch=operation.micro_batch_index, stage=stage):
+                result = self._compute(step, given)
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
             del given

@@ -118,7 +118,7 @@ class ChainSplit:
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
         core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
-        blocks, run = 1, 1
+        blocks, run = 2 if segment.kind is SegmentKind.GATED else 1, 1
         if isinstance(core, Attention):
             blocks, run = 3, max(1, first.outputs // (3 * core.heads))
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)

@@ -34,6 +34,7 @@ def partition_chain(
     * a `Linear`, an `Attention` core and a `Linear`, by heads, with `Dropout` behind the core;
     * two `Linear` with activations or `Dropout` between them, the first by outputs (a *column*
       split), the second by inputs (a *row* split), greedily from the chain's start;
+    * likewise with a `SwiGLU` right behind the first, whose two halves are dealt alike;
     * any other `Linear` by outputs, which are gathered;
     * what is in a `Residual` or `Sequential` likewise, as a chain of its own;
     * everything else is whole on every rank, and each computes the same.

@@ -9,6 +9,7 @@ from enum import Enum
 from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.attention import Attention, CausalAttention
 from mpishard.nn.dropout import Dropout
+from mpishard.nn.gated import SwiGLU
 from mpishard.nn.layer import Layer
 from mpishard.nn.linear import Linear
 from mpishard.tensor.ties import Ties
@@ -26,6 +27,7 @@ class SegmentKind(Enum):
 
     ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
     PAIR = "two linear layers with what works element by element between them"
+    GATED = "the same with a gated activation behind the first, which halves its outputs"
     ALONE = "one layer"
 
 
@@ -87,7 +89,7 @@ def _end_of_run(chain: tuple[tuple[str, Layer], ...], start: int) -> int | None:
         kind = type(chain[i][1])
         if kind is Linear:
             return i
-        if kind not in (*ACTIVATIONS, *ATTENTIONS, Dropout):
+        if kind not in (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU):
             return None
     return None
 
@@ -116,14 +118,15 @@ class _Run:
         # A shared weight is split by rows, which the second of a pair is not.
         if self.ties.is_shared(self.prefix + last_name, last):
             return None
-        cores = [layer for _, layer in between if isinstance(layer, Attention)]
-        if not cores:
+        mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
+        if not mixers:
             is_whole = self.ties.obstacle(self.prefix + first_name, first) is not None
             too_few = first.outputs < self.world_size
             return None if is_whole or too_few else SegmentKind.PAIR
-        core = between[0][1]
-        if len(cores) > 1 or not isinstance(core, Attention):
+        # The outputs of the first are then blocks of which each is dealt: not a table's rows.
+        mixer = between[0][1]
+        if mixers != [mixer] or self.ties.is_shared(self.prefix + first_name, first):
             return None
-        if self.ties.is_shared(self.prefix + first_name, first) or core.heads < self.world_size:
-            return None
-        return SegmentKind.ATTENTION
+        if isinstance(mixer, Attention):
+            return SegmentKind.ATTENTION if mixer.heads >= self.world_size else None
+        return SegmentKind.GATED if first.outputs >= 2 * self.world_size else None

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import mpishard as ms
 from mpishard.cli import app
 from mpishard.cli.verify_job import VerifyJob, relative_error
+from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
 from mpishard.cli.verify_rank import Comparison, compare
-from mpishard.cli.verify_reference import train_alone
+from mpishard.cli.verify_reference import require_layers, train_alone
 from mpishard.cli.verify_report import Verdict, default_tolerance
 from mpishard.cli.verify_rules import RULES
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
@@ -134,18 +135,27 @@ def _sums() -> Any:
     return ms.FunctionModel(fun, np.zeros(5))
 
 
-def job(world_size: int, **options: Any) -> VerifyJob:
+def job(world_size: int, flags: Any = None, **options: Any) -> VerifyJob:
     settings = {"strategy": "fsdp", "optimizer": "sgd", "steps": 4, "batch_size": 16, "seed": 0,
                 "learning_rate": 1e-3} | options  # fmt: skip
-    return VerifyJob(Path(), "unused", world_size=world_size, **settings)
+    mesh = MeshChoice.of(settings["strategy"], world_size, flags or {})
+    return VerifyJob(Path(), "unused", world_size=world_size, mesh=mesh, **settings)
+
+
+def verdicts_of(backend: Any, make: Any, **options: Any) -> list[Verdict]:
+    """On every rank, by schedule; each trains the reference for itself."""
+    mine = job(backend.world_size, **options)
+    reference = train_alone(mine, make(ALONE))
+    return [
+        Verdict(found, default_tolerance(str(found.dtype)))
+        for schedule in mine.mesh.schedules
+        for found in [compare(backend, mine, make(backend.rank), reference, schedule)]
+    ]
 
 
 def verdict_of(backend: Any, make: Any, **options: Any) -> Verdict:
-    """On every rank; each trains the reference for itself."""
-    mine = job(backend.world_size, **options)
-    reference = train_alone(mine, make(ALONE))
-    found = compare(backend, mine, make(backend.rank), reference)
-    return Verdict(found, default_tolerance(str(found.dtype)))
+    (verdict,) = verdicts_of(backend, make, **options)
+    return verdict
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -159,9 +169,107 @@ def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimize
     assert verdict.is_equal, verdict.lines()
     c = verdict.comparison
     assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+    is_box = kind in ("function", "loss")
+    on_axes = strategy in ("tensor", "pipeline") and backend.world_size > 1
+    assert c.computed == (("repeated" if is_box else "together") if on_axes else "alone")
     assert c.parameters.shape[:2] == (backend.world_size, 4)
     assert c.predictions.max() < 1e-12
     assert verdict.lines()[-1].startswith("EQUAL: all ")
+
+
+# ----------------------------------------------------------------------------------------- meshes
+
+
+def gpt() -> Any:
+    return ms.nn.GPT(
+        vocabulary_size=11, context_length=6, width=8, heads=2, layers=2, seed=0,
+        dtype="float64", tied_embeddings=True,
+    )  # fmt: skip
+
+
+def tokens() -> tuple[Any, Any]:
+    generator = np.random.default_rng(2)
+    return generator.integers(0, 11, (50, 6)), generator.integers(-1, 11, (50, 6))
+
+
+ON_MESHES = {
+    **{kind: RIGHT[kind] for kind in ("mlp", "dropout", "function")},
+    "gpt": lambda rank: Problem(gpt(), *tokens()),
+}
+
+
+@pytest.mark.parametrize("kind", ON_MESHES)
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 2, 2)])
+@in_worlds(4)
+def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh: Any) -> None:
+    flags = dict(zip(list(MESH_FLAGS)[:3], mesh, strict=True))
+    flags |= {"--micro-batches": 3, "--data-parallel-strategy": DATA_STRATEGIES[sum(mesh) % 5]}
+    goes_round = mesh[0] > 1 and (kind == "mlp" or (kind, mesh) == ("gpt", (2, 2, 1)))
+    flags["--schedule"] = "all" if goes_round else "zb-v"
+    if kind == "gpt" and mesh[1] == 2:
+        flags["--sequence-parallel"] = True
+    if kind != "function":
+        flags["--recompute"] = "full" if mesh[0] == 2 else "selective"
+    verdicts = verdicts_of(
+        backend, ON_MESHES[kind], strategy="hybrid", flags=flags, optimizer="adamw", steps=3
+    )
+    assert len(verdicts) == (7 if goes_round else 1)
+    for verdict in verdicts:
+        c = verdict.comparison
+        assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+        assert verdict.is_equal, verdict.lines()
+        said = [line for line in verdict.lines() if "ILayeredModel" in line]
+        assert len(said) == (kind == "function")
+
+
+def test_a_fault_of_one_schedule_is_found(monkeypatch: Any) -> None:
+    """Gradients of the copies of a tied parameter that nobody adds up."""
+    from mpishard.models.mesh_program import MeshProgram
+
+    monkeypatch.setattr(MeshProgram, "_meet_in_ties", lambda self: {})
+    flags = {"--schedule": "1f1b"}
+    gpt = ON_MESHES["gpt"]
+    verdicts = ms.run_in_threads(2, verdict_of, gpt, strategy="pipeline", flags=flags)
+    assert all(not verdict.is_equal for verdict in verdicts)
+    (found,) = {verdict.lines()[-2] for verdict in verdicts}
+    assert "step 1: the gradient of one batch that several ranks compute together" in found
+    assert "(worst embedding.weight)" in found
+
+
+def test_what_a_mesh_is_called() -> None:
+    flags = {"--pipeline-parallel-size": 2, "--schedule": "ZB-H1",
+             "--tensor-parallel-size": 2, "--sequence-parallel": True,
+             "--data-parallel-strategy": "ddp"}  # fmt: skip
+    mesh = MeshChoice.of("hybrid", 8, flags | {"--recompute": "full"})
+    assert mesh.sizes == (2, 2, 2)
+    assert mesh.describe("zb-h1") == (
+        " (2 pipeline x 2 tensor x 2 data, zb-h1, 4 micro-batches, "
+        "ddp over data, sequence parallel, full recomputation)"
+    )
+    assert mesh.schedules == ("zb-h1",)
+    assert MeshChoice.of("tensor", 3, {}).describe("") == " (1 pipeline x 3 tensor x 1 data)"
+    assert MeshChoice.of("zero1", 3, {}).describe("") == ""
+    assert (
+        MeshChoice.of("pipeline", 3, {"--schedule": "all"}).schedules == ms.pipeline.SCHEDULE_NAMES
+    )
+    with pytest.raises(UsageError, match="-n 2: pipeline 1 x tensor 3"):
+        MeshChoice.of("hybrid", 2, {"--tensor-parallel-size": 3})
+
+
+def test_a_black_box_has_no_activations_to_compute_again() -> None:
+    asked = job(2, {"--recompute": "full"}, strategy="tensor")
+    with pytest.raises(TargetError, match="FunctionModel is a black box\nleave it out"):
+        require_layers(asked, RIGHT["function"](ALONE))
+    require_layers(asked, RIGHT["mlp"](ALONE))
+    require_layers(job(2), RIGHT["function"](ALONE))
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    flags = {"--pipeline-parallel-size": 2, "--schedule": "all"}
+    mine = replace(job(4, flags, strategy="hybrid"), folder=tmp_path)
+    mine.write()
+    assert VerifyJob.read(tmp_path) == mine
+    assert mine.data_size == 2
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -287,6 +395,18 @@ def test_a_job_of_threads(file: str) -> None:
 
 
 @pytest.mark.spawned
+def test_a_job_on_a_mesh_goes_through_all_schedules(file: str) -> None:
+    ended = verify(f"{file}:factory", "--strategy", "hybrid", "-n", "4", "--backend", "memory",
+                   "--pipeline-parallel-size", "2", "--schedule", "all",
+                   "--steps", "2")  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    names = [line for line in lines if "thread-ranks against training alone" in line]
+    assert len(names) == len([line for line in lines if line.startswith("EQUAL")]) == 7
+    assert "hybrid (2 pipeline x 1 tensor x 2 data, zb-v, 4 micro-batches) on 4" in names[-1]
+
+
+@pytest.mark.spawned
 def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
     pytest.importorskip("mpi4py")
     ended = verify(f"{file}:fault", "--backend", "mpi")
@@ -375,7 +495,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategy", "zero9"], "one of ddp, zero1, zero2, zero3, fsdp; got 'zero9'"),
+        (["--strategy", "zero9"], "zero3, fsdp, tensor, pipeline, hybrid; got 'zero9'"),
         (["--optimizer", "lbfgs"], "--optimizer must be one of sgd, adagrad"),
         (["--learning-rate", "0"], "--learning-rate must be above 0, got 0.0"),
         (["--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
@@ -383,8 +503,28 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--dtype", "float16"], "'float16' is not one of 'float32', 'float64'"),
         (["--backend", "nccl"], "'nccl' is not one of 'auto', 'mpi', 'memory'"),
+        (["--schedule", "1f1b"], "--schedule is for --strategy pipeline and hybrid; got fsdp"),
+        (["--strategy", "tensor", "--micro-batches", "2"],
+         "--micro-batches is for --strategy pipeline and hybrid; got tensor"),
+        (["--strategy", "pipeline", "--tensor-parallel-size", "2"],
+         "--tensor-parallel-size is for --strategy hybrid; got pipeline"),
+        (["--strategy", "pipeline", "--sequence-parallel"],
+         "--sequence-parallel is for --strategy tensor and hybrid; got pipeline"),
+        (["--strategy", "pipeline", "--schedule", "dualpipe"],
+         "--schedule must be all or one of gpipe, 1f1b, interleaved"),
+        (["--strategy", "hybrid", "-n", "4", "--pipeline-parallel-size", "3"],
+         "-n 4: pipeline 3 x tensor 1 = 3 does not divide the world of 4 ranks"),
+        (["--strategy", "hybrid", "-n", "4", "--tensor-parallel-size", "2",
+          "--data-parallel-size", "3"],
+         "-n 4: pipeline 1 x tensor 2 x data 3 = 6, and the world has 4 ranks"),
+        (["--strategy", "hybrid", "--data-parallel-strategy", "hybrid"],
+         "--data-parallel-strategy must be one of ddp, zero1, zero2, zero3, fsdp; got 'hybrid'"),
+        (["--recompute", "full"],
+         "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
+        (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
+        (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
     ],
-)
+)  # fmt: skip
 def test_refuses_options(arguments: list[str], message: str) -> None:
     ended = CliRunner().invoke(app, ["verify", "file.py:factory", *arguments])
     assert ended.exit_code == 2

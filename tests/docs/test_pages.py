@@ -38,6 +38,7 @@ AT_LEAST = {
     "shards-and-units": 5,
     "sharp-bits": 8,
     "strategies": 2,
+    "traces": 1,
     "tensor-parallel": 4,
     "training-loop": 8,
     "troubleshooting": 6,

@@ -304,11 +304,9 @@ def test_one_warning_says_what_to_implement(
 
 
 def test_recomputation_is_refused() -> None:
-    class Enabled:
-        enabled = True
-
     def wrap(backend: Any) -> None:
-        PipelineParallelModel(Ten(), ShardingConfiguration(backend), checkpoint_config=Enabled())
+        options = {"checkpoint_config": ms.pipeline.ActivationCheckpointConfig(enabled=True)}
+        PipelineParallelModel(Ten(), ShardingConfiguration(backend), **options)
 
     with pytest.raises(NotImplementedError, match=r"Ten is a black box.*ILayeredModel"):
         run_in_threads(2, wrap)

@@ -29,6 +29,7 @@ from mpishard.nn import (
     Sigmoid,
     SiLU,
     Softmax,
+    SwiGLU,
     Tanh,
 )
 from mpishard.nn.initializers import normal
@@ -103,6 +104,9 @@ CASES = {
     "tanh": Case(Tanh(), (3, 5), anp.tanh),
     "sigmoid": Case(Sigmoid(), (3, 5), lambda x: 1 / (1 + anp.exp(-x))),
     "silu": Case(SiLU(), (3, 5, 2), lambda x: x / (1 + anp.exp(-x))),
+    "swiglu": Case(
+        SwiGLU(), (3, 2, 10), lambda x: x[..., :5] / (1 + anp.exp(-x[..., :5])) * x[..., 5:]
+    ),
     "softmax": Case(Softmax(), (2, 3, 5), softmax),
     "softmax of one": Case(Softmax(), (3, 1), softmax),
     "rms norm": Case(RMSNorm(7), (2, 3, 7), rms_norm),
@@ -210,6 +214,7 @@ def test_a_batch_of_no_samples_adds_nothing(case: Case) -> None:
         (Tanh(), (3, 50_001)),
         (Sigmoid(), (3, 50_001)),
         (SiLU(), (3, 50_001)),
+        (SwiGLU(), (3000, 62)),
         (LayerNorm(33), (5000, 33)),
         (RMSNorm(33), (5000, 33)),
         (Softmax(), (5000, 33)),
@@ -401,6 +406,7 @@ def test_a_chain_spares_itself_the_gradient_of_its_input() -> None:
         (PositionalEmbedding(6, 3), (7, 3), r"T <= 6, 3\), got \(7, 3\)"),
         (PositionalEmbedding(6, 3), (5, 4), r"got \(5, 4\)"),
         (CausalAttention(2), (5, 9), r"\(T, 6 \* K\), got \(5, 9\)"),
+        (SwiGLU(), (3, 5), r"even, got sample shape \(3, 5\)"),
         (CausalAttention(2), (12,), r"got \(12,\)"),
         (Residual(Linear(3, 4)), (3,), r"must keep the shape, got \(3,\) -> \(4,\)"),
     ],

@@ -192,6 +192,30 @@ def test_training_steps(backend: Any, shared_path: Path) -> None:
         assert 0 <= found.bubble < 1
 
 
+@in_worlds(2)
+def test_operations_of_a_pipeline(backend: Any, shared_path: Path) -> None:
+    model = ms.as_distributed(
+        ms.nn.MLP([3, 8, 8, 1], seed=0), backend, "pipeline", micro_batch_count=4, schedule="1f1b"
+    )
+    optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend, "pipeline")
+    with trace(shared_path, backend):
+        optimizer.step(model, np.ones((8, 3)), np.ones((8, 1)))
+    events = check_format(shared_path / f"rank_{backend.rank}.json")
+    done = Counter(
+        (e["name"], e["args"]["stage"], e["args"]["micro_batch"])
+        for e in spans(events, backend.rank, "compute")
+        if e["name"] != "update"
+    )
+    stage = backend.rank
+    assert done == {(name, stage, m): 1 for name in ("forward", "backward") for m in range(4)}
+    backend.barrier()
+    if backend.rank == 0:
+        merge_traces(open_trace(shared_path), shared_path / "trace.json")
+        arrows = [e for e in check_format(shared_path / "trace.json") if e["ph"] == "f"]
+        assert Counter(e["pid"] for e in arrows) == {0: 4, 1: 4}
+        assert 0 < summarize_trace(open_trace(shared_path)).bubble < 1
+
+
 def test_nothing_is_recorded_unless_asked() -> None:
     assert span("forward") is span("other", micro_batch=1) is step_span(3)
     with ms.InMemoryCommunicationBackend(0, 1, "untraced") as backend:

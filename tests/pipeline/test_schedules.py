@@ -172,7 +172,7 @@ def test_v_placement():
 
 def test_many_ranks():
     for name in SCHEDULE_NAMES:
-        check_schedule(schedule_by_name(name), 64, 8)
+        check_schedule(schedule_by_name(name), 64, 3)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
