@@ -116,11 +116,15 @@ def compare(
         predicted = relative_error(model.predict(last), reference.predictions)
     mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
             predicted)  # fmt: skip
+    gathered: list[Array] = [backend.all_gather(np.array([value])) for value in mine]
+    of_ranks = ("built", "parameters", "losses", "gradients", "inputs", "predictions")
     return Comparison(
-        np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
-        np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
+        names=np.array([e.name for e in entries]),
+        shapes=np.array([str(e.shape) for e in entries]),
+        dtype=np.array(start.dtype.name),
         computed=np.array(_manner(model)),
-    )  # fmt: skip
+        **dict(zip(of_ranks, gathered, strict=True)),
+    )
 
 
 def _manner(model: Any) -> str:
