@@ -385,7 +385,7 @@ def test_an_optimizer_of_another_mesh_is_refused(backend: Any, mesh: Any) -> Non
     config = model.sharding_configuration
     before = model.get_parameters()
     for other, kind, message in [
-        (HybridShardedOptimizer(SGD(0.1), config, 1, 1, -1), ShardingError, "the optimizer's 1 x 1"),
+        (HybridShardedOptimizer(SGD(0.1), config, 1, 1, -1), ShardingError, "optimizer's 1 x 1"),
         (TensorParallelOptimizer(SGD(0.1), config), ShardingError, "TensorParallelModel"),
         (PipelineParallelOptimizer(SGD(0.1), config), ShardingError, "PipelineParallelModel"),
     ]:  # fmt: skip
