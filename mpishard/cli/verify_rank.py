@@ -114,13 +114,17 @@ def compare(
     predicted = np.nan
     if reference.predictions.size:
         predicted = relative_error(model.predict(last), reference.predictions)
-    mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
-            predicted)  # fmt: skip
+    mine = {
+        "built": _errors(entries, start, reference.parameters[0]), "parameters": parameters,
+        "losses": losses, "gradients": gradients, "inputs": inputs, "predictions": predicted,
+    }  # fmt: skip
     return Comparison(
-        np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
-        np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
+        names=np.array([e.name for e in entries]),
+        shapes=np.array([str(e.shape) for e in entries]),
+        dtype=np.array(start.dtype.name),
         computed=np.array(_manner(model)),
-    )  # fmt: skip
+        **{name: backend.all_gather(np.array([value])) for name, value in mine.items()},
+    )
 
 
 def _manner(model: Any) -> str:
