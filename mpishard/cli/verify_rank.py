@@ -114,16 +114,16 @@ def compare(
     predicted = np.nan
     if reference.predictions.size:
         predicted = relative_error(model.predict(last), reference.predictions)
-    mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
-            predicted)  # fmt: skip
-    gathered: list[Array] = [backend.all_gather(np.array([value])) for value in mine]
-    of_ranks = ("built", "parameters", "losses", "gradients", "inputs", "predictions")
+    mine = {
+        "built": _errors(entries, start, reference.parameters[0]), "parameters": parameters,
+        "losses": losses, "gradients": gradients, "inputs": inputs, "predictions": predicted,
+    }  # fmt: skip
     return Comparison(
         names=np.array([e.name for e in entries]),
         shapes=np.array([str(e.shape) for e in entries]),
         dtype=np.array(start.dtype.name),
         computed=np.array(_manner(model)),
-        **dict(zip(of_ranks, gathered, strict=True)),
+        **{name: backend.all_gather(np.array([value])) for name, value in mine.items()},
     )
 
 
