@@ -74,6 +74,7 @@ MADE = [
     ({"order": ("data", "data", "tensor")}, ValueError, "order must name"),
     ({"order": None}, TypeError, "order must name"),
     ({"partition_strategy": [1.0]}, ValueError, "each of 5 layers, got 1"),
+    ({"partition_strategy": GPipeSchedule}, TypeError, "partition_strategy must be"),
     ({"partition_strategy": 3}, TypeError, "partition_strategy must be"),
     ({"checkpoint_config": 3}, TypeError, "checkpoint_config"),
 ]  # fmt: skip
@@ -385,7 +386,7 @@ def test_an_optimizer_of_another_mesh_is_refused(backend: Any, mesh: Any) -> Non
     config = model.sharding_configuration
     before = model.get_parameters()
     for other, kind, message in [
-        (HybridShardedOptimizer(SGD(0.1), config, 1, 1, -1), ShardingError, "optimizer's 1 x 1"),
+        (HybridShardedOptimizer(SGD(0.1), config), ShardingError, "the optimizer's 1 x 1"),
         (TensorParallelOptimizer(SGD(0.1), config), ShardingError, "TensorParallelModel"),
         (PipelineParallelOptimizer(SGD(0.1), config), ShardingError, "PipelineParallelModel"),
     ]:  # fmt: skip
