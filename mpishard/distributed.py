@@ -208,7 +208,11 @@ def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, 
         raise TypeError(
             f"strategy {strategy.value!r} takes no {', '.join(wrong)}; "
             + (f"it takes {', '.join(taken)}" if taken else "it takes no options")
-            + ("; strategy 'hybrid' takes both" if taken and set(wrong) <= set(hybrid) else "")
+            + (
+                "; strategy 'hybrid' takes all of these"
+                if taken and set(wrong) <= set(hybrid)
+                else ""
+            )
         )
     return options
 

@@ -20,7 +20,7 @@ import re
 import pytest
 
 import mpishard as ms
-from mpishard import contracts, optimizers, pipeline
+from mpishard import contracts, optimizers
 from mpishard.nn import ComputationNode, Loss
 
 COLLECTIVES = """
@@ -108,6 +108,10 @@ CONFIGURATION = (
     "cpu_offload_optimizer=False, cpu_offload_gradients=False, cpu_offload_parameters=False, "
     "check_collectives=True, allow_nonfinite=False)"
 )
+MESH_MODEL = f"""
+    {SHARDED_BASE} data_rank data_size micro_batch_count schedule estimated_bubble_fraction
+    stage_layers partition_log is_compute_partitioned
+"""
 RATE = "learning_rate={}"
 COMMON = "weight_decay=0.0, clip_global_norm=None, clip_value=None, parameter_options=None"
 INPUT_DATA = (
@@ -212,27 +216,75 @@ CLASSES = [
       for model in (ms.DDPModel, ms.ZeRO1Model, ms.FSDPModel, ms.ZeRO3Model)],
     (ms.ZeRO2Model, "ZeRO2Model(wrapped_model, config)",
      f"{SHARDED_BASE} parameter_delta_shard all_gather_parameter_shards()"),
+    (ms.TensorParallelModel,
+     ("TensorParallelModel(wrapped_model, config, *, sequence_parallel=False, "
+     "checkpoint_config=None)"), MESH_MODEL),
+    (ms.PipelineParallelModel,
+     ("PipelineParallelModel(wrapped_model, config, micro_batch_count=1, *, "
+     "partition_strategy=None, schedule=None, checkpoint_config=None)"), MESH_MODEL),
+    (ms.HybridShardedModel,
+     ("HybridShardedModel(wrapped_model, config, pipeline_parallel_size=1, "
+     "tensor_parallel_size=1, data_parallel_size=-1, *, micro_batch_count=1, schedule=None, "
+     "partition_strategy=None, checkpoint_config=None, sequence_parallel=False, "
+     "data_parallel_strategy='zero1', order=('pipeline', 'tensor', 'data'))"), MESH_MODEL),
     # 1.6 and 1.8, sharded optimizers
     (contracts.IShardedOptimizer, "", SHARDED_OPTIMIZER),
     *[(optimizer, f"{optimizer.__name__}(wrapped_optimizer, config)", SHARDED_OPTIMIZER_BASE)
       for optimizer in (ms.ShardedOptimizerBase, ms.DDPOptimizer, ms.ZeRO1Optimizer,
                         ms.ZeRO2Optimizer, ms.FSDPOptimizer, ms.ZeRO3Optimizer)],
+    (ms.TensorParallelOptimizer,
+     "TensorParallelOptimizer(wrapped_optimizer, config, **model_options)",
+     SHARDED_OPTIMIZER_BASE),
+    (ms.PipelineParallelOptimizer,
+     ("PipelineParallelOptimizer(wrapped_optimizer, config, num_micro_batches=1, "
+     "**model_options)"), SHARDED_OPTIMIZER_BASE),
+    (ms.HybridShardedOptimizer,
+     ("HybridShardedOptimizer(wrapped_optimizer, config, pipeline_parallel_size=1, "
+     "tensor_parallel_size=1, data_parallel_size=-1, **model_options)"), SHARDED_OPTIMIZER_BASE),
     # 1.9, pipeline parts
-    (pipeline.IPipelineSchedule, "", SCHEDULE),
-    (pipeline.PipelineOperation,
+    (ms.pipeline.IPipelineSchedule, "", SCHEDULE),
+    (ms.pipeline.PipelineOperation,
      ("PipelineOperation(type, micro_batch_index, is_warmup=False, is_cooldown=False, "
      "virtual_stage_index=0)"), ""),
     *[(schedule, f"{schedule.__name__}()", SCHEDULE)
-      for schedule in (pipeline.GPipeSchedule, pipeline.OneForwardOneBackwardSchedule,
-                       pipeline.ZeroBubbleH1Schedule, pipeline.ZeroBubbleH2Schedule,
-                       pipeline.ZeroBubbleVSchedule)],
+      for schedule in (ms.pipeline.GPipeSchedule, ms.pipeline.OneForwardOneBackwardSchedule,
+                       ms.pipeline.ZeroBubbleH1Schedule, ms.pipeline.ZeroBubbleH2Schedule,
+                       ms.pipeline.ZeroBubbleVSchedule)],
     *[(schedule, f"{schedule.__name__}(virtual_stages_per_rank=2)", SCHEDULE)
-      for schedule in (pipeline.Interleaved1F1BSchedule, pipeline.LoopedBFSSchedule)],
-    (pipeline.IPipelinePartitionStrategy, "", PARTITION),
-    (pipeline.UniformPartitionStrategy, "UniformPartitionStrategy()", PARTITION),
-    (pipeline.LoadBalancedPartitionStrategy,
+      for schedule in (ms.pipeline.Interleaved1F1BSchedule, ms.pipeline.LoopedBFSSchedule)],
+    (ms.pipeline.IPipelinePartitionStrategy, "", PARTITION),
+    (ms.pipeline.UniformPartitionStrategy, "UniformPartitionStrategy()", PARTITION),
+    (ms.pipeline.LoadBalancedPartitionStrategy,
      ("LoadBalancedPartitionStrategy(layer_boundaries=None, cost_estimator=None, *, "
      "estimated_layer_size=None)"), PARTITION),
+    (ms.pipeline.ActivationCheckpointConfig,
+     ("ActivationCheckpointConfig(enabled=False, checkpoint_every_n_layers=10, "
+     "recompute_strategy=None, max_activations_in_memory=0, checkpoint_first_layer=True)"), ""),
+    # 1.10, tensor-parallel layers
+    (ms.tensor.ColumnParallelLinear,
+     ("ColumnParallelLinear(backend, input_size, output_size, gather_output=False, "
+     "activation=None, *, bias=True, initializer=None, tied_to=None, parts=1, multiple=1, "
+     "sequence_parallel=False)"),
+     "local_output_size set_from_full_weights(weight, bias=None)"),
+    (ms.tensor.RowParallelLinear,
+     ("RowParallelLinear(backend, input_size, output_size, activation=None, *, bias=True, "
+     "initializer=None, tied_to=None, multiple=1, sequence_parallel=False)"),
+     "local_input_size set_from_full_weights(weight, bias=None)"),
+    (ms.tensor.Stage3ShardedLinear,
+     "Stage3ShardedLinear(backend, input_size, output_size, activation=None)",
+     "shard_length set_from_full_weights(weight, bias=None)"),
+    (ms.tensor.TensorParallelAttention,
+     "TensorParallelAttention(backend, embed_dim, num_heads, causal=False)", ""),
+    (ms.tensor.TensorParallelTransformerBlock,
+     ("TensorParallelTransformerBlock(backend, embed_dim, num_heads, ffn_dim, activation=ReLU, "
+     "causal=False)"), ""),
+    (ms.tensor.TensorParallelInference, "",
+     "forward_in_process(world_size, input, build_rank)"),
+    # 1.12, the mesh
+    (ms.ProcessMesh,
+     "ProcessMesh(backend, pipeline=1, tensor=1, data=-1, *, order=('pipeline', 'tensor', 'data'))",
+     ("rank_of(pipeline, tensor, data) coordinates_of(rank) group_of(axis, rank=None) sizes "
+     "replica_size")),
     # 1.11, helpers
     (ms.ParameterAnalyzer, "ParameterAnalyzer(minimum_group_size=1024, world_size=1)",
      ("analyze_model(model) analyze_parameters(parameters) analyze_for_distribution(parameters) "
@@ -244,7 +296,7 @@ FUNCTIONS = [
     (ms, "launch(main, *args, backend='auto', world_size=None)"),
     (ms, "init(backend='auto')"),
     (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, **kwargs)"),
-    (ms, "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP)"),
+    (ms, "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, **degrees)"),
     (ms, "as_distributed_for_high_bandwidth(model, backend)"),
     (ms, "as_distributed_for_low_bandwidth(model, backend)"),
     (ms.checkpoint, "save(path, model, optimizer=None, *, training=None, metadata=None)"),
@@ -258,10 +310,13 @@ FUNCTIONS = [
 ENUMERATIONS = [
     (ms.ReductionOperation,
      ["SUM Sum", "PRODUCT Product", "MIN Min", "MAX Max", "AVERAGE Average"]),
-    (pipeline.PipelineOperationType,
+    (ms.DistributedStrategy,
+     ["DDP", "ZERO1 ZeRO1", "ZERO2 ZeRO2", "ZERO3 ZeRO3", "FSDP",
+      "TENSOR_PARALLEL TensorParallel", "PIPELINE_PARALLEL PipelineParallel", "HYBRID Hybrid"]),
+    (ms.pipeline.PipelineOperationType,
      ["FORWARD Forward", "BACKWARD Backward", "BACKWARD_INPUT BackwardInput",
       "BACKWARD_WEIGHT BackwardWeight"]),
-    (ms.DistributedStrategy, ["DDP", "ZERO1 ZeRO1", "ZERO2 ZeRO2", "ZERO3 ZeRO3", "FSDP"]),
+    (ms.pipeline.RecomputeStrategy, ["SELECTIVE Selective", "FULL Full", "NONE"]),
 ]  # fmt: skip
 
 
@@ -283,7 +338,8 @@ def called(name, function):
             continue
         default = parameter.default
         if default is not parameter.empty:
-            default = Shown(getattr(default, "name", None) or repr(default))
+            names = (getattr(default, kind, None) for kind in ("name", "__name__"))
+            default = Shown(next(filter(None, names), None) or repr(default))
         shown.append(parameter.replace(annotation=parameter.empty, default=default))
     return name + str(found.replace(parameters=shown, return_annotation=found.empty))
 
@@ -340,7 +396,9 @@ def test_numbers_and_names_of_the_mirrored_hierarchy():
     assert issubclass(ms.ZeRO3Optimizer, ms.FSDPOptimizer)
     assert issubclass(optimizers.AdamOptimizerOptions, optimizers.OptimizationAlgorithmOptions)
     assert optimizers.AdamOptimizerOptions().initial_learning_rate == 1e-3
-    names = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
+    names = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP",
+             "tensor": "TensorParallel", "pipeline": "PipelineParallel",
+             "hybrid": "3D-Parallelism (Hybrid)"}  # fmt: skip
     with ms.InMemoryCommunicationBackend(0, 1, "names") as backend:
         for strategy in ms.DistributedStrategy:
             model = ms.as_distributed(ms.nn.MLP([2, 2]), backend, strategy)

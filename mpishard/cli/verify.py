@@ -37,6 +37,11 @@ class _Backend(StrEnum):
     MEMORY = "memory"
 
 
+class _Recompute(StrEnum):
+    FULL = "full"
+    SELECTIVE = "selective"
+
+
 class _Type(StrEnum):
     FLOAT32 = "float32"
     FLOAT64 = "float64"
@@ -94,6 +99,12 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Of tensor and hybrid.")
     ] = False,
+    recompute: Annotated[
+        _Recompute | None,
+        typer.Option(
+            show_default=False, help="Activations that are computed again; of mesh strategies."
+        ),
+    ] = None,
     data_parallel_strategy: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +119,7 @@ def verify(
     _check(strategy, optimizer, learning_rate, tolerance)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
-        sequence_parallel or None, data_parallel_strategy,
+        sequence_parallel or None, recompute and recompute.value, data_parallel_strategy,
     )  # fmt: skip
     try:
         mesh = MeshChoice.of(strategy.lower(), ranks, dict(zip(MESH_FLAGS, given, strict=True)))

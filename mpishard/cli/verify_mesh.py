@@ -22,6 +22,7 @@ MESH_FLAGS = {
     "--micro-batches": "micro_batch_count",
     "--schedule": "schedule",
     "--sequence-parallel": "sequence_parallel",
+    "--recompute": "checkpoint_config",
     "--data-parallel-strategy": "data_parallel_strategy",
 }
 """Flags of the command, and which option of `as_distributed` each of them is."""
@@ -43,7 +44,7 @@ class MeshChoice:
     sizes : tuple of int
         Of the pipeline, tensor and data axes.
     options : mapping
-        Of `as_distributed`, but for the schedule.
+        Of `as_distributed`, but for the schedule; ``recompute`` is the name of a strategy.
     schedules : tuple of str
         One comparison each; the one name "" where there is none to choose.
     """
@@ -70,6 +71,8 @@ class MeshChoice:
             if strategy not in takers:
                 raise UsageError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
+        if "checkpoint_config" in options:
+            options["recompute"] = options.pop("checkpoint_config")
         inside = options.get("data_parallel_strategy", DATA_STRATEGIES[0])
         if inside not in DATA_STRATEGIES:
             raise UsageError(
@@ -93,6 +96,8 @@ class MeshChoice:
             words.append(f"{self.options['data_parallel_strategy']} over data")
         if self.options.get("sequence_parallel"):
             words.append("sequence parallel")
+        if "recompute" in self.options:
+            words.append(f"{self.options['recompute']} recomputation")
         return f" ({', '.join(words)})"
 
 

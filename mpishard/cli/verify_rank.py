@@ -17,10 +17,12 @@ from mpishard.cli.verify_target import Problem, build_problem, load_factory
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
+from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 __all__ = ["Comparison", "compare"]
 
+_SEGMENT = 2  # layers: a small model has several segments, too
 _FILE = "comparison-{}.npz"
 
 
@@ -114,11 +116,15 @@ def compare(
         predicted = relative_error(model.predict(last), reference.predictions)
     mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
             predicted)  # fmt: skip
+    gathered: list[Array] = [backend.all_gather(np.array([value])) for value in mine]
+    of_ranks = ("built", "parameters", "losses", "gradients", "inputs", "predictions")
     return Comparison(
-        np.array([e.name for e in entries]), np.array([str(e.shape) for e in entries]),
-        np.array(start.dtype.name), *(backend.all_gather(np.array([value])) for value in mine),
-        np.array(_manner(model)),
-    )  # fmt: skip
+        names=np.array([e.name for e in entries]),
+        shapes=np.array([str(e.shape) for e in entries]),
+        dtype=np.array(start.dtype.name),
+        computed=np.array(_manner(model)),
+        **dict(zip(of_ranks, gathered, strict=True)),
+    )
 
 
 def _manner(model: Any) -> str:
@@ -130,6 +136,12 @@ def _manner(model: Any) -> str:
 def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
     """What `as_distributed` is given for one comparison."""
     options = dict(job.mesh.options)
+    if "recompute" in options:
+        options["checkpoint_config"] = ActivationCheckpointConfig(
+            enabled=True,
+            checkpoint_every_n_layers=_SEGMENT,
+            recompute_strategy=RecomputeStrategy(options.pop("recompute")),
+        )
     if schedule:
         options["schedule"] = schedule
     return options

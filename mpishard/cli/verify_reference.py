@@ -17,10 +17,11 @@ from mpishard.arrays import Array
 from mpishard.cli.verify_job import VerifyJob, checksum
 from mpishard.cli.verify_rules import RULES, TextbookStep
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
+from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
 
-__all__ = ["Reference", "main", "train_alone"]
+__all__ = ["Reference", "main", "require_layers", "train_alone"]
 
 _FILES = ("parameters", "losses", "gradients", "inputs", "predictions")
 
@@ -98,6 +99,21 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
 
 
+def require_layers(job: VerifyJob, problem: Problem) -> None:
+    """Refuse to compute a black box's activations again.
+
+    Raises
+    ------
+    TargetError
+        Where that is asked for.
+    """
+    if "recompute" in job.mesh.options and not isinstance(problem.model, ILayeredModel):
+        raise TargetError(
+            f"--recompute is for models of layers, and {type(problem.model).__name__} is a black "
+            "box\nleave it out, or return a model that implements ILayeredModel (mpishard.nn)"
+        )
+
+
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
     """Mean loss, NaN where it is not told, and its gradient; 0 without samples."""
     model = problem.model
@@ -136,6 +152,7 @@ def main() -> None:
     job = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype)
+        require_layers(job, problem)
         train_alone(job, problem).write(job.folder)
     except TargetError as error:
         sys.stderr.write(f"mpishard verify: {error}\n")

@@ -18,7 +18,7 @@ from mpishard.cli import app
 from mpishard.cli.verify_job import VerifyJob, relative_error
 from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
 from mpishard.cli.verify_rank import Comparison, compare
-from mpishard.cli.verify_reference import train_alone
+from mpishard.cli.verify_reference import require_layers, train_alone
 from mpishard.cli.verify_report import Verdict, default_tolerance
 from mpishard.cli.verify_rules import RULES
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
@@ -208,6 +208,8 @@ def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh:
     flags["--schedule"] = "all" if goes_round else "zb-v"
     if kind == "gpt" and mesh[1] == 2:
         flags["--sequence-parallel"] = True
+    if kind != "function":
+        flags["--recompute"] = "full" if mesh[0] == 2 else "selective"
     verdicts = verdicts_of(
         backend, ON_MESHES[kind], strategy="hybrid", flags=flags, optimizer="adamw", steps=3
     )
@@ -238,11 +240,11 @@ def test_what_a_mesh_is_called() -> None:
     flags = {"--pipeline-parallel-size": 2, "--schedule": "ZB-H1",
              "--tensor-parallel-size": 2, "--sequence-parallel": True,
              "--data-parallel-strategy": "ddp"}  # fmt: skip
-    mesh = MeshChoice.of("hybrid", 8, flags)
+    mesh = MeshChoice.of("hybrid", 8, flags | {"--recompute": "full"})
     assert mesh.sizes == (2, 2, 2)
     assert mesh.describe("zb-h1") == (
         " (2 pipeline x 2 tensor x 2 data, zb-h1, 4 micro-batches, "
-        "ddp over data, sequence parallel)"
+        "ddp over data, sequence parallel, full recomputation)"
     )
     assert mesh.schedules == ("zb-h1",)
     assert MeshChoice.of("tensor", 3, {}).describe("") == " (1 pipeline x 3 tensor x 1 data)"
@@ -252,6 +254,14 @@ def test_what_a_mesh_is_called() -> None:
     )
     with pytest.raises(UsageError, match="-n 2: pipeline 1 x tensor 3"):
         MeshChoice.of("hybrid", 2, {"--tensor-parallel-size": 3})
+
+
+def test_a_black_box_has_no_activations_to_compute_again() -> None:
+    asked = job(2, {"--recompute": "full"}, strategy="tensor")
+    with pytest.raises(TargetError, match="FunctionModel is a black box\nleave it out"):
+        require_layers(asked, RIGHT["function"](ALONE))
+    require_layers(asked, RIGHT["mlp"](ALONE))
+    require_layers(job(2), RIGHT["function"](ALONE))
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -509,6 +519,9 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "-n 4: pipeline 1 x tensor 2 x data 3 = 6, and the world has 4 ranks"),
         (["--strategy", "hybrid", "--data-parallel-strategy", "hybrid"],
          "--data-parallel-strategy must be one of ddp, zero1, zero2, zero3, fsdp; got 'hybrid'"),
+        (["--recompute", "full"],
+         "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
+        (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
     ],
 )  # fmt: skip
