@@ -18,6 +18,7 @@ from mpishard.models.mesh_model import MeshModel
 from mpishard.models.mesh_program import MeshProgram
 from mpishard.observe import Timing
 from mpishard.optimizers import AdamW
+from mpishard.pipeline import measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
 
@@ -111,13 +112,16 @@ class SpeedupBenchmark:
     def run(self, backend: CommunicationBackend, ways: list[str]) -> list[SpeedupResult]:
         """Measure, in turn from step to step, so that what disturbs one disturbs all. Collective.
 
-        While rank 0 steps alone the others sleep.
+        While rank 0 steps alone the others sleep. Stages are dealt by the measured time of each
+        layer.
         """
         generator = np.random.default_rng(0)
         tokens = generator.integers(0, _VOCABULARY, (self.batch, _CONTEXT + 1))
         x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         alone = InMemoryCommunicationBackend(0, 1, f"alone-{id(tokens)}")
         alone.initialize()
+        rows = max(1, self.batch // self.micro_batches)
+        costs = measured_layer_costs(self.build_model(), x[:rows], y[:rows])  # rank 0's count
         steps: dict[str, Callable[[], object]] = {}
         models: dict[str, Any] = {}
         models["one rank"], steps["one rank"] = self._stepper(alone, "ddp", x, y)
@@ -128,6 +132,7 @@ class SpeedupBenchmark:
                 else {
                     "strategy": "pipeline",
                     "schedule": way,
+                    "partition_strategy": costs,
                     "micro_batch_count": self.micro_batches,
                 }
             )

@@ -155,6 +155,15 @@ class PointToPoint(Transport):
         way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
         return MessageInFlight(recorder, way | ({"axis": self.axis} if self.axis else {}), sent)
 
+    def begin_round(self) -> int:
+        """The number, from 0, of a round of messages that is told from others by its tags.
+
+        Whoever runs rounds of messages that may fail halfway takes one for each, on all ranks
+        alike. What a failed round left behind is then not taken for the next one's.
+        """
+        self._rounds += 1
+        return self._rounds - 1
+
     def _check_send(self, array: Array, destination: int, tag: int, name: str) -> None:
         self._ready()
         self._check_array(array, name)

@@ -50,6 +50,7 @@ class Transport(ABC):
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
+        self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
         self.check_collectives = True

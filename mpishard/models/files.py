@@ -52,8 +52,8 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     @property
     def backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
-        return self.engine.backend
+        """How all ranks talk."""
+        return self.engine.world
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -90,7 +90,6 @@ class PipelineExecutor:
         self._dtype = np.dtype(dtype)
         self._plan: PipelinePlan | None = None
         self._forward_plan: PipelinePlan | None = None
-        self._runs = 0
         self.record = PipelineRecord()
 
     def run(self, stage: IPipelineStage) -> PipelineRecord:
@@ -131,8 +130,7 @@ class PipelineExecutor:
         return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
-        generation = self._runs % self._generations
-        self._runs += 1
+        generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
         try:

@@ -18,6 +18,7 @@ __all__ = ["measured_layer_costs"]
 def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) -> list[float]:
     """Seconds of forward and backward of each top-level layer, for `partition_layers`.
 
+    Those of the loss are the last layer's.
     A first run does not count, and of the others the median is taken. The model's parameters are
     read and not changed. Ranks that measure for themselves measure different times, and would
     deal the layers differently: measure on one, and broadcast.
@@ -84,7 +85,10 @@ def _measure(
         saved.append(layer_saved)
     loss = model.default_loss_function
     assert loss is not None
+    start = time.perf_counter()
     dy = loss.backward(loss.forward(x, y)[2])
+    synchronize(dy)
+    seconds[-1] += time.perf_counter() - start  # the last stage computes it
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
         dy = layer.backward(

@@ -77,6 +77,14 @@ def test_messages(backend, gpu):
         received = backend.receive((rank - 1) % world, length)
         assert received.data.device_id == gpu.cuda.runtime.getDevice()
         assert (received.get() == (rank - 1) % world).all()
+        coming = backend.receive_async((rank - 1) % world, length, dtype=np.float64)
+        sent = gpu.full(length, float(rank))
+        going = backend.send_async(sent, (rank + 1) % world)
+        received = coming.wait()
+        going.wait()
+        sent[...] = -1.0
+        assert received.data.device_id == gpu.cuda.runtime.getDevice()
+        assert (received.get() == (rank - 1) % world).all()
 
 
 @pytest.mark.mpi

@@ -75,6 +75,11 @@ def gather(backend: Any, array: Any, root: int = 0) -> Any:
     return array if backend.rank == root else None
 
 
+def split(backend: Any, color: int | None, key: int | None = None) -> Any:
+    """The ranks stay together."""
+    return backend
+
+
 def allocate_shared(backend: Any, length: int, dtype: Any) -> None:
     """As where nothing can be shared."""
 
@@ -85,6 +90,10 @@ def barrier_async(backend: Any) -> Done:
 
 def gather_texts(backend: Any, text: str) -> list[str]:
     return [text] * backend.world_size if backend.rank == 0 else []
+
+
+def differences(backend: Any, mine: Any) -> str:
+    return ""
 
 
 def share_text(backend: Any, text: str) -> str:

@@ -33,7 +33,7 @@ COLLECTIVES = {
 }  # fmt: skip
 """Methods of a backend."""
 
-FUNCTIONS = {"gather_texts", "share_text", "synchronize", "together"}
+FUNCTIONS = {"differences", "gather_texts", "share_text", "synchronize", "together"}
 """Functions on a backend, and the one that waits for a GPU's copies."""
 
 # Methods that are one of the engine's own collectives, with the names that what has them goes by;
@@ -178,12 +178,20 @@ def _called(function: ast.expr) -> str | None:
     return None
 
 
+# What ranks that talk go by, beside names that end with "backend".
+GROUPS = {"world", "replica", "pipeline", "tensor", "data", "axis", "_axis", "owners",
+          "_tie_groups"}  # fmt: skip
+
+
 def _of_backend(node: ast.Attribute) -> bool:
-    return node.attr in COLLECTIVES and _last_name(node.value).endswith("backend")
+    name = _last_name(node.value)
+    return node.attr in COLLECTIVES and (name.endswith("backend") or name in GROUPS)
 
 
 def _last_name(node: ast.expr) -> str:
     """The name that an owner goes by: "backend" of ``self.parameters.backend``."""
+    if isinstance(node, ast.Subscript):
+        return _last_name(node.value)
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
+from mpishard.communication.work import CollectiveWork
 from mpishard.devices import Device
 from mpishard.models import offload
 
@@ -53,7 +54,7 @@ def late(seconds: float, rank: int = 1) -> Iterator[None]:
         yield
 
 
-class IdleWork(Work):
+class IdleWork(CollectiveWork):
     """A collective that does nothing until it is waited for, or one that was issued after it."""
 
     def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:
@@ -81,7 +82,7 @@ def idle() -> Iterator[None]:
     backend = InMemoryCommunicationBackend
     issue = backend._issue
 
-    def keep(self: Any, call: Any, steps: Any) -> Work:
+    def keep(self: Any, call: Any, steps: Any, in_flight: Any = None) -> Work:
         return IdleWork(self, call, steps, issue)
 
     def watched(name: str) -> Any:

@@ -166,6 +166,27 @@ def test_what_is_recorded(backend: Any, path: str, shared_path: Path) -> None:
     assert len(arrows) == 3 * backend.world_size
 
 
+@in_worlds(2)
+def test_the_call_and_the_wait_are_both_waiting(backend: Any, shared_path: Path) -> None:
+    with trace(shared_path, backend):
+        if backend.rank == 0:
+            backend.receive(1, 1)  # comes late: rank 1 has called before it sent
+            backend.all_reduce(np.ones(3000))
+        else:
+            pending = backend.all_reduce_async(np.ones(3000))
+            backend.send(np.ones(1), 0)
+            pending.wait()
+    if backend.rank == 1:
+        events = check_format(shared_path / "rank_1.json")
+        (flight,) = (e for e in spans(events, 1, "communication") if e["name"] == "all_reduce")
+        call, wait = (e for e in spans(events, 1, "wait") if e["name"] == "all_reduce")
+        (send,) = (e for e in spans(events, 1, "wait") if e["name"] == "send")
+        assert call["ts"] == flight["ts"]
+        assert call["args"] == wait["args"] == flight["args"]
+        assert call["ts"] + call["dur"] <= send["ts"] <= send["ts"] + send["dur"] <= wait["ts"]
+        assert flight["ts"] + flight["dur"] <= wait["ts"] + wait["dur"]
+
+
 @in_worlds(1, 2)
 def test_training_steps(backend: Any, shared_path: Path) -> None:
     model = ms.as_distributed(ms.nn.MLP([3, 8, 1], seed=0), backend, "fsdp")
@@ -206,6 +227,9 @@ def test_operations_of_a_pipeline(backend: Any, shared_path: Path) -> None:
         for e in spans(events, backend.rank, "compute")
         if e["name"] != "update"
     )
+    # What a rank does with its data replicas, here itself alone, is of that axis.
+    axes = {e["args"].get("axis") for e in spans(events, backend.rank, "communication")}
+    assert axes == {None, "data"}
     stage = backend.rank
     assert done == {(name, stage, m): 1 for name in ("forward", "backward") for m in range(4)}
     backend.barrier()
@@ -276,11 +300,14 @@ def test_events_are_on_disk_before_the_end(
 def test_a_variable_records_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISHARD_TRACE", str(tmp_path / "new" / "folder"))
     for world_size in (3, 2):  # what the third rank leaves is of an older job then
-        ms.run_in_threads(world_size, lambda backend: backend.all_reduce(np.ones(2)))
+        # They are kept, and have left: that ends a trace, and not only that nobody holds them.
+        left = ms.run_in_threads(world_size, lambda b: (b.all_reduce(np.ones(2)), b)[1])
+        assert len(left) == world_size
         job = open_trace(tmp_path / "new" / "folder")
         assert job.world_size == world_size == len(list((tmp_path / "new" / "folder").iterdir()))
         calls = {(e["pid"], e["name"]) for e in job.events() if e["ph"] == "X"}
         assert calls == {(rank, "all_reduce") for rank in range(world_size)}
+        assert {ending.reason for ending in job.endings.values()} == {"finished"}
     monkeypatch.setenv("MPISHARD_TRACE", "")
     assert settings.trace_folder() is None
     a_file = tmp_path / "file"

@@ -68,12 +68,12 @@ def test_ranks_come_to_lie_on_one_time_line(tmp_path: Path) -> None:
     write(tmp_path, 0, [event], world_size=4)
     write(tmp_path, 1, [event], world_size=4, origin_us=1007.0)
     clocks = {"node": 1, "world_size": 4}
-    write(tmp_path, 2, [event], origin_us=91000.0, clock_offset_us=-90010.0,
-          clock_uncertainty_us=4.0, **clocks)  # fmt: skip
-    write(tmp_path, 3, [event], origin_us=91002.5, clock_offset_us=-89000.0,
+    write(tmp_path, 2, [event], origin_us=91000.0, clock_offset_us=-89000.0,
           clock_uncertainty_us=900.0, **clocks)  # fmt: skip
+    write(tmp_path, 3, [event], origin_us=91002.5, clock_offset_us=-90010.0,
+          clock_uncertainty_us=4.0, **clocks)  # fmt: skip
     starts = {e["pid"]: e["ts"] for e in merged(tmp_path) if e["ph"] == "X"}
-    # Rank 2 began at 91000 - 90010 = 990 on rank 0's clock, 10 before it.
+    # Rank 2 began at 91000 - 90010 = 990 on rank 0's clock, 10 before it: rank 3 measured best.
     assert starts == {0: 20.0, 1: 27.0, 2: 10.0, 3: 12.5}
     found = summarize_trace(open_trace(tmp_path / "trace.json"))
     assert repr(found) == repr(summarize_trace(open_trace(tmp_path)))
