@@ -40,7 +40,7 @@ class ProcessMesh:
     Raises
     ------
     TypeError
-        For a backend or size of another type.
+        For a backend, size or order of another type.
     ValueError
         Where the sizes do not make up the world, or ``order`` does not name each axis once.
 
@@ -79,9 +79,7 @@ class ProcessMesh:
     ) -> None:
         if not isinstance(backend, CommunicationBackend):
             raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
-        if sorted(order) != sorted(AXES):
-            raise ValueError(f"order must name {', '.join(AXES)} once each, got {tuple(order)}")
-        self.order = tuple(order)
+        self.order = mesh_order(order)
         self.pipeline_size, self.tensor_size, self.data_size = mesh_sizes(
             backend.world_size, pipeline, tensor, data
         )
@@ -180,6 +178,23 @@ class ProcessMesh:
         member = self.world.split(color, key)
         assert member is not None
         return member
+
+
+def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
+    """The axes, slowest first.
+
+    Raises
+    ------
+    TypeError
+        For what is no list or tuple.
+    ValueError
+        Where it does not name each axis once.
+    """
+    if not isinstance(order, list | tuple):
+        raise TypeError(f"order must name {', '.join(AXES)} once each, got {order!r}")
+    if sorted(map(str, order)) != sorted(AXES):
+        raise ValueError(f"order must name {', '.join(AXES)} once each, got {tuple(order)}")
+    return tuple(order)
 
 
 def mesh_sizes(world_size: int, pipeline: int, tensor: int, data: int) -> tuple[int, int, int]:

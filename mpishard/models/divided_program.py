@@ -142,6 +142,9 @@ class DividedProgram(Program):
                 self._whole.contribute(tape, add)
             gradients.reduce(unit)
 
+    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
+        require_one_batch(self.mesh, x, y, everywhere=everywhere)
+
     def train(
         self,
         parameters: ParameterStore,
@@ -151,7 +154,6 @@ class DividedProgram(Program):
         loss: ILossFunction | None,
         context: Context,
     ) -> tuple[float, float]:
-        require_one_batch(self.mesh, x, y)
         total, weight = super().train(parameters, gradients, x, y, loss, context)
         return (total, weight) if self.speaks else (0.0, 0.0)
 

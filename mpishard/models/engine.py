@@ -72,7 +72,7 @@ class Engine:
         self._config = config
         self._make_gradients = make_gradients
         self.stage = stage
-        self.replicas = Replicas(parameters, policy)
+        self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
         self.round = Round(config, parameters.backend)
         self.freeze(program.frozen)
 
@@ -186,7 +186,8 @@ class Engine:
         ------
         ValueError
             For a batch that does not fit the model, before anything is communicated; on every
-            rank where no rank has a sample that counts.
+            rank where no rank has a sample that counts, and where ranks of a mesh that compute one
+            batch together were given several.
         ShardingError
             On every rank, where the ranks accumulated different numbers of batches; where
             replicas have drifted apart and the step is to be synchronised; on every rank, where
@@ -202,6 +203,7 @@ class Engine:
         else:
             self.replicas.require_equal("a synchronised step")
         try:
+            self.program.require_one_batch(x, y, everywhere=True)
             if sample_start is None:
                 sample_start = 0
                 if self.program.is_random:
@@ -363,6 +365,7 @@ class Engine:
         self.program.check_pair(x, y, loss or self.loss)
         holdings = self.gradients.holdings
         sink = ReplicatedGradients(holdings)
+        self.program.require_one_batch(x, y, everywhere=self.policy.shards_parameters)
         with self._leaving_no_unit():
             total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
             self.program.finish_local(sink)
@@ -387,6 +390,7 @@ class Engine:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
         self.holdings.device.use()
         self.program.check(x)
+        self.program.require_one_input(x, everywhere=self.policy.shards_parameters)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, x)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import as_flag, as_integer
+from mpishard.checkpoint.consensus import differences
 from mpishard.communication import ProcessMesh
-from mpishard.communication.mesh import AXES
+from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.ddp import DDPModel
@@ -19,6 +21,7 @@ from mpishard.models.fsdp import FSDPModel
 from mpishard.models.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
+from mpishard.models.replicas import ALONE_ON_A_MESH
 from mpishard.models.whole_program import WholeProgram
 from mpishard.models.wrapping import program_of
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
@@ -104,10 +107,11 @@ class MeshModel(ShardedModelBase):
                 f"{type(checkpoint_config).__name__}"
             )
         self._sizes = pipeline, tensor, data
-        self._order = tuple(order)
+        self._order = mesh_order(order)
         self._micro_batch_count = int(micro_batch_count)
         self._schedule = schedule or GPipeSchedule()
         self._partition_strategy = partition_strategy
+        _require_a_partition_strategy(partition_strategy)
         self._checkpoint_config = checkpoint_config
         self._sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self._data_parallel_strategy = name
@@ -122,15 +126,52 @@ class MeshModel(ShardedModelBase):
                 "ILayeredModel (mpishard.nn)"
             )
         if not self._config.auto_sync_gradients:
-            raise ValueError(
-                "auto_sync_gradients=False lets each rank update a replica of its own, and here "
-                "ranks hold parts of one; use DDP, or model.accumulate() to synchronise less often"
-            )
+            raise ValueError(ALONE_ON_A_MESH)
+        self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
         if self.mesh.data_size > 1:
             self.policy = _DATA_POLICIES[self._data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
+
+    def _require_same_choices(self) -> None:
+        """Refuse ranks that would build different meshes, or other parts. Collective.
+
+        Before the first message whose meaning depends on it.
+        """
+        sizes = mesh_sizes(self.world_size, *self._sizes)
+        model = self._wrapped_model
+        mine: dict[str, Any] = {
+            "class": type(self).__name__,
+            "mesh": " x ".join(map(str, sizes)),
+            "order": self._order,
+            "schedule": self._schedule.name,
+            "virtual_stages_per_rank": self._schedule.virtual_stages_per_rank,
+            "micro_batch_count": self._micro_batch_count,
+            "checkpoint_config": repr(self._checkpoint_config),
+            "sequence_parallel": self._sequence_parallel,
+            "data_parallel_strategy": self._data_parallel_strategy,
+            "minimum_parameter_group_size": self._config.minimum_parameter_group_size,
+            "model": type(model).__name__,
+        }
+        if isinstance(model, ILayeredModel):
+            infos = model.get_all_layer_info()
+            entries = model.parameter_table.entries
+            shapes = [(entry.name, entry.shape) for entry in entries]
+            kinds = [(info.name, type(info.layer).__name__) for info in infos]
+            mine |= {
+                "number of layers": len(infos),
+                "number of parameters": sum(entry.size for entry in entries),
+                "dtype": model.dtype.name,
+                "checksum of names, shapes and kinds of layers": zlib.crc32(
+                    repr((shapes, kinds)).encode()
+                ),
+            }
+        differing = differences(self.backend, mine)
+        if differing:
+            raise ValueError(
+                f"every rank must wrap the same model on the same mesh; by rank, {differing}"
+            )
 
     @property
     def _recomputes(self) -> bool:
@@ -273,3 +314,13 @@ class MeshModel(ShardedModelBase):
         if self._sequence_parallel:
             style += "+Sequence"
         return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}
+
+
+def _require_a_partition_strategy(given: Any) -> None:
+    if isinstance(given, IPipelinePartitionStrategy | None):
+        return
+    if isinstance(given, type | str) or not (callable(given) or hasattr(given, "__len__")):
+        raise TypeError(
+            "partition_strategy must be an IPipelinePartitionStrategy, a cost of each layer or a "
+            f"function of its LayerInfo, got {given!r}"
+        )

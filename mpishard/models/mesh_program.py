@@ -210,6 +210,22 @@ class MeshProgram(LayeredProgram):
 
     # ------------------------------------------------------------------------------- computing
 
+    def _output_shape(self, x: Any) -> tuple[int, ...]:
+        shape = super()._output_shape(x)
+        ranks = self.mesh.tensor_size
+        if self.choices.sequence_parallel and x.shape[1] % ranks:
+            raise ValueError(
+                f"sequence_parallel cuts sequences into {ranks} equal parts, and {x.shape[1]} is "
+                f"no multiple of {ranks}: pad them, or give sequence_parallel=False"
+            )
+        return shape
+
+    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
+        require_one_batch(self.mesh, x, y, everywhere=everywhere)
+
+    def require_one_input(self, x: Any, *, everywhere: bool) -> None:
+        require_one_batch(self.mesh, x, everywhere=everywhere)
+
     def train(
         self,
         parameters: ParameterStore,
@@ -220,7 +236,6 @@ class MeshProgram(LayeredProgram):
         context: Context,
     ) -> tuple[float, float]:
         assert loss is not None
-        require_one_batch(self.mesh, x, y)
         inputs, targets = self._model.as_input(x), self.device.put(y)
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
@@ -230,7 +245,6 @@ class MeshProgram(LayeredProgram):
         return (run.total, run.weight) if self.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        require_one_batch(self.mesh, x)
         run = StageRun(self, parameters, self._model.as_input(x), Context(training=False))
         self._executor(self.micro_batch_count).run_forward(run)
         return self._output_of(run)

@@ -13,33 +13,50 @@ from mpishard.communication import ProcessMesh
 __all__ = ["require_one_batch"]
 
 
-def require_one_batch(mesh: ProcessMesh, x: Any, y: Any = None) -> None:
-    """Refuse batches that differ between the ranks of one replica. Collective over `mesh.replica`.
+def require_one_batch(mesh: ProcessMesh, x: Any, y: Any = None, *, everywhere: bool) -> None:
+    """Refuse batches that differ between the ranks of one replica. Collective.
 
     Arrays are compared by checksums, and what is no array, which a black box may take, by its
     length.
 
+    Parameters
+    ----------
+    mesh : ProcessMesh
+        The ranks.
+    x, y : Array
+        This rank's batch.
+    everywhere : bool
+        Whether all ranks of the world take part, and hear of it; otherwise those of the replica.
+
     Raises
     ------
     ValueError
-        On every rank of the replica, with what each was given.
+        On every rank that takes part, with what each of a replica was given.
     """
     if mesh.replica.world_size == 1:
         return
-    marks = [len(x), *(_checksum(array) for array in (x, y))]
-    everyone = mesh.replica.all_gather(np.array([marks]))
-    if (everyone == everyone[0]).all():
-        return
-    rows = ", ".join(
-        f"rank {mesh.rank_of(*divmod(place, mesh.tensor_size), mesh.data_rank)}: "
-        f"{row[0]} samples, checksums {row[1:]}"
-        for place, row in enumerate(everyone.tolist())
-    )
-    raise ValueError(
-        f"the {mesh.replica.world_size} ranks of one replica (pipeline and tensor axes) "
-        f"compute one batch together, and must be given the same: {rows}. Deal samples by "
-        "data_rank of data_size, not by rank"
-    )
+    marks = np.array([[len(x), *(_checksum(array) for array in (x, y))]])
+    backend = mesh.world if everywhere else mesh.replica
+    told = backend.all_gather(marks).tolist()
+    replicas = range(mesh.data_size) if everywhere else [mesh.data_rank]
+    for data in replicas:
+        ranks = [
+            mesh.rank_of(pipeline, tensor, data)
+            for pipeline in range(mesh.pipeline_size)
+            for tensor in range(mesh.tensor_size)
+        ]
+        rows = [told[rank] for rank in ranks] if everywhere else told
+        if all(row == rows[0] for row in rows):
+            continue
+        given = ", ".join(
+            f"rank {rank}: {row[0]} samples, checksums {row[1:]}"
+            for rank, row in zip(ranks, rows, strict=True)
+        )
+        raise ValueError(
+            f"the {len(ranks)} ranks of one replica (pipeline and tensor axes) compute one batch "
+            f"together, and must be given the same: {given}. Deal samples by data_rank of "
+            "data_size, not by rank"
+        )
 
 
 def _checksum(values: Any) -> int:

@@ -139,6 +139,15 @@ class Program(ABC):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         """Refuse inputs and targets that do not fit each other or the loss, as `check`."""
 
+    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
+        """Refuse batches that differ between ranks that compute one together. Collective.
+
+        Over all ranks of the world with ``everywhere``, otherwise over those ranks.
+        """
+
+    def require_one_input(self, x: Any, *, everywhere: bool) -> None:
+        """As `require_one_batch`, before outputs are computed."""
+
     @abstractmethod
     def fill(self, unit: Unit, out: Array) -> None:
         """Write the model's own values of ``unit`` into ``out``."""

@@ -8,7 +8,13 @@ from mpishard.errors import ShardingError
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
 
-__all__ = ["Replicas"]
+__all__ = ["ALONE_ON_A_MESH", "Replicas"]
+
+ALONE_ON_A_MESH = (
+    "auto_sync_gradients=False lets each rank update a replica of its own, and here ranks hold "
+    "parts of one; use DDP, or model.accumulate() to synchronise less often"
+)
+"""Why the ranks of a mesh update together."""
 
 
 class Replicas:
@@ -20,11 +26,16 @@ class Replicas:
         Who holds them.
     policy : Policy
         Where it shards anything, there is nothing that could drift.
+    is_on_mesh : bool
+        Whether a replica is several ranks', none of which can update it alone.
     """
 
-    def __init__(self, parameters: ParameterStore, policy: Policy) -> None:
+    def __init__(
+        self, parameters: ParameterStore, policy: Policy, *, is_on_mesh: bool = False
+    ) -> None:
         self._parameters = parameters
         self._policy = policy
+        self._is_on_mesh = is_on_mesh
         self._weight = 0.0  # of the samples used by this rank alone since all were equal
 
     def require_drifting(self) -> None:
@@ -33,8 +44,10 @@ class Replicas:
         Raises
         ------
         ValueError
-            Where gradients, state or parameters are sharded.
+            Where gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
+        if self._is_on_mesh:
+            raise ValueError(ALONE_ON_A_MESH)
         policy = self._policy
         if policy.shards_state or policy.shards_gradients or policy.shards_parameters:
             raise ValueError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.checkpoint.consensus import gather_texts, share_text, together
+from mpishard.checkpoint.consensus import differences, together
 from mpishard.checkpoint.writer import target_of
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
@@ -149,7 +147,7 @@ def require_agreement(
         "test": data.x_test is not None,
         **optimizer.wrapped_optimizer.fingerprint(),
     }
-    differing = _differing(model.backend, json.dumps(mine))
+    differing = differences(model.backend, mine)
     if differing:
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}")
 
@@ -164,26 +162,9 @@ def require_same_rule(
     ValueError
         On every rank, with what differs.
     """
-    text = json.dumps({**fingerprint, "frozen": sorted(frozen)})
-    marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))
-    if (marks != marks[0]).any():
-        raise ValueError(
-            f"every rank must train with the same optimizer; by rank, {_differing(backend, text)}"
-        )
-
-
-def _differing(backend: CommunicationBackend, mine: str) -> str:
-    """What differs between the ranks' JSON objects, by rank, in words. Collective."""
-    everyone = [json.loads(text) for text in gather_texts(backend, mine)]  # on rank 0
-    names = dict.fromkeys(name for other in everyone for name in other)
-    return share_text(
-        backend,
-        "; ".join(
-            f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
-            for name in names
-            if any(other.get(name) != everyone[0].get(name) for other in everyone)
-        ),
-    )
+    differing = differences(backend, {**fingerprint, "frozen": sorted(frozen)})
+    if differing:
+        raise ValueError(f"every rank must train with the same optimizer; by rank, {differing}")
 
 
 def _plain(value: Any) -> Any:

@@ -245,8 +245,8 @@ def test_bytes_of_a_step(
 ) -> None:
     """2 (D - 1) S on the data axis, and D (R - 1) S to put the parts of D replicas together.
 
-    S are the bytes of all parameters, R the ranks of a replica. Beside them a replica's ranks
-    compare their batches, and all add up the step's totals, which depends on no sizes.
+    S are the bytes of all parameters, R the ranks of a replica. Beside them all ranks compare
+    the batches of each replica, and all add up the step's totals, which depends on no sizes.
     """
     for mesh in meshes(backend.world_size):
         if backend.world_size == 6 and 6 in mesh:
@@ -260,7 +260,7 @@ def test_bytes_of_a_step(
         small = sent(backend, links, backend.all_reduce, np.zeros(7))
         if share > 1:
             marks = np.zeros((1, 3), np.int64)
-            small += sent(backend, links, model.mesh.replica.all_gather, marks)
+            small += sent(backend, links, backend.all_gather, marks)
         size = model.parameter_count * model.dtype.itemsize
         for step in range(2):
             batch = local_batch(model, problems, kind, step)
@@ -320,9 +320,8 @@ def test_ranks_of_a_replica_must_be_given_one_batch(backend: Any) -> None:
         (x, "checksums"),
         (x[: 1 + model.mesh.pipeline_rank], "rank 2: 2 samples"),
     ):
-        with pytest.raises(ValueError, match="Deal samples by data_rank of data_size") as caught:
+        with pytest.raises(ValueError, match=f"{words}.*Deal samples by data_rank of data_size"):
             model.train(given, None)
-        assert words in str(caught.value) or model.data_rank == 1
     assert model.get_parameters().tolist() == list(range(10))
     model.train(np.ones((1, 1)), None)  # and goes on
 
