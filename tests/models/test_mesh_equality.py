@@ -113,10 +113,12 @@ def matrix() -> list[tuple[Any, ...]]:
 
 def build(
     backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
-    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, **options: Any,
+    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, device: str = "cpu",
+    **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
-    model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
+    plain = problems.MODELS[kind](backend.rank, device)
+    model = HybridShardedModel(plain, config, *mesh, **options)
     optimizer = HybridShardedOptimizer(problems.RULES[rule](**(rule_options or {})), config, *mesh)
     return model, optimizer
 
@@ -177,3 +179,19 @@ def test_equals_sequential_training(
         sequence_parallel=sequence and kind in ("gpt", "tied") and 6 % mesh[1] == 0,
     )  # fmt: skip
     record_property("largest difference of a parameter", float(largest))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "options"),
+    [
+        ((2, 2, 1), "tied", {"schedule": "zb-h1", "micro_batch_count": 3}),
+        ((1, 2, 2), "gpt", {"sequence_parallel": True, "data_parallel_strategy": "fsdp"}),
+        ((2, 1, 2), "dropout", {"schedule": "zb-v", "checkpoint_config": RECOMPUTE["full"]}),
+        ((1, 4, 1), "conv", {}),
+    ],
+)
+@in_worlds(4)
+def test_on_a_gpu(
+    backend: Any, problems: Any, mesh: Any, kind: str, options: Any, gpu: Any
+) -> None:
+    check(backend, problems, kind, mesh, "adamw", device="cuda", **options)
