@@ -7,19 +7,27 @@ Runs alone, on threads, or under MPI, with the same results:
     srun --mpi=pmi2 -n 2 python examples/train_gpt.py
     python examples/train_gpt.py --backend memory -n 4
     python examples/train_gpt.py --resume runs/NAME        # at any world size
+
+and with any parallelism, on four ranks say, as two pipeline stages of two tensor slices each:
+
+    mpishard run -n 4 examples/train_gpt.py --strategy hybrid \
+        --pipeline-parallel-size 2 --tensor-parallel-size 2 --micro-batches 8
 """
 
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any, NoReturn
 
 import mpishard as ms
 import numpy as np
 from mpishard.observe import plot_loss_curve, read_metrics
+from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig
 
 # What a run is made of: kept in settings.json, so that --resume builds the same model.
 DEFAULTS = {
@@ -37,6 +45,16 @@ DEFAULTS = {
     "dtype": "float32",
     "validate_every": 150,
     "checkpoint_every": 300,
+}
+# How it is spread over ranks, and which strategies take that: kept, too, and free to change.
+SPREAD = {
+    "pipeline_parallel_size": ["hybrid"],
+    "tensor_parallel_size": ["hybrid"],
+    "data_parallel_size": ["hybrid"],
+    "micro_batches": ["pipeline", "hybrid"],
+    "schedule": ["pipeline", "hybrid"],
+    "sequence_parallel": ["tensor", "hybrid"],
+    "recompute": ["tensor", "pipeline", "hybrid"],
 }
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
@@ -69,22 +87,20 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="thread-ranks, where no launcher started this process (default 1)",
     )
-    parser.add_argument(
-        "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
-    )
     parser.add_argument("--name", help="results go to runs/NAME (default: gpt- and the time)")
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="runs/NAME",
-        help="go on where that run was; settings are its own, --steps may grow",
+        help="go on where that run was, on any ranks; settings are its own, --steps may grow",
     )
+    add_spread(parser.add_argument_group("how it is spread over the ranks"))
     for name, value in DEFAULTS.items():
-        option = f"--{name.replace('_', '-')}"
         if name == "dtype":
-            parser.add_argument(option, choices=["float32", "float64"], help=f"default {value}")
+            kind: dict[str, Any] = {"choices": ["float32", "float64"]}
         else:
-            parser.add_argument(option, type=number(name), help=f"default {value}")
+            kind = {"type": number(name)}
+        parser.add_argument(option(name), **kind, help=f"default {value}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
@@ -92,6 +108,13 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--resume takes the run's own settings; remove {changed or '--name'}")
         if not (arguments.resume / "settings.json").is_file():
             parser.error(f"--resume: there is no run in {arguments.resume}")
+    spread = spread_of(arguments)
+    for name in spread.keys() & SPREAD.keys():
+        if spread["strategy"] not in SPREAD[name]:
+            parser.error(
+                f"{option(name)} is for --strategy {' or '.join(SPREAD[name])}, and this is "
+                f"{spread['strategy']}"
+            )
     settings = settings_of(arguments)
     if settings["width"] % settings["heads"]:
         parser.error(f"--heads {settings['heads']} must divide --width {settings['width']}")
@@ -101,13 +124,54 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def option(name: str) -> str:
+    """A setting as the command line spells it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_spread(group: Any) -> None:
+    """The options that say which rank computes what."""
+    kinds = [strategy.value for strategy in ms.DistributedStrategy]
+    group.add_argument("--strategy", choices=kinds, help="default fsdp")
+    for name, what in (
+        ("pipeline_parallel_size", "stages of consecutive layers; default 1"),
+        ("tensor_parallel_size", "ranks that share each layer; default 1"),
+        ("data_parallel_size", "groups of ranks, each with samples of its own; default the rest"),
+        ("micro_batches", "parts that a batch goes through the stages in; default 4"),
+    ):
+        group.add_argument(option(name), type=number(name), metavar="N", help=what)
+    group.add_argument(
+        "--schedule", choices=SCHEDULE_NAMES, help="in which order stages work; default 1f1b"
+    )
+    group.add_argument(
+        "--sequence-parallel", action="store_true", default=None,
+        help="divide norms and dropout, too, over the tensor axis",
+    )  # fmt: skip
+    group.add_argument(
+        "--recompute", choices=["full", "selective"],
+        help="compute activations again in backward, all or the cheap ones, and do not keep them",
+    )  # fmt: skip
+
+
 def settings_of(arguments: argparse.Namespace) -> dict:
     """Defaults or the resumed run's settings, and over them what was given."""
-    settings = dict(DEFAULTS)
-    if arguments.resume is not None:
-        settings = json.loads((arguments.resume / "settings.json").read_text())
     given = {k: getattr(arguments, k) for k in DEFAULTS if getattr(arguments, k) is not None}
-    return settings | given
+    return DEFAULTS | stored(arguments)["settings"] | given
+
+
+def spread_of(arguments: argparse.Namespace) -> dict:
+    """As the resumed run was spread, unless another strategy is given; and what was given."""
+    names = ("strategy", *SPREAD)
+    given = {k: getattr(arguments, k) for k in names if getattr(arguments, k) is not None}
+    before = {} if "strategy" in given else stored(arguments)["spread"]
+    return {"strategy": "fsdp"} | before | given
+
+
+def stored(arguments: argparse.Namespace) -> dict:
+    """What the resumed run wrote down; of a new run nothing."""
+    if arguments.resume is None:
+        return {"settings": {}, "spread": {}}
+    return json.loads((arguments.resume / "settings.json").read_text())
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
@@ -137,8 +201,49 @@ def run_directory(backend: ms.CommunicationBackend, arguments: argparse.Namespac
     directory = Path("runs") / name
     taken = backend.all_reduce(np.array([int(directory.exists())]), ms.ReductionOperation.MAX)
     if taken[0]:
-        raise SystemExit(f"{directory} is there already; --resume {directory} goes on with it")
+        refuse(backend, f"{directory} is there already; --resume {directory} goes on with it")
     return directory
+
+
+def refuse(backend: ms.CommunicationBackend, message: str) -> NoReturn:
+    """End every rank; rank 0 says why."""
+    if backend.rank == 0:
+        print(f"train_gpt.py: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def options_of(backend: ms.CommunicationBackend, spread: dict, settings: dict) -> dict[str, Any]:
+    """What `as_distributed` takes of the spread; ends all ranks where it does not fit them."""
+    strategy, ranks = spread["strategy"], backend.world_size
+    sizes = {name: spread[name] for name in list(SPREAD)[:3] if name in spread}
+    needed = math.prod(sizes.values())
+    if ranks % needed or ("data_parallel_size" in sizes and ranks != needed):
+        product = " x ".join(f"{option(name)} {size}" for name, size in sizes.items())
+        multiple = "" if "data_parallel_size" in sizes else " or a multiple"
+        refuse(
+            backend,
+            f"{product} takes {needed} ranks{multiple}, and there are {ranks}: "
+            f"`mpishard run -n {needed}` starts as many, -n {needed} as "
+            "threads; or give other sizes",
+        )
+    slices = ranks if strategy == "tensor" else sizes.get("tensor_parallel_size", 1)
+    if "sequence_parallel" in spread and settings["context"] % slices:
+        refuse(
+            backend,
+            f"--sequence-parallel cuts --context {settings['context']} into {slices} equal "
+            "slices, which must divide it",
+        )
+    options: dict[str, Any] = dict(sizes)
+    if strategy == "pipeline" or sizes.get("pipeline_parallel_size", 1) > 1:
+        options |= {"micro_batch_count": 4, "schedule": "1f1b"}
+    if "micro_batches" in spread:
+        options["micro_batch_count"] = spread["micro_batches"]
+    options |= {k: spread[k] for k in ("schedule", "sequence_parallel") if k in spread}
+    if "recompute" in spread:
+        options["checkpoint_config"] = ActivationCheckpointConfig(
+            enabled=True, checkpoint_every_n_layers="sqrt", recompute_strategy=spread["recompute"]
+        )
+    return options
 
 
 def report_memory(model: ms.ShardedModelBase) -> None:
@@ -148,14 +253,22 @@ def report_memory(model: ms.ShardedModelBase) -> None:
     rows = model.backend.all_gather(np.array([[held.get(kind, 0) for kind in kinds]]))
     for rank, row in enumerate(rows):
         model.backend.print(
-            f"rank {rank} holds: "
+            f"rank {rank}{place_of(model, rank)} holds: "
             + ", ".join(f"{kind.replace('_', ' ')} {n / 1e6:.2f} MB" for kind, n in
                         zip(kinds, row, strict=True))
         )  # fmt: skip
 
 
+def place_of(model: ms.ShardedModelBase, rank: int) -> str:
+    """Where a rank is on the mesh, if there is one."""
+    if not hasattr(model, "mesh"):
+        return ""
+    stage, part, replica = model.mesh.coordinates_of(rank)
+    return f" (pipeline {stage}, tensor {part}, data {replica})"
+
+
 def build(
-    backend: ms.CommunicationBackend, strategy: str, settings: dict
+    backend: ms.CommunicationBackend, spread: dict, settings: dict
 ) -> tuple[ms.ShardedModelBase, ms.ShardedOptimizerBase]:
     """Model and optimizer, wrapped. Collective."""
     model = ms.nn.GPT(
@@ -167,6 +280,7 @@ def build(
         seed=settings["seed"],
         dtype=settings["dtype"],
     )
+    options = options_of(backend, spread, settings)
     rate = settings["learning_rate"]
     decay_steps = max(1, settings["steps"] - settings["warm_up"])
     optimizer = ms.optimizers.AdamW(
@@ -179,25 +293,26 @@ def build(
         parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
     )
     return (
-        ms.as_distributed(model, backend, strategy),
-        ms.as_distributed(optimizer, backend, strategy),
+        ms.as_distributed(model, backend, spread["strategy"], **options),
+        ms.as_distributed(optimizer, backend, spread["strategy"], **options),
     )
 
 
 def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
     """What each rank does."""
-    settings = settings_of(arguments)
+    settings, spread = settings_of(arguments), spread_of(arguments)
     directory = run_directory(backend, arguments)
+    model, optimizer = build(backend, spread, settings)
     train, validation = load_text()
     baseline = bigram_loss(train, validation)
     backend.print(
         f"{len(train):,} bytes to train on, {len(validation):,} to validate; "
         f"an add-one bigram model reaches {baseline:.3f} nats per byte"
     )
-    model, optimizer = build(backend, arguments.strategy, settings)
     if backend.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+        kept = {"settings": settings, "spread": spread}
+        (directory / "settings.json").write_text(json.dumps(kept, indent=2) + "\n")
     context, windows = settings["context"], ms.data.TokenWindows
     inputs = windows(train[:-1], context)
     result = optimizer.optimize(
@@ -219,11 +334,10 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
             throughput_unit="tokens",
         )
     )
-    with model.unsharded(root=0) as plain:
-        if plain is not None:
-            sample(plain, directory, settings["seed"])
-            plot(directory, baseline)
-    summarize(model, arguments.strategy, result, baseline)
+    sample(model, directory, settings["seed"])
+    if backend.rank == 0:
+        plot(directory, baseline)
+    summarize(model, spread["strategy"], result, baseline)
     backend.print(directory)
 
 
@@ -232,7 +346,8 @@ def summarize(
 ) -> None:
     """Print what the run was and what it reached. Collective."""
     say = model.backend.print
-    say(f"{model.parameter_count:,} parameters, {strategy} on {model.world_size} rank(s)")
+    mesh = f", {model.mesh.describe()}" if hasattr(model, "mesh") else ""
+    say(f"{model.parameter_count:,} parameters, {strategy} on {model.world_size} rank(s){mesh}")
     report_memory(model)
     loss = result.validation_history[-1][1]
     say(
@@ -242,13 +357,16 @@ def summarize(
     )
 
 
-def sample(plain: ms.nn.GPT, directory: Path, seed: int) -> None:
-    """Let the model write. On rank 0."""
+def sample(model: ms.ShardedModelBase, directory: Path, seed: int) -> None:
+    """Let the model write, where its layers are. Collective."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int64)
-    generated = plain.generate(prompt, 400, temperature=0.8, seed=seed)
+    # The window of what the model sees slides by an eighth at a time, and is read anew then.
+    slide = max(1, model.wrapped_model.context_length // 8)
+    generated = model.generate(prompt, 400, temperature=0.8, seed=seed, slide=slide)
     text = bytes(int(token) for token in generated).decode(errors="replace")
-    (directory / "sample.txt").write_text(text + "\n")
-    print("sample:", " ".join(text.split())[:200], flush=True)
+    if model.backend.rank == 0:
+        (directory / "sample.txt").write_text(text + "\n")
+    model.backend.print("sample:", " ".join(text.split())[:200])
 
 
 def plot(directory: Path, baseline: float) -> None:

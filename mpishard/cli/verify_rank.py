@@ -114,21 +114,16 @@ def compare(
     predicted = np.nan
     if reference.predictions.size:
         predicted = relative_error(model.predict(last), reference.predictions)
-    mine = (_errors(entries, start, reference.parameters[0]), parameters, losses, gradients, inputs,
-            predicted)  # fmt: skip
-    built, *others = (backend.all_gather(np.array([value])) for value in mine)
-    after, losses_of, gradients_of, inputs_of, predictions = others
+    mine = {
+        "built": _errors(entries, start, reference.parameters[0]), "parameters": parameters,
+        "losses": losses, "gradients": gradients, "inputs": inputs, "predictions": predicted,
+    }  # fmt: skip
     return Comparison(
         names=np.array([e.name for e in entries]),
         shapes=np.array([str(e.shape) for e in entries]),
         dtype=np.array(start.dtype.name),
-        built=built,
-        parameters=after,
-        losses=losses_of,
-        gradients=gradients_of,
-        inputs=inputs_of,
-        predictions=predictions,
         computed=np.array(_manner(model)),
+        **{name: backend.all_gather(np.array([value])) for name, value in mine.items()},
     )
 
 

@@ -35,6 +35,7 @@ from mpishard.pipeline import (
     schedule_by_name,
 )
 from mpishard.sharding import ShardingConfiguration
+from mpishard.tensor import check_sequence
 
 __all__ = ["MeshModel"]
 
@@ -183,6 +184,10 @@ class MeshModel(ShardedModelBase):
         if isinstance(whole, WholeProgram):
             # Without pipeline and tensor axes it is data parallelism.
             return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
+        if self._sequence_parallel and self.mesh.tensor_size > 1:
+            infos = model.get_all_layer_info()
+            layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
+            check_sequence(layers, infos[0].input_shape)
         choices = MeshChoices(
             self.mesh,
             self._schedule,

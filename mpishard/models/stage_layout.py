@@ -11,7 +11,7 @@ from mpishard.contracts import ILayeredModel
 from mpishard.models.chain import HeldLayers
 from mpishard.nn.layer import Layer
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, build_units, whole_box
-from mpishard.tensor import TensorPartition, partition_chain
+from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
 __all__ = ["StageLayout", "lay_out"]
 
@@ -89,6 +89,8 @@ def lay_out(
     splits_output = False
     ranges: dict[int, tuple[int, int]] = {}
     model_layers = dict(zip(names, model.layers, strict=True))
+    if sequence_parallel and mesh.tensor_size > 1:
+        check_sequence(model_layers, infos[0].input_shape)
     # The stage with the model's last layer; stages behind it have none, and hand on its output.
     ending = max(stage for stage, (first, stop) in enumerate(stages) if stop > first)
     for stage in sorted({*own, ending}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from mpishard.communication import CommunicationBackend
@@ -26,30 +27,38 @@ from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPosit
 from mpishard.tensor.split import DimSplit
 from mpishard.tensor.ties import Ties
 
-__all__ = ["ChainSplit"]
+__all__ = ["ChainSplit", "Extent"]
 
 # FLOPs that a rank should save for each element sent. A core multiplies some 1e11 numbers a second
 # and shared memory moves some 1e9 of them.
 _WORTHWHILE = 100
 
 
-class _Extent(Enum):
+class Extent(Enum):
     """Which positions of a sequence an activation has."""
 
     ALL = "all"
     SLICE = "this rank's"
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What is wanted behind a layer: the positions, and whether its last dim may stay split."""
+
+    extent: Extent
+    keeps_split: bool = False
+
+
 class _Parts:
     """The layers of a chain as they come to be, each given the positions that it takes."""
 
-    def __init__(self, backend: CommunicationBackend, extent: _Extent) -> None:
+    def __init__(self, backend: CommunicationBackend, extent: Extent) -> None:
         self.backend = backend
         self.layers: dict[str, Layer] = {}
         self.extent = extent
 
     def add(
-        self, name: str, layer: Layer, takes: _Extent | None = None, gives: _Extent | None = None
+        self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
         """Add a layer that takes and gives these positions: None where any will do, or none."""
         if takes not in (None, self.extent):
@@ -57,14 +66,14 @@ class _Parts:
         self.layers[name] = layer
         self.extent = gives or self.extent
 
-    def end(self, extent: _Extent) -> None:
+    def end(self, extent: Extent) -> None:
         """Let the chain give these positions."""
         if extent is not self.extent:
             name, last = self.layers.popitem()
             self.layers[name] = Framed(last, after=self._operator(extent))
 
-    def _operator(self, extent: _Extent | None) -> GatherSequence | ScatterSequence:
-        kind = GatherSequence if extent is _Extent.ALL else ScatterSequence
+    def _operator(self, extent: Extent | None) -> GatherSequence | ScatterSequence:
+        kind = GatherSequence if extent is Extent.ALL else ScatterSequence
         return kind(self.backend)
 
 
@@ -90,26 +99,47 @@ class ChainSplit:
         self.backend = backend
         self.ties = ties
         self.sequence_parallel = sequence_parallel
-        self.between = _Extent.SLICE if sequence_parallel else _Extent.ALL
+        self.between = Extent.SLICE if sequence_parallel else Extent.ALL
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.decisions: list[LayerDecision] = []
 
     # ------------------------------------------------------------------------------------- chains
 
     def chain(
-        self, layers: Mapping[str, Layer], prefix: str, *, ends_model: bool = False
+        self,
+        layers: Mapping[str, Layer],
+        prefix: str,
+        *,
+        starts: Extent,
+        ends: Extent,
+        keeps_split: bool = False,
     ) -> tuple[dict[str, Layer], bool]:
-        """The parts of a chain, and whether its output is split."""
-        first = next(iter(layers.values()))
-        parts = _Parts(self.backend, _Extent.ALL if first.takes_integers else self.between)
+        """The parts of a chain, and whether its output is split.
+
+        Parameters
+        ----------
+        layers : mapping of str to Layer
+            The chain, with one layer or more.
+        prefix : str
+            What stands before its names in the model, with the dot.
+        starts, ends : Extent
+            The positions of what enters and of what leaves it.
+        keeps_split : bool
+            Whether the output of a last linear layer is left split; ``ends`` is then ALL.
+        """
+        parts = _Parts(self.backend, starts)
         world_size, splits_output = self.backend.world_size, False
-        for segment in find_segments(layers, prefix, world_size, self.ties, keeps_split=ends_model):
-            is_end = ends_model and segment.layers[-1][0] == list(layers)[-1]
+        last = list(layers)[-1]
+        for segment in find_segments(
+            layers, prefix, world_size, self.ties, keeps_split=keeps_split
+        ):
             if segment.kind is SegmentKind.ALONE:
-                splits_output = self._alone(parts, prefix, *segment.layers[0], is_end)
+                name, layer = segment.layers[0]
+                end = _End(ends, keeps_split) if name == last else _End(self.between)
+                splits_output = self._alone(parts, prefix, name, layer, end)
             else:
                 self._together(parts, prefix, segment)
-        parts.end(_Extent.ALL if ends_model else self.between)
+        parts.end(ends)
         return parts.layers, splits_output
 
     def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
@@ -130,7 +160,7 @@ class ChainSplit:
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         self._place(prefix + first_name, column)
-        parts.add(first_name, column, self.between, _Extent.ALL)
+        parts.add(first_name, column, self.between, Extent.ALL)
         self._decide(
             prefix + first_name, SplitKind.COLUMN, share,
             f"{_sizes(first)} split by rows, {column.local_output_size} here; pairs with "
@@ -171,25 +201,27 @@ class ChainSplit:
 
     # --------------------------------------------------------------------------------- one by one
 
-    def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, is_end: bool) -> bool:
+    def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, end: _End) -> bool:
         """A layer without partners; True where its output stays split."""
         path, kind = prefix + name, type(layer)
         if kind is Residual:
-            inner, _ = self.chain(layer.children, f"{path}.")
+            inner, _ = self.chain(
+                layer.children, f"{path}.", starts=self.between, ends=self.between
+            )
             parts.add(name, Residual(inner), self.between, self.between)
         elif kind is Sequential:
-            first = next(iter(layer.children.values()))
-            inner, splits_output = self.chain(layer.children, f"{path}.", ends_model=is_end)
-            takes = _Extent.ALL if first.takes_integers else self.between
-            gives = _Extent.ALL if is_end else self.between
-            parts.add(name, Sequential(inner), takes, gives)
+            inner, splits_output = self.chain(
+                layer.children, f"{path}.", starts=parts.extent, ends=end.extent,
+                keeps_split=end.keeps_split,
+            )  # fmt: skip
+            parts.add(name, Sequential(inner), None, end.extent)
             return splits_output
         elif type(layer) is Linear:
-            return self._linear(parts, path, name, layer, is_end)
+            return self._linear(parts, path, name, layer, end)
         elif type(layer) is Embedding:
             self._embedding(parts, path, name, layer)
         elif kind in ACTIVATIONS:
-            is_sliced = parts.extent is _Extent.SLICE
+            is_sliced = parts.extent is Extent.SLICE
             self._decide_light(path, layer, is_sliced)
             parts.add(name, layer)
         elif kind in (Dropout, LayerNorm, RMSNorm, PositionalEmbedding):
@@ -207,7 +239,7 @@ class ChainSplit:
             return "it does not stand between two linear layers with weights of their own"
         return f"no rule splits a {type(layer).__name__}"
 
-    def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, is_end: bool) -> bool:
+    def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, end: _End) -> bool:
         """By outputs: gathered, or left split at the model's end."""
         ranks = self.backend.world_size
         obstacle = self.ties.obstacle(path, layer)
@@ -217,31 +249,31 @@ class ChainSplit:
             self._whole(parts, path, name, layer, obstacle)
             return False
         weight = layer.parameters["weight"]
-        takes_slices = is_end and self.sequence_parallel
+        takes_slices = self.sequence_parallel and end.extent is Extent.ALL
         column = ColumnParallelLinear(
-            self.backend, layer.inputs, layer.outputs, not is_end, bias=layer.bias,
+            self.backend, layer.inputs, layer.outputs, not end.keeps_split, bias=layer.bias,
             initializer=weight.initializer, tied_to=weight.tied_to,
             sequence_parallel=takes_slices,
         )  # fmt: skip
         self._place(path, column)
-        parts.add(name, column, self.between if takes_slices else _Extent.ALL, _Extent.ALL)
-        if is_end:
-            end = "its output stays split for the loss"
+        parts.add(name, column, self.between if takes_slices else Extent.ALL, Extent.ALL)
+        if end.keeps_split:
+            outcome = "its output stays split for the loss"
         else:
             # Of forward and backward, for each position: 6 I O FLOPs are dealt; O elements are
             # gathered and I are reduced, which sends each twice.
             worth = 6 * layer.inputs * layer.outputs / (layer.outputs + 2 * layer.inputs)
             verdict = "worth it" if worth >= _WORTHWHILE else "hardly worth it"
-            end = (
+            outcome = (
                 f"has no partner, so its output is gathered: {verdict}, {worth:.0f} FLOPs are "
                 "saved for each element sent"
             )
         share = column.split.local_size(0) / layer.outputs
         self._decide(
             path, SplitKind.COLUMN, share,
-            f"{_sizes(layer)} split by rows, {column.local_output_size} here; {end}",
+            f"{_sizes(layer)} split by rows, {column.local_output_size} here; {outcome}",
         )  # fmt: skip
-        return is_end
+        return end.keeps_split
 
     def _embedding(self, parts: _Parts, path: str, name: str, layer: Embedding) -> None:
         """By rows of the table."""
@@ -257,7 +289,7 @@ class ChainSplit:
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         self._place(path, own)
-        parts.add(name, own, _Extent.ALL, self.between)
+        parts.add(name, own, Extent.ALL, self.between)
         here = own.split.local_size(self.backend.rank)
         self._decide(
             path, SplitKind.VOCABULARY, own.split.local_size(0) / rows,
@@ -278,7 +310,7 @@ class ChainSplit:
         else:
             assert isinstance(layer, LayerNorm | RMSNorm)
             own = SequenceParallelNorm(self.backend, layer)
-        parts.add(name, own, _Extent.SLICE, _Extent.SLICE)
+        parts.add(name, own, Extent.SLICE, Extent.SLICE)
 
     def _decide_light(self, path: str, layer: Layer, is_sliced: bool) -> None:
         kind, ranks = type(layer).__name__, self.backend.world_size
@@ -295,7 +327,7 @@ class ChainSplit:
         """On every rank, on all positions."""
         kind = type(layer).__name__
         self._decide(path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: {reason}")
-        parts.add(name, layer, _Extent.ALL, _Extent.ALL)
+        parts.add(name, layer, Extent.ALL, Extent.ALL)
 
     # ------------------------------------------------------------------------------------ records
 

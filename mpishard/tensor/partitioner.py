@@ -10,7 +10,7 @@ from mpishard.nn.convolution import Conv2D
 from mpishard.nn.flatten import Flatten
 from mpishard.nn.layer import Layer
 from mpishard.nn.pooling import MaxPool2D
-from mpishard.tensor.chain_split import ChainSplit
+from mpishard.tensor.chain_split import ChainSplit, Extent
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
 from mpishard.tensor.ties import Ties, is_open, walk_layers
 
@@ -43,10 +43,9 @@ def partition_chain(
     fewer outputs, rows or heads than there are ranks, each rank has all.
 
     What enters and leaves the chain is whole on every rank. With ``sequence_parallel`` it is this
-    rank's slice of dim 1 instead, except for integer tokens, which enter whole, and behind the
-    model's last layer (``split_output``), where activations leave with all positions. Norms,
-    dropout and positional embeddings work on slices; what no rule splits is given the whole
-    sequence.
+    rank's slice of dim 1 instead, except for what enters the model's first layer or is integer,
+    and for what leaves the model's last layer, all of which have all positions. Norms, dropout
+    and positional embeddings work on slices; what no rule splits is given the whole sequence.
 
     Parameters
     ----------
@@ -55,16 +54,16 @@ def partition_chain(
     backend : CommunicationBackend
         The tensor group.
     model_layers : mapping of str to Layer, optional
-        All top-level layers of the model; ``layers`` where not given. Tied weights are looked up
-        in it.
+        All top-level layers of the model, in order; ``layers`` where not given. Says which chain
+        begins and which ends the model, and what tied weights are.
     sequence_parallel : bool
         Whether activations between the split layers are slices of the sequence: Korthikanti et
         al., "Reducing activation recomputation in large transformer models", 2022
         (arXiv:2205.05198). Parameters are the same with and without.
     split_output : bool
-        Whether the chain ends the model and its output may stay split along the last dim, for a
-        loss that takes it so. A last `Linear` that is wider than its input, or has no partner, is
-        then not gathered.
+        Whether the output of the model, which the chain ends, may stay split along the last dim,
+        for a loss that takes it so. A last `Linear` that is wider than its input, or has no
+        partner, is then not gathered.
 
     Returns
     -------
@@ -76,8 +75,9 @@ def partition_chain(
     TypeError
         For no backend, or what is no layer.
     ValueError
-        With ``sequence_parallel`` for layers of images, whose dim 1 is no sequence, and for a
-        chain without layers that ends the model; for a layer that is tied to one not given.
+        With ``sequence_parallel`` for layers of images, whose dim 1 is no sequence; with
+        ``split_output`` for a chain that does not end the model; for a layer that is tied to one
+        not given.
     """
     if not isinstance(backend, CommunicationBackend):
         raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
@@ -93,14 +93,20 @@ def partition_chain(
     if sequence_parallel:
         _check_images(layers)
     if not layers:
-        if sequence_parallel and split_output:
-            raise ValueError(
-                "a chain without layers cannot gather the sequence at the model's end: give the "
-                "last pipeline stage a layer"
-            )
         return TensorPartition({}, {}, splits_output=False, decisions=())
+    names, model_names = list(layers), list(model_layers or layers)
+    is_last = names[-1] == model_names[-1]
+    if split_output and not is_last:
+        raise ValueError(
+            f"split_output is for the model's last layer, {model_names[-1]}, and this chain ends "
+            f"with {names[-1]}"
+        )
     split = ChainSplit(backend, Ties(model_layers or layers), sequence_parallel)
-    parts, splits_output = split.chain(layers, "", ends_model=split_output)
+    enters_whole = names[0] == model_names[0] or layers[names[0]].takes_integers
+    parts, splits_output = split.chain(
+        layers, "", starts=Extent.ALL if enters_whole else split.between,
+        ends=Extent.ALL if is_last else split.between, keeps_split=split_output,
+    )  # fmt: skip
     return TensorPartition(parts, split.boxes, splits_output, tuple(split.decisions))
 
 

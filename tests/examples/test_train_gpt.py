@@ -15,8 +15,9 @@ from mpishard.observe import read_metrics
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "24", "--batch", "7",
-         "--warm-up", "5", "--steps", "20", "--validate-every", "10",
+         "--warm-up", "5", "--steps", "20", "--validate-every", "20",
          "--checkpoint-every", "10"]  # fmt: skip
+HYBRID = ("--strategy", "hybrid", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2")
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 FILES = {"checkpoint", "loss.png", "metrics.jsonl", "sample.txt", "settings.json"}
 
@@ -51,11 +52,26 @@ def trained(directory: Path, name: str, *arguments: str, ranks: int = 0) -> list
 def test_losses_do_not_depend_on_world_strategy_or_backend(tmp_path: Path) -> None:
     double = ("--dtype", "float64")
     expected = trained(tmp_path, "alone", *double, "--strategy", "ddp")
-    assert len(expected) == 22
+    assert len(expected) == 21
     for name, arguments, ranks in [
         ("memory3", ("--backend", "memory", "-n", "3"), 0),
         ("mpi2", (), 2),
         ("mpi3ddp", ("--strategy", "ddp"), 3),
+        ("hybrid", (*HYBRID, "--backend", "memory", "-n", "4", "--sequence-parallel"), 0),
+        (
+            "pipeline",
+            (
+                "--strategy",
+                "pipeline",
+                "--schedule",
+                "zb-v",
+                "--micro-batches",
+                "3",
+                "--recompute",
+                "full",
+            ),
+            2,
+        ),
     ]:
         found = trained(tmp_path, name, *double, *arguments, ranks=ranks)
         assert np.abs(np.subtract(found, expected)).max() < 1e-10
@@ -99,12 +115,21 @@ def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
-    trained(tmp_path, "short")
-    ended = run(tmp_path, "--resume", "runs/short", "--steps", "30", "-n", "3")
-    assert ended.returncode == 0, ended.stderr
-    settings = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
-    assert settings["steps"] == 30
-    assert "30 steps, of which this run made 10 " in ended.stdout
+    trained(tmp_path, "short", *HYBRID, "-n", "4")
+    sizes = ("--tensor-parallel-size", "1", "--data-parallel-size", "1")
+    for steps, arguments, told in [
+        ("25", (*sizes, "-n", "2"), "2 pipeline x 1 tensor x 1 data"),
+        ("30", ("--strategy", "zero2", "-n", "3"), "zero2 on 3 rank(s)"),
+    ]:
+        ended = run(tmp_path, "--resume", "runs/short", "--steps", steps, *arguments)
+        assert ended.returncode == 0, ended.stderr
+        assert f"{steps} steps, of which this run made 5 " in ended.stdout
+        assert told in ended.stdout
+    kept = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
+    assert kept["settings"]["steps"] == 30
+    assert kept["spread"] == {"strategy": "zero2"}
+    refused = run(tmp_path, "--resume", "runs/short", "--micro-batches", "2")
+    assert "--micro-batches is for --strategy pipeline or hybrid" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -115,6 +140,14 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
         (("--resume", "runs/none"), "there is no run in runs/none"),
         (("--heads", "3"), "3"),
         (("-n", "0"), "argument -n: needs a number > 0, got 0"),
+        (
+            (*HYBRID, "-n", "3"),
+            "--pipeline-parallel-size 2 x --tensor-parallel-size 2 takes 4 ranks or a multiple",
+        ),
+        (
+            ("--strategy", "tensor", "--sequence-parallel", "-n", "5"),
+            "--sequence-parallel cuts --context 24 into 5 equal slices",
+        ),
     ],
 )
 def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

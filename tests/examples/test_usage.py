@@ -30,6 +30,21 @@ NEEDS = {"fit_autograd": "autograd", "train_digits": "sklearn", "train_torch": "
         ("train_gpt", "-n 0", "argument -n: needs a number > 0, got 0"),
         ("train_gpt", "--dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("train_gpt", "--width 10 --heads 3", "--heads 3 must divide --width 10"),
+        (
+            "train_gpt",
+            "--pipeline-parallel-size 2",
+            "--pipeline-parallel-size is for --strategy hybrid, and this is fsdp",
+        ),
+        (
+            "train_gpt",
+            "--strategy tensor --micro-batches 2",
+            "--micro-batches is for --strategy pipeline or hybrid, and this is tensor",
+        ),
+        (
+            "train_gpt",
+            "--strategy hybrid --data-parallel-size -1",
+            "argument --data-parallel-size: needs a number > 0, got -1",
+        ),
         ("train_gpt", "--context 100000", "--context 100000: the text to validate holds "),
     ],
 )

@@ -205,6 +205,13 @@ CASES = {
     "whole attention": Case(whole_attention, (TIME, 8)),
     "shared": Case(shared_linear, (TIME, 6)),
     "tied everywhere": Case(tied_everywhere, (TIME,), tokens=True),
+    "nested": Case(
+        lambda: nn.Sequential(
+            {"body": nn.Sequential(nn.Embedding(13, 6), nn.RMSNorm(6)), "head": nn.Linear(6, 7)}
+        ),
+        (TIME,),
+        tokens=True,
+    ),
     "gated": Case(gated, (TIME, 6)),
     "odd attention": Case(odd_attention, (TIME, 6)),
     "few tokens": Case(
@@ -267,9 +274,10 @@ def held(whole, boxes):
     return np.concatenate([whole[tuple(slice(*range_) for range_ in box)] for box in boxes])
 
 
-def check_against_whole(backend, chain, x, partition, *, sequence, ends, halves=False):
+def check_against_whole(backend, chain, x, partition, *, sequence, starts, ends, halves=False):
     """Output and every gradient of this rank's part equal the whole chain's to 1e-12."""
     values = values_of(chain)
+    is_sliced = sequence and not starts and not chain.takes_integers
     r = np.random.default_rng(8)
     r = r.standard_normal((*x.shape[:1], *chain.output_shape(x.shape[1:])))
     y, dx, gradients = run(chain, values, x, lambda y: r.copy(), halves)
@@ -284,7 +292,6 @@ def check_against_whole(backend, chain, x, partition, *, sequence, ends, halves=
         name: held(value, partition.boxes[name]) if name in partition.boxes else value
         for name, value in values.items()
     }
-    is_sliced = sequence and not chain.takes_integers
     own_x = slice_of(x, backend) if is_sliced else x.copy()
     own_y, own_dx, own_gradients = run(part, own, own_x, lambda y: taken(r), halves)
     np.testing.assert_allclose(own_y, taken(y), rtol=0, atol=1e-12)
@@ -313,27 +320,30 @@ def check_cover(backend, arrays, boxes):
         assert (backend.all_reduce(counts) == 1).all(), name
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("is_all", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @in_worlds(2, 3, 4)
-def test_parts_compute_what_the_whole_does(backend, name, sequence, ends):
+def test_parts_compute_what_the_whole_does(backend, name, sequence, is_all):
+    """The chain is the model, or stands between other layers of it."""
     case = CASES[name]
     chain = case.make()
     if sequence and not case.is_sequence:
         with pytest.raises(ValueError, match="without sequence_parallel"):
             check_sequence(chain.children, case.shape)
         return
+    model = None if is_all else {"before": nn.ReLU(), **chain.children, "behind": nn.ReLU()}
     partition = partition_chain(
-        chain.children, backend, sequence_parallel=sequence, split_output=ends
+        chain.children, backend, model_layers=model, sequence_parallel=sequence, split_output=is_all
     )
     assert list(partition.layers) == list(chain.children)
     assert [n for n, _ in nn.Sequential(partition.layers).walk_parameters()] == [
         n for n, _ in chain.walk_parameters()
     ]
     check_against_whole(
-        backend, chain, batch_of(case), partition, sequence=sequence, ends=ends, halves=ends
-    )
+        backend, chain, batch_of(case), partition, sequence=sequence, starts=is_all, ends=is_all,
+        halves=is_all,
+    )  # fmt: skip
 
 
 @in_worlds(1)
@@ -365,8 +375,16 @@ def test_a_pipeline_stage_is_split_as_in_the_whole_model(backend):
         partition = partition_chain(middle, backend, **options)
         x = np.random.default_rng(1).standard_normal((2, TIME, 6))
         check_against_whole(
-            backend, nn.Sequential(middle), x, partition, sequence=sequence, ends=False
+            backend,
+            nn.Sequential(middle),
+            x,
+            partition,
+            sequence=sequence,
+            starts=False,
+            ends=False,
         )
+        with pytest.raises(ValueError, match="last layer, head, and this chain ends with block0_m"):
+            partition_chain(middle, backend, split_output=True, **options)
 
 
 @in_worlds(2)
@@ -515,8 +533,6 @@ def test_what_cannot_be_partitioned_is_refused(backend):
         options = {"sequence_parallel": True, "split_output": True}
         with pytest.raises(ValueError, match="dim 1, which 0, a Conv2D, takes for something else"):
             partition_chain(convolutions().children, backend, **options)
-        with pytest.raises(ValueError, match="give the last pipeline stage a layer"):
-            partition_chain({}, backend, **options)
     check_sequence(gpt().children, (TIME,))
     with pytest.raises(ValueError, match=r"linear0 takes samples of shape \(5,\): partition"):
         check_sequence(nn.MLP([5, 2]).chain.children, (5,))
@@ -562,3 +578,16 @@ def test_a_pass_through_a_gpt_sends_what_the_papers_say(backend, sequence, sent_
     norms = 2 * others * (2 * blocks + 1) * 2 * 6 * 8
     positions = others * TIME * 6 * 8
     assert sent.nbytes == forward + backward + norms + positions
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@in_worlds(2, 3)
+def test_an_output_that_may_not_be_split_is_gathered(backend, halves):
+    for make, shape in ((own_layers, (TIME, 6)), (gpt, (TIME,))):
+        chain = make()
+        x = np.zeros((2, *shape), np.int64) if chain.takes_integers else np.ones((2, *shape))
+        partition = partition_chain(chain.children, backend, sequence_parallel=True)
+        assert not partition.splits_output
+        check_against_whole(
+            backend, chain, x, partition, sequence=True, starts=True, ends=True, halves=halves
+        )
