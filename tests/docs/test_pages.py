@@ -34,6 +34,7 @@ PAGES = sorted(page for page in DOCS.glob("*.md"))
 AT_LEAST = {
     "bring-your-own-model": 7,
     "collectives": 12,
+    "meshes": 10,
     "pipeline-schedules": 5,
     "shards-and-units": 5,
     "sharp-bits": 8,
