@@ -222,9 +222,8 @@ class MeshModel(ShardedModelBase):
 
     # ------------------------------------------------------------------------------- properties
 
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        return [self.mesh.rank_of(0, 0, data) for data in range(self.mesh.data_size)]
+    def data_rank_of(self, rank: int) -> int:
+        return self.mesh.coordinates_of(rank)[2]
 
     @property
     def micro_batch_count(self) -> int:

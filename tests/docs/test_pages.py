@@ -42,7 +42,7 @@ AT_LEAST = {
     "traces": 1,
     "tensor-parallel": 4,
     "training-loop": 8,
-    "troubleshooting": 6,
+    "troubleshooting": 20,
     "write-a-backend": 2,
 }
 
