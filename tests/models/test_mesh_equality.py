@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpishard import nn
 from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend
 from mpishard.models import HybridShardedModel
@@ -195,3 +196,35 @@ def test_on_a_gpu(
     backend: Any, problems: Any, mesh: Any, kind: str, options: Any, gpu: Any
 ) -> None:
     check(backend, problems, kind, mesh, "adamw", device="cuda", **options)
+
+
+class _Shifted(nn.Layer):
+    """Hands on tokens: what no message between stages could carry."""
+
+    takes_integers = True
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return input_shape
+
+    def forward(self, p: Any, x: Any, context: Any) -> tuple[Any, Any]:
+        return (x + 1) % 7, None
+
+    def backward_input(self, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+        return None, None
+
+
+@in_worlds(2, 3)
+def test_no_stage_begins_with_tokens_of_another(backend: Any) -> None:
+    def plain() -> nn.Model:
+        chain = nn.Sequential(_Shifted(), nn.Embedding(7, 4), nn.Tanh(), nn.Linear(4, 7))
+        return nn.Model(chain, nn.CrossEntropy(), input_shape=(3,), seed=1)
+
+    tokens = np.random.default_rng(0).integers(0, 7, (6, 3))
+    config = ShardingConfiguration(backend, learning_rate=0.1)
+    model = HybridShardedModel(plain(), config, backend.world_size, micro_batch_count=2)
+    assert model.stage_layers[1][0] >= 2
+    alone = plain()
+    for _ in range(3):
+        loss = alone.train(tokens, tokens, 0.1)
+        assert abs(model.train(tokens, tokens) - loss) < 1e-12
+    np.testing.assert_allclose(model.get_parameters(), alone.get_parameters(), rtol=0, atol=1e-12)
