@@ -23,7 +23,7 @@ from mpishard.models.policy import Policy
 from mpishard.models.program import Program
 from mpishard.models.replicas import ALONE_ON_A_MESH
 from mpishard.models.whole_program import WholeProgram
-from mpishard.models.wrapping import program_of
+from mpishard.models.wrapping import program_of, require_free
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
@@ -127,6 +127,7 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
+        require_free(self._wrapped_model)
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
         if self.mesh.data_size > 1:
@@ -180,7 +181,7 @@ class MeshModel(ShardedModelBase):
 
     def _program(self) -> Program:
         model = self._wrapped_model
-        whole = program_of(model, self._config)  # raises where the parameters are taken
+        whole = program_of(model, self._config)
         if isinstance(whole, WholeProgram):
             # Without pipeline and tensor axes it is data parallelism.
             return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole

@@ -2,7 +2,8 @@
 
 Every mesh of up to 8 ranks, every schedule, both halves of backward, recomputation, micro-batches
 that do not divide the batch: what runs is a sample in which, in every world, all pairs are met,
-and with ``scripts/test.sh --full`` all of it. docs/proof.md has the figures.
+and with ``scripts/test.sh --full`` every mesh with every schedule, model, rule and recomputation.
+docs/proof.md has the figures.
 """
 
 from __future__ import annotations
@@ -81,20 +82,43 @@ def sample(world_size: int) -> list[tuple[Any, ...]]:
     return rows
 
 
+# With --full: whatever the others are, which take turns.
+WHOLE: dict[str, tuple[Any, ...]] = FACTORS | {
+    "kind": ("mlp", "tied"),
+    "rule": ("sgd", "adam"),
+    "recompute": ("off", "full"),
+}
+TAKING_TURNS = ("data", "micro_batches", "sequence", "path", "accumulation")
+
+
+def product_of(world_size: int) -> list[tuple[Any, ...]]:
+    """Every mesh with every schedule, with and without recomputation, by model and rule."""
+    factors = {name: v for name, v in WHOLE.items() if name not in TAKING_TURNS}
+    rows = []
+    for number, (mesh, *chosen) in enumerate(product(meshes(world_size), *factors.values())):
+        row = dict(zip(factors, chosen, strict=True))
+        # Numbers without a common factor, so that all of them meet.
+        for stride, name in zip((1, 5, 7, 11, 13), TAKING_TURNS, strict=True):
+            row[name] = FACTORS[name][number // stride % len(FACTORS[name])]
+        rows.append((mesh, *(row[name] for name in FACTORS)))
+    return rows
+
+
 def matrix() -> list[tuple[Any, ...]]:
+    rows = [(w, *row) for w in WORLDS for row in sample(w)]
     if is_full:
-        return [
-            (w, m, *row) for w in WORLDS for m in meshes(w) for row in product(*FACTORS.values())
-        ]
-    return [(w, *row) for w in WORLDS for row in sample(w)]
+        rows += [(w, *row) for w in WORLDS for row in product_of(w)]
+    return rows
 
 
 def build(
     backend: CommunicationBackend, problems: Any, kind: str, mesh: tuple[int, int, int],
-    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, **options: Any,
+    rule: str = "sgd", unit_size: int = 1, rule_options: Any = None, device: str = "cpu",
+    **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
-    model = HybridShardedModel(problems.MODELS[kind](backend.rank), config, *mesh, **options)
+    plain = problems.MODELS[kind](backend.rank, device)
+    model = HybridShardedModel(plain, config, *mesh, **options)
     optimizer = HybridShardedOptimizer(problems.RULES[rule](**(rule_options or {})), config, *mesh)
     return model, optimizer
 
@@ -155,3 +179,19 @@ def test_equals_sequential_training(
         sequence_parallel=sequence and kind in ("gpt", "tied") and 6 % mesh[1] == 0,
     )  # fmt: skip
     record_property("largest difference of a parameter", float(largest))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "options"),
+    [
+        ((2, 2, 1), "tied", {"schedule": "zb-h1", "micro_batch_count": 3}),
+        ((1, 2, 2), "gpt", {"sequence_parallel": True, "data_parallel_strategy": "fsdp"}),
+        ((2, 1, 2), "dropout", {"schedule": "zb-v", "checkpoint_config": RECOMPUTE["full"]}),
+        ((1, 4, 1), "conv", {}),
+    ],
+)
+@in_worlds(4)
+def test_on_a_gpu(
+    backend: Any, problems: Any, mesh: Any, kind: str, options: Any, gpu: Any
+) -> None:
+    check(backend, problems, kind, mesh, "adamw", device="cuda", **options)

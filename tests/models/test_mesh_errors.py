@@ -329,9 +329,9 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
     def body(backend: Any) -> str:
         model, optimizer = build(backend, mesh)
         optimizer.step(model, *batch(model))
-        speaks = model.engine.program.speaks and model.data_rank == 0
-        if speaks:
-            chain = model.engine.program.chains[-1]
+        program = model.engine.program
+        if backend.rank == 0 if where == "forward" else program.speaks and model.data_rank == 0:
+            chain = program.chains[-1]
             calls = [0]
             name = "backward" if where == "backward" else "forward"
             owner = model.engine.loss if where == "loss" else chain
