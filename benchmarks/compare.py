@@ -68,6 +68,13 @@ def compare_checks(runner: Runner, samples: Samples) -> None:
         samples[f"{model} unchecked"].append(median(off["seconds"]))
 
 
+def compare_speedup(runner: Runner, samples: Samples) -> None:
+    """One batch on two ranks together, tensor-parallel and as a pipeline, and on one alone."""
+    found = runner.ours("bench", "speedup", "-n", "--steps", "7", ranks=2)
+    for row in found["speedup"]:
+        samples[f"shared {row['way']}"].append(median(row["seconds"]))
+
+
 def compare_products(runner: Runner, peers: bool, samples: Samples) -> None:
     """The matrix products alone, in both libraries."""
     for library in ("numpy", "torch") if peers else ("numpy",):
@@ -126,7 +133,7 @@ def show(samples: Samples) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products"]
+    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products", "speedup"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,6 +188,7 @@ def main(arguments: argparse.Namespace) -> None:
         "checks": lambda samples: compare_checks(runner, samples),
         "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
         "products": lambda samples: compare_products(runner, peers, samples),
+        "speedup": lambda samples: compare_speedup(runner, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
     result: dict[str, Any] = {}

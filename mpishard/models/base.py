@@ -160,10 +160,9 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
         return self.engine.backend.world_size
 
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        """One of the ranks that compute the samples of each data rank, in that order."""
-        return range(self.data_size)
+    def data_rank_of(self, rank: int) -> int:
+        """The `data_rank` of another rank."""
+        return rank
 
     @property
     def engine(self) -> Engine:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_integer, as_number
+from mpishard.arguments import as_flag, as_integer
 from mpishard.checkpoint.consensus import differences
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
-from mpishard.contracts import ILayeredModel, LayerInfo, ModelMetadata
+from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.ddp import DDPModel
 from mpishard.models.divided_program import DividedProgram
@@ -23,7 +23,7 @@ from mpishard.models.policy import Policy
 from mpishard.models.program import Program
 from mpishard.models.replicas import ALONE_ON_A_MESH
 from mpishard.models.whole_program import WholeProgram
-from mpishard.models.wrapping import program_of
+from mpishard.models.wrapping import program_of, require_free
 from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
@@ -35,6 +35,7 @@ from mpishard.pipeline import (
     schedule_by_name,
 )
 from mpishard.sharding import ShardingConfiguration
+from mpishard.tensor import check_sequence
 
 __all__ = ["MeshModel"]
 
@@ -85,6 +86,17 @@ class MeshModel(ShardedModelBase):
             )
         if isinstance(schedule, str):
             schedule = schedule_by_name(schedule)
+        is_costs = callable(partition_strategy) or isinstance(partition_strategy, Sequence)
+        if not (
+            partition_strategy is None
+            or isinstance(partition_strategy, IPipelinePartitionStrategy)
+            or (is_costs and not isinstance(partition_strategy, str))
+        ):
+            raise TypeError(
+                "partition_strategy must be an IPipelinePartitionStrategy, a function of a "
+                "LayerInfo, or one cost for each layer, got "
+                f"{type(partition_strategy).__name__}"
+            )
         if schedule is not None and not isinstance(schedule, IPipelineSchedule):
             raise TypeError(
                 f"schedule must be an IPipelineSchedule or its name, got {type(schedule).__name__}"
@@ -99,8 +111,7 @@ class MeshModel(ShardedModelBase):
         self._micro_batch_count = int(micro_batch_count)
         self._schedule = schedule or GPipeSchedule()
         self._partition_strategy = partition_strategy
-        is_strategy = isinstance(partition_strategy, IPipelinePartitionStrategy | None)
-        self._layer_costs = None if is_strategy else _as_costs(partition_strategy)
+        _require_a_partition_strategy(partition_strategy)
         self._checkpoint_config = checkpoint_config
         self._sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self._data_parallel_strategy = name
@@ -116,6 +127,7 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
+        require_free(self._wrapped_model)
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
         if self.mesh.data_size > 1:
@@ -169,10 +181,14 @@ class MeshModel(ShardedModelBase):
 
     def _program(self) -> Program:
         model = self._wrapped_model
-        whole = program_of(model, self._config)  # raises where the parameters are taken
+        whole = program_of(model, self._config)
         if isinstance(whole, WholeProgram):
             # Without pipeline and tensor axes it is data parallelism.
             return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
+        if self._sequence_parallel and self.mesh.tensor_size > 1:
+            infos = model.get_all_layer_info()
+            layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
+            check_sequence(layers, infos[0].input_shape)
         choices = MeshChoices(
             self.mesh,
             self._schedule,
@@ -196,19 +212,25 @@ class MeshModel(ShardedModelBase):
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
         """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
         count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
-        strategy = self._partition_strategy if self._layer_costs is None else None
+
+        def can_cut(after: int) -> bool:
+            """Where shapes fit; and what travels between stages is of the model's dtype."""
+            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+            return model.validate_partition_point(after) and not takes_integers
+
+        given: Any = self._partition_strategy
+        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
         stages = partition_layers(
-            model.get_all_layer_info(), count, strategy, costs=self._layer_costs,
-            can_cut=model.validate_partition_point,
+            model.get_all_layer_info(), count, given if is_strategy else None,
+            costs=None if is_strategy else given, can_cut=can_cut,
         )  # fmt: skip
         dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         return tuple((int(first), int(stop)) for first, stop in dealt)
 
     # ------------------------------------------------------------------------------- properties
 
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        return [self.mesh.rank_of(0, 0, data) for data in range(self.mesh.data_size)]
+    def data_rank_of(self, rank: int) -> int:
+        return self.mesh.coordinates_of(rank)[2]
 
     @property
     def micro_batch_count(self) -> int:
@@ -285,8 +307,10 @@ class MeshModel(ShardedModelBase):
             "ActivationCheckpointing": self._recomputes,
             "PartitionStrategy": (
                 type(strategy).__name__
-                if self._layer_costs is None and strategy is not None
-                else "LoadBalanced"
+                if isinstance(strategy, IPipelinePartitionStrategy)
+                else "LoadBalanced by FLOPs"
+                if strategy is None
+                else "LoadBalanced by given costs"
             ),
             "SupportsDecomposedBackward": self.is_compute_partitioned,
         }
@@ -298,13 +322,11 @@ class MeshModel(ShardedModelBase):
         return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}
 
 
-def _as_costs(given: Any) -> Callable[[LayerInfo], float] | Sequence[float]:
-    """A cost of each layer, or what tells it."""
-    if callable(given) and not isinstance(given, type):
-        return cast("Callable[[LayerInfo], float]", given)
-    if isinstance(given, str) or not hasattr(given, "__len__"):
+def _require_a_partition_strategy(given: Any) -> None:
+    if isinstance(given, IPipelinePartitionStrategy | None):
+        return
+    if isinstance(given, type | str) or not (callable(given) or hasattr(given, "__len__")):
         raise TypeError(
             "partition_strategy must be an IPipelinePartitionStrategy, a cost of each layer or a "
-            f"function of its LayerInfo, got {type(given).__name__}"
+            f"function of its LayerInfo, got {given!r}"
         )
-    return [as_number("a layer's cost", cost) for cost in given]

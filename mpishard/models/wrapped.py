@@ -12,6 +12,7 @@ from mpishard.arrays import Array
 from mpishard.checkpoint.consensus import gather_texts, share_text
 from mpishard.contracts import (
     DynamicShapeInfo,
+    IFeatureImportance,
     IFullModel,
     ILossFunction,
     ModelMetadata,
@@ -121,7 +122,10 @@ class WrappedMembers(IFullModel):
 
     def _feature_member(self, name: str, interface: str = "IFeatureAware") -> Any:
         member = getattr(self.wrapped_model, name, None)
-        if member is None:
+        # A class that inherits the interface's own does not implement it, and says so only when
+        # it is called: after the parameters have been gathered for it.
+        given = getattr(type(self.wrapped_model), name, None)
+        if member is None or given is IFeatureImportance.__dict__.get(name, member):
             raise MissingInterfaceError(
                 f"{type(self.wrapped_model).__name__} does not implement {interface}"
             )

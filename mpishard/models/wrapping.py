@@ -52,6 +52,7 @@ __all__ = [
     "disclaim",
     "is_claimed_by",
     "program_of",
+    "require_free",
     "require_same_on_all_ranks",
 ]
 
@@ -71,13 +72,30 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     MissingMemberError, ValueError
         For a black box that lacks a member, or whose parameters are no floating vector.
     """
-    if isinstance(model, ILayeredModel | IPlaceableModel):
-        model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
+    _require_parameters(model)
     if isinstance(model, ILayeredModel):
         return LayeredProgram(model, config.minimum_parameter_group_size)
     if isinstance(model, IPlaceableModel):
         return PlacedProgram(model, config.minimum_parameter_group_size)
     return OpaqueProgram(model)
+
+
+def require_free(model: Any) -> None:
+    """Refuse an object that is wrapped already, or whose parameters another wrapper has taken.
+
+    Raises
+    ------
+    StructureOnlyError, ShardingError
+        As `program_of` and `claim`.
+    """
+    _require_parameters(model)
+    with _owners_lock:
+        _require_unclaimed(_claimed(model))
+
+
+def _require_parameters(model: Any) -> None:
+    if isinstance(model, ILayeredModel | IPlaceableModel):
+        model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
 
 
 def claim(model: Any, wrapper: ShardedModelBase) -> None:
@@ -92,13 +110,17 @@ def claim(model: Any, wrapper: ShardedModelBase) -> None:
     """
     thing = _claimed(model)
     with _owners_lock:
-        owner = _owners.get(id(thing))
-        if owner is not None:
-            raise ShardingError(
-                f"this {type(thing).__name__} object is wrapped already, by rank {owner.rank}; "
-                "each rank wraps an object of its own: build the model inside main(backend)"
-            )
+        _require_unclaimed(thing)
         _owners[id(thing)] = wrapper
+
+
+def _require_unclaimed(thing: Any) -> None:
+    owner = _owners.get(id(thing))
+    if owner is not None:
+        raise ShardingError(
+            f"this {type(thing).__name__} object is wrapped already, by rank {owner.rank}; "
+            "each rank wraps an object of its own: build the model inside main(backend)"
+        )
 
 
 def is_claimed_by(model: Any, wrapper: ShardedModelBase) -> bool:

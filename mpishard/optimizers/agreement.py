@@ -68,9 +68,11 @@ class Subject:
 
 
 def refuse_early(
-    model: Any, config: ShardingConfiguration, data: OptimizationInputData
+    model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
 ) -> dict[str, list[int]]:
     """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
+
+    ``data_size`` is among how many ranks, or groups of ranks, batches are dealt.
 
     Returns
     -------
@@ -94,11 +96,10 @@ def refuse_early(
                 f"patience and keep_best compare losses, and {subject.name} tells none: give it "
                 "compute_loss_and_gradients, or a default_loss_function"
             )
-        if data.local_data and data.batch_size < backend.world_size:
+        if data.local_data and data.batch_size < data_size:
             raise ValueError(
-                f"batch_size {data.batch_size} is smaller than the number of ranks, "
-                f"{backend.world_size}: where each brings its own data, each needs a share of a "
-                "batch"
+                f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}, "
+                "that bring data of their own: each needs a share of a batch"
             )
         if data.checkpoint is not None and backend.rank == 0:
             target_of(data.checkpoint)

@@ -39,7 +39,8 @@ class OptimizationInputData:
         Every data set above is this rank's own, of any length: to each global batch the rank
         brings its share, ``ShardLayout(batch_size, world_size)``, from its own samples, until it
         has no more and the others go on. Every sample of every rank is seen once an epoch. Such a
-        run resumes with the same number of ranks only.
+        run resumes with the same number of ranks only. On a mesh it is the data ranks that count,
+        and all ranks of a replica bring the same.
     batch_size : int
         Samples of the *global* batch, dealt over the ranks; they need not divide.
     epochs : int

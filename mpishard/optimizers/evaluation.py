@@ -65,7 +65,8 @@ def evaluate(
     keep_predictions : bool
         Keep the outputs for this rank's samples, in host memory.
     """
-    engine, backend = model.engine, model.engine.backend
+    engine, backend = model.engine, model.backend
+    speaks = engine.program.speaks  # of ranks that compute the same samples one counts
     nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
     sums = np.zeros(2)
@@ -75,8 +76,9 @@ def evaluate(
         indices, _ = sampler.local(0, index, model.data_rank, model.data_size)
         inputs, targets = take(x, indices), take(y, indices)
         prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
-        sums += loss, weight
-        if prediction is not None and statistics is not None:
+        if speaks:
+            sums += loss, weight
+        if prediction is not None and statistics is not None and speaks:
             statistics.add(to_host(prediction), to_host(targets))
         if prediction is not None and keep_predictions:
             outputs.append(to_host(prediction))

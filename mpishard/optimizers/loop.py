@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,10 @@ class TrainingRun:
         self.optimizer = optimizer
         self.model = model
         self.data = data
-        # Of each rank that is dealt samples; those that compute one batch together count once.
-        ranks = model.data_ranks
-        self.lengths = {part: [given[rank] for rank in ranks] for part, given in lengths.items()}
+        # By data rank: ranks that compute one batch together count once.
+        self.lengths = {
+            part: _by_data_rank(model, given, f"x_{part}") for part, given in lengths.items()
+        }
         self.sampler = data.sampler(self.lengths["train"])
         self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
@@ -284,3 +286,17 @@ class TrainingRun:
         # A best score whose parameters nobody has kept is no solution: it is looked for anew.
         if self.best is None or holds_best:
             self.stopping.restore(position["stopping"])
+
+
+def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> list[int]:
+    """Numbers of samples, of those of all ranks."""
+    found: dict[int, tuple[int, int]] = {}
+    for rank, length in enumerate(given):
+        first, expected = found.setdefault(model.data_rank_of(rank), (rank, length))
+        if length != expected:
+            raise ValueError(
+                f"ranks {first} and {rank} compute one batch together, and must be given the same "
+                f"data: of {name} rank {first} has {expected} samples, and rank {rank} has "
+                f"{length}. Choose what a rank brings by the model's data_rank, not by rank"
+            )
+    return [found[data][1] for data in range(model.data_size)]

@@ -35,6 +35,10 @@ class TensorParallelOptimizer(ShardedOptimizerBase):
         super().__init__(wrapped_optimizer, config)
         self._model_options = model_options
 
+    @property
+    def _data_size(self) -> int:
+        return 1
+
     def synchronize_optimizer_state(self) -> None:
         """Nothing: a rank's state belongs to slices that it alone has, or is equal by itself."""
 
@@ -83,6 +87,10 @@ class PipelineParallelOptimizer(ShardedOptimizerBase):
                 f"the optimizer was made for {self.num_micro_batches} micro-batches, and the model "
                 f"cuts a batch into {model.micro_batch_count}; give both the same"
             )
+
+    @property
+    def _data_size(self) -> int:
+        return 1
 
     def synchronize_optimizer_state(self) -> None:
         """Nothing: a rank's state belongs to layers that it alone has."""
@@ -134,6 +142,10 @@ class HybridShardedOptimizer(ShardedOptimizerBase):
                 f"the model's mesh is {_named(model.mesh.sizes)} (pipeline, tensor, data), the "
                 f"optimizer's {_named(self.sizes)}; give both the same sizes"
             )
+
+    @property
+    def _data_size(self) -> int:
+        return self.sizes[2]
 
     def synchronize_optimizer_state(self) -> None:
         """Nothing can be made equal: the state is partitioned.

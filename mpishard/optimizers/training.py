@@ -61,6 +61,11 @@ class ShardedTraining(ShardedOptimizerFiles):
         """The wrapper whose state this optimizer holds; None before the first step."""
         return self._model
 
+    @property
+    def _data_size(self) -> int:
+        """Among how many ranks, or groups of ranks, a model that is wrapped here deals batches."""
+        return self.backend.world_size
+
     def set_model(self, model: Any) -> None:
         """Name the model, plain or sharded, that `optimize` trains where its data has none.
 
@@ -115,7 +120,7 @@ class ShardedTraining(ShardedOptimizerFiles):
             )
         model.engine.round.require_none("optimize")
         self.bind(model)
-        lengths = refuse_early(model, self._config, data)
+        lengths = refuse_early(model, self._config, data, model.data_size)
         return TrainingRun(self, model, data, lengths).run()
 
     def _checked(self, data: OptimizationInputData) -> OptimizationInputData:
@@ -142,7 +147,7 @@ class ShardedTraining(ShardedOptimizerFiles):
         """Train a plain model in a wrapper, which ends here where no update was made."""
         self._refuse_second_model()
         self.backend.initialize()
-        lengths = refuse_early(data.model, self._config, data)
+        lengths = refuse_early(data.model, self._config, data, self._data_size)
         model = self.model_class(data.model, self._config, **self._model_options)
         awaiting = self._awaiting
         run = None

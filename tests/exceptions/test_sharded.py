@@ -21,10 +21,10 @@ from mpishard.optimizers import SGD
 from mpishard.testing.worlds import in_worlds
 
 X, Y = np.ones((3, 5)), np.ones((3, 2))
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 SHARDED = ("zero1", "zero2", "fsdp")  # the optimizer's state, at least
 RATE = {"apply_gradients": (0.1,)}
-OTHER = {"ddp": "fsdp", "zero1": "ddp", "zero2": "ddp", "fsdp": "ddp"}
+OTHER = dict.fromkeys(STRATEGIES, "ddp") | {"ddp": "fsdp"}
 
 
 class Search(IOptimizer):

@@ -12,7 +12,9 @@ from mpishard.nn import MLP
 from mpishard.testing.worlds import in_worlds
 
 X, Y = np.ones((3, 5)), np.ones((3, 2))
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+ONE_BATCH = ("tensor", "pipeline")  # which both ranks compute together
+OWN_BATCH = tuple(strategy for strategy in STRATEGIES if strategy not in ONE_BATCH)
 RATE = {"apply_gradients": (0.1,)}
 
 # fmt: off
@@ -33,7 +35,11 @@ TOGETHER = [
     ("A", "no rank has a sample", ValueError, "no rank has a sample",
      lambda g: g.optimizer.step(g.model, X[:0], Y[:0])),
     ("A", "a loss that is no number", NonFiniteLossError, r"step \d+: the loss of ranks \[1\]",
-     lambda g: g.optimizer.step(g.model, np.where(g.backend.rank, np.nan, X), Y)),
+     lambda g: g.optimizer.step(g.model, np.where(g.backend.rank, np.nan, X), Y), OWN_BATCH),
+    ("A", "a loss that is no number, of both", NonFiniteLossError, r"the loss of ranks \[[01]",
+     lambda g: g.optimizer.step(g.model, X * np.nan, Y)),
+    ("A", "batches differ", ValueError, r"must be given the same: rank 0: 3 .*, rank 1: 3 ",
+     lambda g: g.optimizer.step(g.model, X + g.backend.rank, Y), ONE_BATCH),
     ("A", "a given gradient that is no number", NonFiniteLossError, "the given gradient is not",
      lambda g: g.optimizer.apply_gradients(g.ones * np.nan, g.model)),
     ("1.2", "optimize: settings differ", ValueError, "same training; by rank, seed is 0, 1",

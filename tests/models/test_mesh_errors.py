@@ -74,6 +74,7 @@ MADE = [
     ({"order": ("data", "data", "tensor")}, ValueError, "order must name"),
     ({"order": None}, TypeError, "order must name"),
     ({"partition_strategy": [1.0]}, ValueError, "each of 5 layers, got 1"),
+    ({"partition_strategy": GPipeSchedule}, TypeError, "partition_strategy must be"),
     ({"partition_strategy": 3}, TypeError, "partition_strategy must be"),
     ({"checkpoint_config": 3}, TypeError, "checkpoint_config"),
 ]  # fmt: skip
@@ -328,9 +329,9 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
     def body(backend: Any) -> str:
         model, optimizer = build(backend, mesh)
         optimizer.step(model, *batch(model))
-        speaks = model.engine.program.speaks and model.data_rank == 0
-        if speaks:
-            chain = model.engine.program.chains[-1]
+        program = model.engine.program
+        if backend.rank == 0 if where == "forward" else program.speaks and model.data_rank == 0:
+            chain = program.chains[-1]
             calls = [0]
             name = "backward" if where == "backward" else "forward"
             owner = model.engine.loss if where == "loss" else chain
@@ -385,7 +386,7 @@ def test_an_optimizer_of_another_mesh_is_refused(backend: Any, mesh: Any) -> Non
     config = model.sharding_configuration
     before = model.get_parameters()
     for other, kind, message in [
-        (HybridShardedOptimizer(SGD(0.1), config, 1, 1, -1), ShardingError, "optimizer's 1 x 1"),
+        (HybridShardedOptimizer(SGD(0.1), config), ShardingError, "the optimizer's 1 x 1"),
         (TensorParallelOptimizer(SGD(0.1), config), ShardingError, "TensorParallelModel"),
         (PipelineParallelOptimizer(SGD(0.1), config), ShardingError, "PipelineParallelModel"),
     ]:  # fmt: skip

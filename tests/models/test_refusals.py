@@ -13,7 +13,7 @@ from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import run_in_threads
 from mpishard.errors import NonFiniteLossError, PeerError, ShardingError
-from mpishard.models import DDPModel, FSDPModel
+from mpishard.models import DDPModel, FSDPModel, TensorParallelModel
 from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -292,3 +292,12 @@ def test_models_that_compute_differently_are_not_wrapped(backend: Any, make: Any
 def _with_features(model: Any, indices: list[int]) -> Any:
     model.set_active_feature_indices(indices)
     return model
+
+
+@in_worlds(2)
+def test_a_model_without_a_sequence_is_not_cut_along_it(backend: Any) -> None:
+    config = ShardingConfiguration(backend)
+    TensorParallelModel(nn.MLP([4, 4, 2]), config)
+    with pytest.raises(ValueError, match=r"samples of shape \(time, \.\.\.\)") as caught:
+        TensorParallelModel(nn.MLP([4, 4, 2]), config, sequence_parallel=True)
+    assert "linear0 takes samples of shape (4,)" in str(caught.value)

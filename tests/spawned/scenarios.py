@@ -229,6 +229,37 @@ def killed_rank_in_the_arena():
     backend.barrier()
 
 
+class Breaks(mpishard.nn.Linear):
+    """A layer that ends rank 1 in its second forward pass: by an exception, or by a signal."""
+
+    passes = 0
+
+    def forward(self, p, x, context):
+        self.passes += context.training
+        if mpishard.init().rank == 1 and self.passes == 2:
+            if sys.argv[2] == "raise":
+                raise ValueError("boom in micro-batch 2")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(p, x, context)
+
+
+def breaks_in_a_micro_batch():
+    """Arguments: how, and the sizes of pipeline and tensor axes."""
+    backend = mpishard.init()
+    sizes = [int(size) for size in sys.argv[3:]]
+    layers = [Breaks(8, 8) for _ in range(backend.world_size)]
+    chain = mpishard.nn.Sequential(*layers)
+    plain = mpishard.nn.Model(chain, mpishard.nn.MSE(), input_shape=(8,), seed=1)
+    model = mpishard.HybridShardedModel(
+        plain, mpishard.ShardingConfiguration(backend), *sizes, micro_batch_count=4, schedule="1f1b"
+    )
+    model.predict(np.ones((4, 8)))
+    print("predicted on rank", backend.rank, flush=True)
+    backend.barrier()
+    model.train(np.ones((8, 8)), np.ones((8, 8)))
+    print("trained", flush=True)
+
+
 def quits_rank():
     backend = mpishard.init()
     backend.barrier()

@@ -132,6 +132,31 @@ def test_a_killed_rank_ends_the_job():
 
 
 @needs_mpi
+@pytest.mark.parametrize(("ranks", "sizes"), [(3, "3 1"), (2, "1 2"), (4, "2 2")])
+def test_an_exception_in_a_micro_batch_ends_the_job_and_names_the_rank(ranks, sizes):
+    ended = job(f"breaks_in_a_micro_batch raise {sizes}", ranks)
+    assert ended.code == 1, ended
+    assert ended.seconds < 10, ended
+    assert f"rank 1 of {ranks}" in ended.err, ended
+    assert "ValueError: boom in micro-batch 2" in ended.err, ended
+    assert ended.err.count("the job ends") == 1, ended
+    assert ended.out.count("predicted") == ranks, ended
+    assert "trained" not in ended.out, ended
+
+
+@needs_mpi
+def test_a_rank_that_is_killed_in_a_pipeline_ends_the_job():
+    ended = job("breaks_in_a_micro_batch kill 3 1", 3)
+    assert ended.code != 0, ended
+    assert ended.seconds < 10, ended
+    assert "trained" not in ended.out, ended
+    ended = job("breaks_in_a_micro_batch kill 3 1", 3, shell="; sleep 60")
+    assert ended.code != 0, ended
+    assert ended.seconds < 10, ended
+    assert "the process of rank 1 of 3 is gone" in ended.err, ended
+
+
+@needs_mpi
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
 def test_a_killed_job_leaves_no_shared_memory_of_ours():
     before = set(Path("/dev/shm").iterdir())

@@ -205,6 +205,13 @@ CASES = {
     "whole attention": Case(whole_attention, (TIME, 8)),
     "shared": Case(shared_linear, (TIME, 6)),
     "tied everywhere": Case(tied_everywhere, (TIME,), tokens=True),
+    "nested": Case(
+        lambda: nn.Sequential(
+            {"body": nn.Sequential(nn.Embedding(13, 6), nn.RMSNorm(6)), "head": nn.Linear(6, 7)}
+        ),
+        (TIME,),
+        tokens=True,
+    ),
     "gated": Case(gated, (TIME, 6)),
     "odd attention": Case(odd_attention, (TIME, 6)),
     "few tokens": Case(
