@@ -11,26 +11,30 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-EXPECTED = [r"loss \d\.\d\de-\d\d", r"decay and frequency: \[0\.7 2\.5\]"]
+EXPECTED = [
+    r"loss \d\.\d\de-\d\d",
+    r"2 pipeline x 2 tensor x [12] data: after 0 3 6 comes 9 12 15 18 21",
+    r"decay and frequency: \[0\.7 2\.5\]",
+]
+RANKS = [2, 4, 2]  # under MPI
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-ALONE: list[str] = []
-UNDER_MPI = [str(MPIEXEC), "-n", "2"]
 
 needs_mpiexec = pytest.mark.skipif(
     MPIEXEC is None, reason="no mpiexec beside this Python: pip install 'mpishard[mpi]'"
 )
 
 
-def test_there_are_two_programs() -> None:
+def test_no_program_is_missed() -> None:
     assert len(PROGRAMS) == len(EXPECTED)
 
 
 @pytest.mark.spawned
 @pytest.mark.parametrize(
-    "launcher", [ALONE, pytest.param(UNDER_MPI, marks=needs_mpiexec)], ids=["alone", "mpi"]
+    "under_mpi", [False, pytest.param(True, marks=needs_mpiexec)], ids=["alone", "mpi"]
 )
 @pytest.mark.parametrize("number", range(len(EXPECTED)))
-def test_program_runs_as_printed(tmp_path: Path, number: int, launcher: list[str]) -> None:
+def test_program_runs_as_printed(tmp_path: Path, number: int, under_mpi: bool) -> None:
+    launcher = [str(MPIEXEC), "-n", str(RANKS[number])] if under_mpi else []
     script = tmp_path / "program.py"
     script.write_text(PROGRAMS[number])
     ended = subprocess.run(
@@ -41,7 +45,7 @@ def test_program_runs_as_printed(tmp_path: Path, number: int, launcher: list[str
     assert len(re.findall(EXPECTED[number], ended.stdout)) == 1, ended.stdout
 
 
-@pytest.mark.parametrize("program", ["quickstart", "fit_function"])
+@pytest.mark.parametrize("program", ["quickstart", "train_3d", "fit_function"])
 def test_program_is_the_example(program: str) -> None:
     assert (ROOT / "examples" / f"{program}.py").read_text().strip() in {
         text.strip() for text in PROGRAMS

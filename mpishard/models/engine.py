@@ -397,7 +397,7 @@ class Engine:
     def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
         """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
         self.holdings.device.use()
-        self.program.check(x)
+        self.program.check_next(x)
         with self._leaving_no_unit():
             return self.program.predict_next(self.parameters, x, cache)
 

@@ -24,8 +24,10 @@ class HybridShardedModel(MeshModel):
     Parameters
     ----------
     wrapped_model : object
-        A layered model; or a black box, whose flat vector is sharded over pipeline and tensor
-        axes, and whose computation each rank does whole.
+        A layered model; or a black box, whose flat vector is cut over the pipeline axis, and each
+        part over the tensor axis. A rank owns its part, the part's gradient and optimizer state;
+        the object keeps all parameters, put together after each update, and computes the whole
+        batch on each rank, at once: schedule, micro-batches and sequence have no effect on it.
     config : ShardingConfiguration
         Backend and choices.
     pipeline_parallel_size, tensor_parallel_size : int

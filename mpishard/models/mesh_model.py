@@ -212,11 +212,17 @@ class MeshModel(ShardedModelBase):
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
         """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
         count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
+
+        def can_cut(after: int) -> bool:
+            """Where shapes fit; and what travels between stages is of the model's dtype."""
+            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+            return model.validate_partition_point(after) and not takes_integers
+
         given: Any = self._partition_strategy
         is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
         stages = partition_layers(
             model.get_all_layer_info(), count, given if is_strategy else None,
-            costs=None if is_strategy else given, can_cut=model.validate_partition_point,
+            costs=None if is_strategy else given, can_cut=can_cut,
         )  # fmt: skip
         dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         return tuple((int(first), int(stop)) for first, stop in dealt)

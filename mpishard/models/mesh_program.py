@@ -210,6 +210,9 @@ class MeshProgram(LayeredProgram):
 
     # ------------------------------------------------------------------------------- computing
 
+    def check_next(self, x: Any) -> None:
+        super()._output_shape(x)  # of any length: see `predict_next`
+
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         shape = super()._output_shape(x)
         ranks = self.mesh.tensor_size

@@ -135,6 +135,10 @@ class Program(ABC):
     def check(self, x: Any) -> None:
         """Refuse inputs that cannot be computed with; communicates nothing."""
 
+    def check_next(self, x: Any) -> None:
+        """As `check`, for the inputs of `predict_next`."""
+        self.check(x)
+
     @abstractmethod
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         """Refuse inputs and targets that do not fit each other or the loss, as `check`."""

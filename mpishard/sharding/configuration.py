@@ -31,7 +31,10 @@ class ShardingConfiguration:
         Consecutive layers are merged into one unit until it has this many elements. Larger units
         mean fewer, longer messages, and more memory for the units in use.
     enable_gradient_compression : bool
-        Send gradients as bfloat16, half or a quarter of the bytes; sums are made in float32.
+        Send the parameters' gradients over the data axis as bfloat16, half or a quarter of the
+        bytes; sums are made in float32. They are rounded where that axis has one rank, too, so
+        that its size decides nothing. What travels between stages, slices and the copies of a
+        tied parameter stays as it is.
     cpu_offload_optimizer : bool
         For a model on a GPU: keep the optimizer's state in host memory, and update the owned
         pieces there. Saves the state's bytes of GPU memory (twice the owned parameters for Adam),

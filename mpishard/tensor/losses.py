@@ -54,7 +54,12 @@ class GatheredOutputLoss(ILossFunction):
     ) -> tuple[float, float, Any]:
         """The slice (..., R) of the predictions against the loss's targets. Collective."""
         whole = self.split.gather(self.backend, prediction)
-        return self.loss.forward(whole, target, training)
+        # A loss of the user's may know no other way than that of a training pass.
+        return (
+            self.loss.forward(whole, target)
+            if training
+            else self.loss.forward(whole, target, training=False)
+        )
 
     def backward(self, saved: Any) -> Array:
         """The gradient of this rank's slice."""

@@ -182,7 +182,7 @@ def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimize
 
 def gpt() -> Any:
     return ms.nn.GPT(
-        vocabulary_size=11, context_length=6, width=8, heads=2, layers=2, seed=0,
+        vocabulary_size=11, context_length=6, width=8, heads=2, layers=1, seed=0,
         dtype="float64", tied_embeddings=True,
     )  # fmt: skip
 
@@ -198,20 +198,26 @@ ON_MESHES = {
 }
 
 
-@pytest.mark.parametrize("kind", ON_MESHES)
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        *((kind, mesh) for kind in ON_MESHES for mesh in ((2, 1, 2), (1, 2, 2))),
+        ("gpt", (2, 2, 1)),
+        ("mlp", (4, 1, 1)),
+    ],
+)
 @in_worlds(4)
 def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh: Any) -> None:
     flags = dict(zip(list(MESH_FLAGS)[:3], mesh, strict=True))
     flags |= {"--micro-batches": 3, "--data-parallel-strategy": DATA_STRATEGIES[sum(mesh) % 5]}
-    goes_round = mesh[0] > 1 and (kind == "mlp" or (kind, mesh) == ("gpt", (2, 2, 1)))
+    goes_round = (kind, mesh) in (("mlp", (4, 1, 1)), ("gpt", (2, 2, 1)))
     flags["--schedule"] = "all" if goes_round else "zb-v"
     if kind == "gpt" and mesh[1] == 2:
         flags["--sequence-parallel"] = True
     if kind != "function":
         flags["--recompute"] = "full" if mesh[0] == 2 else "selective"
     verdicts = verdicts_of(
-        backend, ON_MESHES[kind], strategy="hybrid", flags=flags, optimizer="adamw", steps=3
+        backend, ON_MESHES[kind], strategy="hybrid", flags=flags, optimizer="adamw", steps=2
     )
     assert len(verdicts) == (7 if goes_round else 1)
     for verdict in verdicts:

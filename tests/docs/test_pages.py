@@ -34,6 +34,7 @@ PAGES = sorted(page for page in DOCS.glob("*.md"))
 AT_LEAST = {
     "bring-your-own-model": 7,
     "collectives": 12,
+    "meshes": 10,
     "pipeline-schedules": 5,
     "shards-and-units": 5,
     "sharp-bits": 8,
@@ -41,7 +42,7 @@ AT_LEAST = {
     "traces": 1,
     "tensor-parallel": 4,
     "training-loop": 8,
-    "troubleshooting": 6,
+    "troubleshooting": 20,
     "write-a-backend": 2,
 }
 

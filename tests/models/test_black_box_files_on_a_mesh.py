@@ -12,6 +12,7 @@ import mpishard as ms
 from mpishard.arrays import to_host
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer
+from mpishard.optimizers.stopping import BestParameters
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
@@ -157,6 +158,16 @@ def test_the_loop_keeps_the_best_and_resumes_elsewhere(
     close(model.get_parameters(), theta)
     close(model.wrapped_model.get_parameters(), theta)
     close(result.training_result.stats["loss"], expected.training_result.stats["loss"])
+
+
+@in_worlds(2)
+def test_a_rank_that_owns_nothing_writes_the_same_kinds(backend: Any, problems: Any) -> None:
+    model, _ = build(backend, problems, "one_number", (2, 1, 1))
+    best = BestParameters(model)
+    assert best.arrays_to_write() == {}
+    best.keep()
+    assert [*best.arrays_to_write()] == [BestParameters.KIND]
+    assert len(best.arrays_to_write()[BestParameters.KIND]) == 1 - backend.rank
 
 
 @in_worlds(4)

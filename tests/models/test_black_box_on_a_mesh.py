@@ -239,7 +239,7 @@ def sent(backend: Any, links: Any, call: Any, *arguments: Any) -> int:
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", ["function", "autograd"])
-@in_worlds(2, 3, 4, 6)
+@in_worlds(2, 3, 4)
 def test_bytes_of_a_step(
     backend: Any, problems: Any, kind: str, data: str, messages_only: None
 ) -> None:
@@ -249,8 +249,6 @@ def test_bytes_of_a_step(
     the batches of each replica, and all add up the step's totals, which depends on no sizes.
     """
     for mesh in meshes(backend.world_size):
-        if backend.world_size == 6 and 6 in mesh:
-            continue
         model, optimizer = build(
             backend, problems, kind, mesh, "adamw", data_parallel_strategy=data
         )

@@ -5,8 +5,16 @@ the test suite's own, at a size at which hundreds run in a minute.
 """
 
 import hybrid_checks
+import mesh_checks
 import other_checks
 import training_checks
 from registry import CHECKS, SECONDS
 
-__all__ = ["CHECKS", "SECONDS", "hybrid_checks", "other_checks", "training_checks"]
+__all__ = [
+    "CHECKS",
+    "SECONDS",
+    "hybrid_checks",
+    "mesh_checks",
+    "other_checks",
+    "training_checks",
+]
