@@ -254,14 +254,14 @@ GPTS = {"vocabulary_size": 12, "context_length": 8, "width": 8, "heads": 4, "lay
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@by_mesh
+@pytest.mark.parametrize(("world_size", "mesh"), [(2, (1, 2, 1)), (3, (3, 1, 1)), (4, (2, 2, 1))])
 @in_worlds()
 def test_other_sequence_lengths(backend: Any, mesh: Any, sequence_parallel: bool) -> None:
     plain = nn.GPT(**GPTS, dtype="float64", seed=3)
     expected = plain.deep_copy()
     model, optimizer = build(backend, mesh, plain, sequence_parallel=sequence_parallel)
     tokens = np.random.default_rng(0).integers(0, 12, (4, 8))
-    for length in (8, 4, 6, 2, 8):
+    for length in (8, 2, 6):
         x, y = tokens[:, :length], tokens[:, :length][:, ::-1]
         np.testing.assert_allclose(model.predict(x), expected.predict(x), rtol=0, atol=1e-12)
         gradient = expected.compute_gradients(x, y)

@@ -29,6 +29,7 @@ CASES = [
 ]  # fmt: skip
 by_case = pytest.mark.parametrize(("world_size", "mesh", "options"), CASES)
 RATE = 1e-3
+FOUND: dict[Any, Any] = {}
 
 
 def build(
@@ -49,11 +50,15 @@ def local(model: Any, problems: Any, step: int = 0, kind: str = "tied") -> tuple
     return x[mine], y[mine]
 
 
-def gradient(problems: Any, x: Any, y: Any, theta: Any = None, kind: str = "tied") -> Any:
-    plain = problems.MODELS[kind](0)
-    if theta is not None:
-        plain.set_parameters(theta)
-    return plain.compute_gradients(x, y)
+def gradient(problems: Any, x: Any, y: Any, theta: Any = None) -> Any:
+    """Of a plain model; all ranks ask for the same."""
+    key = tuple(None if array is None else array.tobytes() for array in (x, y, theta))
+    if key not in FOUND:
+        plain = problems.MODELS["tied"](0)
+        if theta is not None:
+            plain.set_parameters(theta)
+        FOUND[key] = plain.compute_gradients(x, y)
+    return FOUND[key].copy()
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
@@ -269,6 +274,26 @@ def test_rules_see_the_models_parameters_whole(
 
 @by_case
 @in_worlds()
+def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, options: Any) -> None:
+    """For the sums of squares behind norms and ratios, and by files."""
+    model, optimizer = build(backend, problems, mesh, options, LAMB(RATE))
+    optimizer.bind(model)
+    engine = model.engine
+    names = [entry.name for entry in model.parameter_entries]
+    counts = np.zeros((len(names), 2))
+    for segment in (segment for piece in optimizer._segments for segment in piece):
+        counts[names.index(segment.name)] += segment.stop - segment.start
+    found = engine.sum_over_owners(counts)
+    sizes = [entry.size for entry in model.parameter_entries]
+    np.testing.assert_array_equal(found, np.column_stack([sizes, sizes]))
+    written = sum(piece.length for piece in engine.state_pieces_to_write)
+    counted = sum(piece.length for piece in engine.counted_pieces)
+    total = backend.all_reduce(np.array([written, counted]))
+    assert total.tolist() == [sum(sizes), sum(sizes)]
+
+
+@by_case
+@in_worlds()
 def test_values_are_clipped_and_rates_scheduled(
     backend: Any, problems: Any, mesh: Any, options: Any
 ) -> None:
@@ -286,9 +311,7 @@ def test_values_are_clipped_and_rates_scheduled(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize(
-    ("world_size", "mesh"), [(2, (1, 1, 2)), (4, (2, 1, 2)), (4, (1, 2, 2)), (3, (3, 1, 1))]
-)
+@pytest.mark.parametrize(("world_size", "mesh"), [(4, (2, 1, 2)), (4, (1, 2, 2))])
 @in_worlds()
 def test_gradients_are_compressed_on_the_data_axis(
     backend: Any, problems: Any, mesh: Any, strategy: str

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
+import io
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpishard import nn
 from mpishard.errors import ShardingError, StructureOnlyError
 from mpishard.models import HybridShardedModel
 from mpishard.observe.ledger import MemoryCategory
@@ -198,6 +200,64 @@ def test_a_model_is_given_back_or_closed(
         plain.get_parameters()
 
 
+@pytest.mark.parametrize(("world_size", "mesh"), [(2, (2, 1, 1)), (2, (1, 2, 1)), (4, (2, 1, 2))])
+@in_worlds()
+def test_features_are_chosen_alike_on_all_ranks(backend: Any, problems: Any, mesh: Any) -> None:
+    x, y = problems.batch("mlp", 0)
+    y = y[:, :1]
+    plain = nn.LinearRegression(5)
+    config = ShardingConfiguration(backend, learning_rate=0.1)
+    model = HybridShardedModel(nn.LinearRegression(5), config, *mesh)
+    for chosen in ([0, 2], [1, 2, 4]):
+        for each in (plain, model):
+            each.set_active_feature_indices(chosen)
+        mine = problems.part(len(x), 0, model.data_rank, model.data_size)
+        close(model.train(x[mine], y[mine]), plain.train(x, y, 0.1))
+        close(model.get_parameters(), plain.get_parameters())
+        close(model.predict(x), plain.predict(x))
+        importance = plain.get_feature_importance()
+        found = model.get_feature_importance()
+        assert found.keys() == importance.keys()
+        close(list(found.values()), list(importance.values()))
+    copied = model.deep_copy()  # whose choice is its own
+    copied.set_active_feature_indices([0])
+    other = plain.deep_copy()
+    other.set_active_feature_indices([0])
+    close(copied.predict(x), other.predict(x))
+    close(model.predict(x), plain.predict(x))
+    with pytest.raises(ValueError, match=r"same features; by rank, \[0\]; \[1\]"):
+        model.set_active_feature_indices([backend.rank])
+    assert model.get_active_feature_indices() == [1, 2, 4]
+    again = nn.LinearRegression(5)
+    again.deserialize(model.serialize())
+    assert again.get_active_feature_indices() == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("world_size", "mesh"), [(2, (2, 1, 1)), (4, (1, 2, 2))])
+@in_worlds()
+def test_streams_and_graphs(backend: Any, problems: Any, mesh: Any) -> None:
+    model, optimizer = build(backend, problems, "mlp", mesh, {})
+    optimizer.step(model, *local(model, problems, "mlp"))
+    full = model.get_parameters()
+    stream = io.BytesIO()
+    model.save_state(stream)
+    optimizer.save_state(stream)
+    x, _ = problems.batch("mlp", 0)
+    node = nn.ComputationNode("input", (), {"name": "x"}, (None, 5))
+    graph = model.export_computation_graph([node])
+    close(graph.evaluate({"x": x}), model.predict(x))
+    for step in (1, 2):
+        optimizer.step(model, *local(model, problems, "mlp", step))
+    after = model.get_parameters()
+    stream.seek(0)
+    model.load_state(stream)
+    np.testing.assert_array_equal(model.get_parameters(), full)
+    optimizer.load_state(stream)
+    for step in (1, 2):
+        optimizer.step(model, *local(model, problems, "mlp", step))
+    np.testing.assert_array_equal(model.get_parameters(), after)
+
+
 @in_worlds(4)
 def test_bytes_of_one_mesh_are_read_on_another(backend: Any, problems: Any) -> None:
     given = set()
@@ -219,5 +279,5 @@ def test_bytes_of_one_mesh_are_read_on_another(backend: Any, problems: Any) -> N
             model.get_parameters(), problems.MODELS["tied"](9).get_parameters()
         )
     assert len(given) == 1
-    assert all(mark == mine for mark in backend.all_gather(np.array([len(pickle.dumps(given))]))
-               for mine in [len(pickle.dumps(given))])  # fmt: skip
+    marks = backend.all_gather(np.array([zlib.crc32(given.pop())]))
+    assert (marks == marks[0]).all()
