@@ -101,6 +101,14 @@ class ProcessMesh:
         """Ranks that hold one replica of the model together."""
         return self.pipeline_size * self.tensor_size
 
+    def replica_ranks(self, data: int) -> list[int]:
+        """The ranks that hold the replica of data rank ``data``, by (pipeline, tensor)."""
+        return [
+            self.rank_of(pipeline, tensor, data)
+            for pipeline in range(self.pipeline_size)
+            for tensor in range(self.tensor_size)
+        ]
+
     def rank_of(self, pipeline: int, tensor: int, data: int) -> int:
         """The rank at these coordinates.
 
@@ -164,7 +172,7 @@ class ProcessMesh:
         ranks = self.group_of(axis)
         if len(ranks) == self.world.world_size:
             return self.world
-        member = self._split(color=min(ranks), key=ranks.index(self.world.rank))
+        member = self._split(axis, ranks, color=min(ranks), key=ranks.index(self.world.rank))
         member.axis = axis
         return member
 
@@ -172,11 +180,18 @@ class ProcessMesh:
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
             return self.world
         key = self.pipeline_rank * self.tensor_size + self.tensor_rank
-        return self._split(color=self.data_rank, key=key)
+        ranks = self.replica_ranks(self.data_rank)
+        return self._split("replica", ranks, color=self.data_rank, key=key)
 
-    def _split(self, color: int, key: int) -> CommunicationBackend:
+    def _split(
+        self, name: str, ranks: Sequence[int], *, color: int, key: int
+    ) -> CommunicationBackend:
         member = self.world.split(color, key)
         assert member is not None
+        member.numbering = (
+            f"ranks are numbered within the {name} group of this rank: 0 to {len(ranks) - 1} are "
+            f"ranks {', '.join(map(str, ranks))} of the world"
+        )
         return member
 
 

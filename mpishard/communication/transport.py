@@ -67,6 +67,8 @@ class Transport(ABC):
         self.traffic = Traffic()
         self.call_log = CallLog()
         self.group, self.axis = "world", ""
+        self.numbering = ""
+        """What errors say of the numbers of ranks, where they are not the world's."""
         """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
         self.recorder: Recorder | None = None
         """What records a trace until this backend is shut down."""

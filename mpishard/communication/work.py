@@ -33,6 +33,8 @@ Steps = Generator[Waitable, None, Any]
 class Driver(Protocol):
     """Who advances collectives: the backend that issued them."""
 
+    numbering: str
+
     def _drive(self, work: Work) -> None: ...
 
 
@@ -100,10 +102,21 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            self._drive()
+            try:
+                self._drive()
+            except Exception as error:
+                self._say_whose_numbers(error)
+                raise
         if self._error is not None:
+            self._say_whose_numbers(self._error)
             raise self._error
         return self._result
+
+    def _say_whose_numbers(self, error: BaseException) -> None:
+        """Note what an error's ranks are counted in, where it is not the world."""
+        numbering = self._driver.numbering
+        if numbering and numbering not in getattr(error, "__notes__", ()):
+            error.add_note(numbering)
 
     def begun(self) -> None:
         """Hear that it was issued, and went as far as it could."""

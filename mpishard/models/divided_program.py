@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,8 +142,12 @@ class DividedProgram(Program):
                 self._whole.contribute(tape, add)
             gradients.reduce(unit)
 
-    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
-        require_one_batch(self.mesh, x, y, everywhere=everywhere)
+    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
+        if call != "predict":  # which each rank does alone
+            require_one_batch(self.mesh, call, x, y, everywhere=everywhere)
+
+    def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
+        return [self.mesh.replica_ranks(data) for data in range(self.mesh.data_size)]
 
     def train(
         self,

@@ -73,7 +73,7 @@ class Engine:
         self._make_gradients = make_gradients
         self.stage = stage
         self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
-        self.round = Round(config, parameters.backend)
+        self.round = Round(config, parameters.backend, program.replicas(config))
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -203,7 +203,7 @@ class Engine:
         else:
             self.replicas.require_equal("a synchronised step")
         try:
-            self.program.require_one_batch(x, y, everywhere=True)
+            self.program.require_one_batch("step", x, y, everywhere=True)
             if sample_start is None:
                 sample_start = 0
                 if self.program.is_random:
@@ -365,7 +365,8 @@ class Engine:
         self.program.check_pair(x, y, loss or self.loss)
         holdings = self.gradients.holdings
         sink = ReplicatedGradients(holdings)
-        self.program.require_one_batch(x, y, everywhere=self.policy.shards_parameters)
+        everywhere = self.policy.shards_parameters
+        self.program.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
             total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
             self.program.finish_local(sink)
@@ -390,7 +391,7 @@ class Engine:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
         self.holdings.device.use()
         self.program.check(x)
-        self.program.require_one_input(x, everywhere=self.policy.shards_parameters)
+        self.program.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, x)
 

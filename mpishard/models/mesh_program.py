@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,11 +223,11 @@ class MeshProgram(LayeredProgram):
             )
         return shape
 
-    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
-        require_one_batch(self.mesh, x, y, everywhere=everywhere)
+    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
+        require_one_batch(self.mesh, call, x, y, everywhere=everywhere)
 
-    def require_one_input(self, x: Any, *, everywhere: bool) -> None:
-        require_one_batch(self.mesh, x, everywhere=everywhere)
+    def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
+        return [self.mesh.replica_ranks(data) for data in range(self.mesh.data_size)]
 
     def train(
         self,

@@ -9,12 +9,18 @@ import numpy as np
 
 from mpishard.arrays import to_host
 from mpishard.communication import ProcessMesh
+from mpishard.errors import ShardingError
 
 __all__ = ["require_one_batch"]
 
 
-def require_one_batch(mesh: ProcessMesh, x: Any, y: Any = None, *, everywhere: bool) -> None:
-    """Refuse batches that differ between the ranks of one replica. Collective.
+_CALLS = ("step", "compute_gradients", "predict")
+
+
+def require_one_batch(
+    mesh: ProcessMesh, call: str, x: Any, y: Any = None, *, everywhere: bool
+) -> None:
+    """Refuse calls and batches that differ between the ranks of one replica. Collective.
 
     Arrays are compared by checksums, and what is no array, which a black box may take, by its
     length.
@@ -23,6 +29,8 @@ def require_one_batch(mesh: ProcessMesh, x: Any, y: Any = None, *, everywhere: b
     ----------
     mesh : ProcessMesh
         The ranks.
+    call : str
+        What this rank is about to do: "step", "compute_gradients" or "predict".
     x, y : Array
         This rank's batch.
     everywhere : bool
@@ -30,33 +38,44 @@ def require_one_batch(mesh: ProcessMesh, x: Any, y: Any = None, *, everywhere: b
 
     Raises
     ------
+    ShardingError
+        On every rank of a replica whose ranks call different methods.
     ValueError
-        On every rank that takes part, with what each of a replica was given.
+        On every rank that takes part, with what each rank of a replica was given.
     """
     if mesh.replica.world_size == 1:
         return
-    marks = np.array([[len(x), *(_checksum(array) for array in (x, y))]])
-    backend = mesh.world if everywhere else mesh.replica
-    told = backend.all_gather(marks).tolist()
-    replicas = range(mesh.data_size) if everywhere else [mesh.data_rank]
-    for data in replicas:
-        ranks = [
-            mesh.rank_of(pipeline, tensor, data)
-            for pipeline in range(mesh.pipeline_size)
-            for tensor in range(mesh.tensor_size)
-        ]
-        rows = [told[rank] for rank in ranks] if everywhere else told
-        if all(row == rows[0] for row in rows):
-            continue
-        given = ", ".join(
-            f"rank {rank}: {row[0]} samples, checksums {row[1:]}"
-            for rank, row in zip(ranks, rows, strict=True)
+    mine = [_CALLS.index(call), len(x), *(_checksum(array) for array in (x, y))]
+    told = mesh.replica.all_gather(np.array([mine])).tolist()
+    if any(row[0] != told[0][0] for row in told):  # then no other rank can be asked
+        calls = ", ".join(
+            f"rank {rank} is in {_CALLS[row[0]]}"
+            for rank, row in zip(mesh.replica_ranks(mesh.data_rank), told, strict=True)
         )
+        raise ShardingError(
+            f"the {len(told)} ranks of one replica compute together, and must make the same "
+            f"calls: {calls}. predict, compute_gradients and step are collective"
+        )
+    wrong = [mesh.data_rank] if any(row != told[0] for row in told) else []
+    if everywhere and mesh.data_size > 1:
+        flags = mesh.world.all_gather(np.array([len(wrong)]))
+        wrong = sorted({mesh.coordinates_of(int(rank))[2] for rank in np.flatnonzero(flags)})
+    if not wrong:
+        return
+    if mesh.data_rank not in wrong:
         raise ValueError(
-            f"the {len(ranks)} ranks of one replica (pipeline and tensor axes) compute one batch "
-            f"together, and must be given the same: {given}. Deal samples by data_rank of "
-            "data_size, not by rank"
+            f"in the replicas of data ranks {wrong} the ranks were given different batches; this "
+            f"rank's replica, {mesh.data_rank}, agrees. Nothing was computed"
         )
+    given = ", ".join(
+        f"rank {rank}: {row[1]} samples, checksums {row[2:]}"
+        for rank, row in zip(mesh.replica_ranks(mesh.data_rank), told, strict=True)
+    )
+    raise ValueError(
+        f"the {len(told)} ranks of one replica (pipeline and tensor axes) compute one batch "
+        f"together, and must be given the same: {given}. Deal samples by data_rank of "
+        "data_size, not by rank"
+    )
 
 
 def _checksum(values: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -143,14 +143,16 @@ class Program(ABC):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         """Refuse inputs and targets that do not fit each other or the loss, as `check`."""
 
-    def require_one_batch(self, x: Any, y: Any, *, everywhere: bool) -> None:
-        """Refuse batches that differ between ranks that compute one together. Collective.
+    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
+        """Refuse calls and batches that differ between ranks that compute together. Collective.
 
-        Over all ranks of the world with ``everywhere``, otherwise over those ranks.
+        ``call`` is what this rank is about to do. Over all ranks of the world with
+        ``everywhere``, otherwise over those ranks.
         """
 
-    def require_one_input(self, x: Any, *, everywhere: bool) -> None:
-        """As `require_one_batch`, before outputs are computed."""
+    def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
+        """The ranks that compute the samples of each data rank, in that order."""
+        return [[rank] for rank in range(config.communication_backend.world_size)]
 
     @abstractmethod
     def fill(self, unit: Unit, out: Array) -> None:

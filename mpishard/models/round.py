@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,8 @@ class Round:
         All ranks, and whether what is not finite is refused.
     axis : CommunicationBackend
         The ranks that compute other samples than this one.
+    replicas : sequence of sequence of int
+        The ranks that compute one batch together, by data rank.
 
     Attributes
     ----------
@@ -42,7 +44,13 @@ class Round:
         How many this rank has added.
     """
 
-    def __init__(self, config: ShardingConfiguration, axis: CommunicationBackend) -> None:
+    def __init__(
+        self,
+        config: ShardingConfiguration,
+        axis: CommunicationBackend,
+        replicas: Sequence[Sequence[int]],
+    ) -> None:
+        self._replicas = replicas
         self.is_open = False
         self.accumulates = False
         self.defers = False
@@ -141,10 +149,25 @@ class Round:
             losses = []
             if not self._config.allow_nonfinite:
                 losses = backend.all_gather(np.array([own_loss])).tolist()
-            ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-            what = f"the loss of ranks {ranks}" if ranks else "the gradient, and no rank's loss,"
-            self.refuse_nonfinite(f"{what} is not finite (loss sums by rank: {losses})", step)
+            self.refuse_nonfinite(self._what_is_not_finite(losses), step)
         return total, weight, squared
+
+    def _what_is_not_finite(self, losses: Sequence[float]) -> str:
+        """In words; of the ranks of a replica one tells its loss, and the others 0."""
+        if not losses:
+            return "the loss or the gradient is not finite"
+        sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]
+        wrong = [place for place, value in enumerate(sums) if not math.isfinite(value)]
+        if len(sums) == len(losses):
+            what = f"the loss of ranks {wrong}" if wrong else "the gradient, and no rank's loss,"
+            return f"{what} is not finite (loss sums by rank: {losses})"
+        where = "; ".join(f"{place}: ranks {list(self._replicas[place])}" for place in wrong)
+        what = (
+            f"the loss of data ranks {wrong} ({where})"
+            if wrong
+            else "the gradient, and no replica's loss,"
+        )
+        return f"{what} is not finite (loss sums by data rank: {sums})"
 
     def refuse_nonfinite(self, what: str, step: int) -> None:
         """Raise `NonFiniteLossError`, which says ``what``, unless the configuration allows it."""

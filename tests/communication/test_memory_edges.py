@@ -45,8 +45,16 @@ def test_an_array_in_its_own_place_is_not_askew():
     assert _overlap_askew(out[1:3], out, out[2:4])
 
 
+@pytest.fixture
+def ctrl_c():
+    """As at a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("returned", [[], [0], [0, 1]])
-def test_ctrl_c_reaches_the_ranks_that_are_left(returned):
+def test_ctrl_c_reaches_the_ranks_that_are_left(returned, ctrl_c):
     ended = threading.Event()
     told = []
 

@@ -257,8 +257,10 @@ def test_bytes_of_a_step(
         share, replicas = model.mesh.replica_size, mesh[2]
         small = sent(backend, links, backend.all_reduce, np.zeros(7))
         if share > 1:
-            marks = np.zeros((1, 3), np.int64)
-            small += sent(backend, links, backend.all_gather, marks)
+            marks = np.zeros((1, 4), np.int64)
+            small += sent(backend, links, model.mesh.replica.all_gather, marks)
+            if replicas > 1:
+                small += sent(backend, links, backend.all_gather, np.zeros(1, np.int64))
         size = model.parameter_count * model.dtype.itemsize
         for step in range(2):
             batch = local_batch(model, problems, kind, step)
