@@ -14,7 +14,7 @@ import pytest
 from mpishard.observe import read_metrics
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "24", "--batch", "7",
+SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "24", "--batch", "29",
          "--warm-up", "5", "--steps", "20", "--validate-every", "20",
          "--checkpoint-every", "10"]  # fmt: skip
 HYBRID = ("--strategy", "hybrid", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2")
