@@ -294,17 +294,6 @@ def test_other_sequence_lengths(backend: Any, mesh: Any, sequence_parallel: bool
 # ------------------------------------------------------------------------------ errors in a step
 
 
-class Fails(nn.Linear):
-    """A layer that fails in a pass that it is told of, on a rank that it is told of."""
-
-    when: Any = None
-
-    def forward(self, p: Any, x: Any, ctx: Any) -> Any:
-        if self.when is not None:
-            self.when()
-        return super().forward(p, x, ctx)
-
-
 @by_mesh
 @in_worlds()
 def test_a_loss_that_is_not_a_number_stops_every_rank(backend: Any, mesh: Any) -> None:

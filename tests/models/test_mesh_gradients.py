@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from typing import Any
 
 import numpy as np
@@ -270,6 +271,31 @@ def test_rules_see_the_models_parameters_whole(
     full = model.get_parameters()  # whoever holds an element holds the same
     own = [full[start:stop] for start, stop in model.owned_ranges]
     np.testing.assert_array_equal(model.local_parameter_shard, np.concatenate(own))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("pipeline", "tensor", "data"))))
+@pytest.mark.parametrize(("world_size", "mesh"), [(4, (2, 1, 2)), (4, (2, 2, 1)), (8, (2, 2, 2))])
+@in_worlds()
+def test_axes_come_in_any_order(backend: Any, problems: Any, mesh: Any, order: Any) -> None:
+    entries = tuple(problems.MODELS["tied"](0).parameter_table.entries)
+    expected = problems.train_sequentially("tied", problems.lamb(entries, 0.01), steps=3)
+    options = {"schedule": "1f1b", "data_parallel_strategy": "fsdp", "order": order}
+    model, optimizer = build(backend, problems, mesh, options, problems.RULES["lamb"]())
+    for step in range(2):
+        close(optimizer.step(model, *local(model, problems, step)), expected.losses[step])
+    close(model.get_parameters(), expected.parameters[1])
+    x, _ = problems.batch("tied", 0)
+    for root in range(backend.world_size):
+        with model.unsharded(root) as plain:
+            assert (plain is not None) == (backend.rank == root)
+            if plain is not None:
+                close(plain.get_parameters(), expected.parameters[1])
+    plain = problems.MODELS["tied"](0).with_parameters(expected.parameters[1])
+    close(model.predict(x), plain.predict(x))
+    other = (x + (backend.rank == 1)) % 11
+    pattern = rf"rank {backend.world_size - 1}: |rank 1: "
+    with pytest.raises(ValueError, match=pattern):
+        optimizer.step(model, other, other)
 
 
 @by_case

@@ -134,6 +134,56 @@ def test_on_the_same_mesh_to_the_bit(saved: Any, name: str) -> None:
     assert again[2] == best
 
 
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "options"),
+    [
+        (4, (4, 1, 1), {"schedule": "zb-v", "micro_batch_count": 2}),
+        (6, (6, 1, 1), {"schedule": "interleaved", "micro_batch_count": 3}),
+        (6, (3, 1, 2), {"schedule": "1f1b", "data_parallel_strategy": "fsdp"}),
+    ],
+)
+def test_stages_without_parameters_or_layers(
+    tmp_path: Path, world_size: int, sizes: Any, options: Any
+) -> None:
+    """Three layers over more stages: those ranks have nothing to hold, to write or to read."""
+    x = np.linspace(-1, 1, 60).reshape(12, 5)
+
+    def body(backend: Any, path: Path | None = None, resume: Any = None) -> Any:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        plain = ms.nn.MLP([5, 4, 2], activation="tanh", seed=1 if resume is None else 9)
+        mesh = sizes if backend.world_size > 1 else (1, 1, 1)
+        model = ms.HybridShardedModel(plain, config, *mesh, **options)
+        optimizer = ms.HybridShardedOptimizer(
+            ms.optimizers.LAMB(
+                1e-2, clip_global_norm=0.1, parameter_options={"*.bias": {"frozen": True}}
+            ),
+            config, *mesh,
+        )  # fmt: skip
+        result = optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model, x_train=x, y_train=np.sin(x[:, :2]), x_validation=x[:5],
+                y_validation=x[:5, :2], batch_size=4, epochs=2, progress=False, keep_best=True,
+                max_steps=FIRST if path else TOTAL, checkpoint=path, resume=resume,
+            )
+        )  # fmt: skip
+        owned = len(model.local_parameter_shard)
+        assert optimizer.serialize() == optimizer.serialize()
+        return result.loss_history, model.get_parameters(), owned
+
+    ((losses, parameters, _),) = ms.run_in_threads(1, body)
+    found = ms.run_in_threads(world_size, body)
+    assert 0 in [owned for *_, owned in found]
+    ms.run_in_threads(world_size, body, tmp_path / "run")
+    checkpoint.check(tmp_path / "run")
+    again = ms.run_in_threads(world_size, body, None, tmp_path / "run")
+    one = ms.run_in_threads(1, body, None, tmp_path / "run")
+    for (mine, full, _), wanted in ((found[-1], losses), (again[-1], losses[FIRST:])):
+        close(mine, wanted)
+        close(full, parameters)
+    np.testing.assert_array_equal(again[0][1], found[0][1])
+    close(one[0][1], parameters)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_read_without_ranks(saved: Any, name: str, tmp_path: Path) -> None:
     path = saved(name, "adam")
