@@ -98,8 +98,9 @@ ranks() {
         ${arguments[@]+"${arguments[@]}"} </dev/null
 }
 
+# Their ranks wait most of the time: two jobs at once.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n 2 --dist worksteal -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 
