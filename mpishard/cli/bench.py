@@ -65,6 +65,7 @@ class _Checks(StrEnum):
 _SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
 
+_ALL = "all"
 _BYTES = "8B,1KiB,64KiB,1MiB,16MiB,64MiB"
 
 # Where ranks compute samples of their own; `speedup` is for those that share them.
@@ -200,8 +201,8 @@ def speedup(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"tensor, or a pipeline's schedule: {', '.join(SCHEDULE_NAMES)}; may be repeated. "
-            "Default: tensor, 1f1b, zb-h1."
+            help=f"tensor, or a pipeline's schedule: {', '.join(SCHEDULE_NAMES)}; or all. May be "
+            "repeated. Default: tensor, 1f1b, zb-h1."
         ),
     ] = None,
     width: Annotated[int, typer.Option(min=1, help="Of the GPT.")] = 512,
@@ -216,9 +217,15 @@ def speedup(
 ) -> None:
     """Time a step that all ranks share, tensor-parallel and as a pipeline, against one rank's."""
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
+    every = [TENSOR, *SCHEDULE_NAMES]
     for name in chosen:
-        if name != TENSOR and name not in SCHEDULE_NAMES:
-            _refuse(f"--way must be one of {TENSOR}, {', '.join(SCHEDULE_NAMES)}; got {name!r}")
+        if name not in (*every, _ALL):
+            _refuse(f"--way must be one of {', '.join(every)}, or {_ALL}; got {name!r}")
+    if _ALL in chosen:
+        chosen = every
+    size = ranks or world_size or settings.launched_world_size()
+    if size == 1 or (not size and settings.launcher_variable() is None):
+        _refuse("speedup compares ranks that share a step with one alone: -n 2 starts two")
     benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup)
     try:
         benchmark.build_model()

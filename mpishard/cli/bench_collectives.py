@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard.cli.bench_peers import GlooGroup
-from mpishard.cli.bench_report import bytes_text, milliseconds
+from mpishard.cli.bench_report import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
 from mpishard.communication.mpi import load_mpi
 from mpishard.layout import ShardLayout
@@ -207,7 +207,7 @@ class _Ways:
 
 def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Table:
     """The results as a table; ratios are to the same collective at the same size."""
-    table = Table(title=f"{world_size} ranks, medians", title_justify="left")
+    table = Table(title=f"{counted(world_size, 'rank')}, medians", title_justify="left")
     for column in ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy"):
         table.add_column(column, justify="left" if column in ("collective", "") else "right")
     medians = {(r.collective, r.nbytes, r.way): Timing(r.seconds).median for r in results}

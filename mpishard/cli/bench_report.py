@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from mpishard.cli.launcher import usable_cores
 
 __all__ = [
     "bytes_text",
+    "counted",
     "describe_machine",
     "milliseconds",
     "parse_bytes",
@@ -44,10 +46,21 @@ def show(table: Table) -> None:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write what was measured, with the machine that it was measured on."""
+    """Write what was measured, with the machine that it was measured on.
+
+    A number that is not finite, as of what was not taken, becomes null: JSON knows no NaN.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": describe_machine(), **result}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    found = _finite({"machine": describe_machine(), **result})
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_machine() -> dict[str, Any]:
@@ -94,6 +107,13 @@ def milliseconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 1}f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``, ``3 batches``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def bytes_text(nbytes: int | None) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import bytes_text, milliseconds
+from mpishard.cli.bench_report import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.models.mesh_model import MeshModel
@@ -237,9 +237,10 @@ def speedup_table(
     """The results as a table."""
     model = benchmark.build_model()
     title = (
-        f"GPT, {benchmark.layers} layers of width {benchmark.width}, {model.parameter_count:,} "
-        f"parameters, {benchmark.batch} sequences of {_CONTEXT} tokens on {world_size} ranks "
-        f"together, {benchmark.micro_batches} micro-batches, {benchmark.steps} steps"
+        f"GPT, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
+        f"{model.parameter_count:,} parameters, {counted(benchmark.batch, 'sequence')} of "
+        f"{_CONTEXT} tokens on {counted(world_size, 'rank')} together, "
+        f"{counted(benchmark.micro_batches, 'micro-batch')}, {counted(benchmark.steps, 'step')}"
     )
     table = Table(title=title, title_justify="left")
     columns = (
@@ -247,7 +248,8 @@ def speedup_table(
         "sent per step",
     )  # fmt: skip
     for column in columns:
-        table.add_column(column, justify="left" if column == "way" else "right")
+        is_name = column == "way"  # which is never cut
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(

@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import bytes_text, milliseconds
+from mpishard.cli.bench_report import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
@@ -191,9 +191,10 @@ def _in_turn(
 def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:
     """The results as a table; ratios are to the step alone, where it was measured."""
     title = (
-        f"{benchmark.model}, {benchmark.layers} layers of width {benchmark.width}, "
-        f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, {_ranks(world_size)}, "
-        f"{benchmark.steps} steps, updates in {'numba' if uses_numba() else 'NumPy'}"
+        f"{benchmark.model}, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
+        f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, "
+        f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, updates in "
+        f"{'numba' if uses_numba() else 'NumPy'}"
     )
     table = Table(title=title, title_justify="left", min_width=len(title) + 2)
     for column in ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak"):
@@ -223,9 +224,5 @@ def step_panel(benchmark: StepBenchmark, results: list[StepResult], world_size: 
         )
         for result in results
     ]
-    title = f"{benchmark.model}, {results[0].parameters / 1e6:.1f}M, {_ranks(world_size)}"
+    title = f"{benchmark.model}, {results[0].parameters / 1e6:.1f}M, {counted(world_size, 'rank')}"
     return Panel(title, "step", "milliseconds", curves, logarithmic="")
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -11,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from mpishard.cli.bench_report import screen_width, show
+from mpishard.cli.bench_report import counted, screen_width, show
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -50,18 +51,20 @@ def schedule(
         ),
     ] = None,
     forward: Annotated[
-        float, typer.Option(min=0, help="Time of a micro-batch in all of a rank's layers.")
+        float, typer.Option(help="Time of a micro-batch in all of a rank's layers.")
     ] = 1.0,
     backward_input: Annotated[
-        float, typer.Option(min=0, help="The same, of the backward of the input.")
+        float, typer.Option(help="The same, of the backward of the input.")
     ] = 1.0,
     backward_weight: Annotated[
-        float, typer.Option(min=0, help="The same, of the backward of the parameters.")
+        float, typer.Option(help="The same, of the backward of the parameters.")
     ] = 1.0,
     communication: Annotated[
-        float, typer.Option(min=0, help="Time of a message between two ranks.")
+        float, typer.Option(help="Time of a message between two ranks.")
     ] = 0.0,
-    output: Annotated[Path | None, typer.Option(help="Draw the chart as a PNG.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Draw the chart to this file, a .png.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of table and chart.")
     ] = False,
@@ -71,9 +74,12 @@ def schedule(
     A rank with V stages takes a V-th of its times for each. Times are of any one unit.
     """
     try:
+        times = (forward, backward_input, backward_weight)
+        _check_times(*times, communication)
+        if output is not None:
+            _check_output(output)
         schedules = _schedules(schedule, virtual_stages)
         _check_size(schedules, stages, micro_batches)
-        times = (forward, backward_input, backward_weight)
         timelines = [
             simulate(each, stages, micro_batches, _times(each, times, communication))
             for each in schedules
@@ -104,6 +110,24 @@ def schedule(
             "\nF forward, B backward or its input's half, W the parameters' half; small letters: "
             "a rank's second stage, and every other"
         )
+
+
+def _check_times(*times: float) -> None:
+    flags = ("--forward", "--backward-input", "--backward-weight", "--communication")
+    for flag, value in zip(flags, times, strict=True):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
+    if not any(times):
+        raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix.lower() != ".png":
+        raise ValueError(f"--output: a PNG is drawn: give a name that ends with .png, got {output}")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output: there is no folder {output.parent}: make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--output needs matplotlib: pip install 'mpishard[plot]'")
 
 
 def _schedules(name: str, virtual_stages: int | None) -> list[RuleSchedule]:
@@ -139,7 +163,8 @@ def _times(schedule: RuleSchedule, times: Sequence[float], communication: float)
 def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> Table:
     first = timelines[0]
     table = Table(
-        title=f"{first.num_stages} ranks, {first.num_micro_batches} micro-batches",
+        title=f"{counted(first.num_stages, 'rank')}, "
+        f"{counted(first.num_micro_batches, 'micro-batch')}",
         title_justify="left",
     )
     table.add_column("schedule", no_wrap=True)
@@ -193,12 +218,11 @@ def _as_dict(schedule: RuleSchedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def _draw(output: Path, timelines: Sequence[Timeline]) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        _refuse("--output needs matplotlib: pip install 'mpishard[plot]'")
     try:
         plot_timelines(output, timelines)
     except OSError as error:
         _refuse(f"--output: {error}")
+    typer.echo(f"mpishard plan: wrote {output}", err=True)
 
 
 def _refuse(message: str) -> NoReturn:

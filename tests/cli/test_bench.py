@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from mpishard.cli import app
 from mpishard.cli.bench_collectives import CollectiveBenchmark
-from mpishard.cli.bench_report import bytes_text, milliseconds, parse_bytes
+from mpishard.cli.bench_report import bytes_text, counted, milliseconds, parse_bytes, write_json
 from mpishard.cli.bench_step import StepBenchmark
+from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.testing.worlds import in_worlds
 
 SMALL = ["--width", "16", "--layers", "3", "--batch", "4", "--steps", "2", "--warmup", "1",
@@ -77,6 +78,40 @@ def test_collectives(tmp_path):
     assert plot.stat().st_size < 150_000
 
 
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_speedup(tmp_path):
+    path = tmp_path / "speedup.json"
+    sizes = ["--width", 64, "--layers", 2, "--batch", 2, "--micro-batches", 2, "--steps", 1]
+    ended = bench("speedup", "--way", "all", *sizes, "--world-size", 2, "--json", path)
+    assert ended.exit_code == 0, ended.output
+    title = " ".join(ended.stdout.split("┏")[0].split())
+    assert title.startswith("GPT, 2 layers of width 64, ")
+    assert "2 sequences of 128 tokens on 2 ranks together, 2 micro-batches, 1 step" in title
+    assert not title.endswith("steps")
+    found = json.loads(path.read_text(), parse_constant=no_constant)
+    rows = {row["way"]: row for row in found["speedup"]}
+    assert list(rows) == ["one rank", "tensor", *SCHEDULE_NAMES]
+    for way, row in rows.items():
+        assert f"│ {way} " in ended.stdout
+        assert (row["balance"] is None) == (way in ("one rank", "tensor"))
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": [float("nan"), 1.5, {"b": (float("inf"), 2)}]})
+    found = json.loads(path.read_text(), parse_constant=no_constant)
+    assert found["a"] == [None, 1.5, {"b": [None, 2]}]
+
+
+def test_plural_forms():
+    words = [counted(1, "layer"), counted(2, "layer"), counted(1, "micro-batch"),
+             counted(0, "micro-batch")]  # fmt: skip
+    assert words == ["1 layer", "2 layers", "1 micro-batch", "0 micro-batches"]
+
+
 @in_worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_ways_give_the_sum(backend, dtype):
@@ -118,6 +153,12 @@ def test_a_step_counts_the_bytes_of_all_ranks(backend, monkeypatch):
         (["collectives", "--collective", "gossip"], "one of all_reduce, reduce_scatter"),
         (["collectives", "--sizes", "8B,12 parsecs"], "got '12 parsecs'"),
         (["collectives", "--sizes", "0"], "got '0'"),
+        (["speedup"], "-n 2 starts two"),
+        (["speedup", "-n", "1"], "-n 2 starts two"),
+        (
+            ["speedup", "--way", "dual"],
+            "tensor, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, or all; got 'dual'",
+        ),
         (["collectives", "--dtype", "bool"], "'bool' is not one of 'float32'"),
     ],
 )

@@ -68,13 +68,24 @@ def test_many_ranks_are_summed_up():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "schedules.png"
+    path = tmp_path / "schedules.PNG"
     ended = plan("-p", 2, "-m", 2, "--schedule", "gpipe", "--output", path)
     assert ended.exit_code == 0, ended.output
     assert path.read_bytes().startswith(b"\x89PNG")
-    ended = plan("-p", 1, "-m", 1, "--schedule", "gpipe", "--output", tmp_path)
-    assert (ended.exit_code, "Traceback" in ended.output) == (2, False)
-    assert "mpishard plan: --output: " in ended.output
+    assert ended.stderr == f"mpishard plan: wrote {path}\n"
+    (tmp_path / "folder.png").mkdir()
+    for name, message in {
+        "": "give a name that ends with .png",
+        "chart.pdf": "give a name that ends with .png",
+        "new/chart.png": f"there is no folder {tmp_path / 'new'}",
+        "folder.png": "Is a directory",
+    }.items():
+        ended = plan("-p", 1, "-m", 1, "--schedule", "gpipe", "--output", tmp_path / name)
+        assert (ended.exit_code, "Traceback" in ended.output) == (2, False)
+        assert "mpishard plan: --output: " in ended.output
+        assert message in ended.output
+        assert ended.stdout == ""
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,10 @@ def test_picture(tmp_path):
         (["-p", 4], "Missing option '-m'"),
         (["-p", 0, "-m", 2], "greater than or equal to 1"),
         (["-p", 2, "-m", 0], "greater than or equal to 1"),
-        (["-p", 2, "-m", 2, "--forward", -1], "greater than or equal to 0"),
+        (["-p", 2, "-m", 2, "--forward", -1], "--forward must be 0 or more and finite, got -1"),
+        (["-p", 2, "-m", 2, "--forward", "nan"], "--forward must be 0 or more and finite, got nan"),
+        (["-p", 2, "-m", 2, "--forward", 0, "--backward-input", 0, "--backward-weight", 0],
+         "--backward-weight and --communication are all 0"),
         (["-p", 2, "-m", 2, "--communication", "inf"], "communication must be 0 or more and fin"),
         (["-p", 2, "-m", 2, "--schedule", "dual"], "zb-h1, zb-h2, zb-v, or all; got 'dual'"),
         (["-p", 2, "-m", 2, "--virtual-stages", 1], "must be 2 or more, got 1"),
