@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
-__all__ = ["as_flag", "as_integer", "as_number", "check_path", "take_plain_fields"]
+__all__ = ["as_flag", "as_integer", "as_number", "check_path", "nearest", "take_plain_fields"]
 
 
 def as_number(name: str, value: Any) -> float:
@@ -49,6 +51,12 @@ def as_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The end of an error of an unknown name: which one may have been meant, where one is near."""
+    found = difflib.get_close_matches(given, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 _KINDS = {"float": as_number, "int": as_integer, "bool": as_flag}

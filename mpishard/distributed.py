@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, TypeVar, overload
 
+from mpishard.arguments import nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
 from mpishard.contracts import IOptimizer
@@ -175,8 +176,6 @@ DistributedStrategy
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
     if isinstance(model_or_optimizer, IOptimizer):
-        if optimizer_class is PipelineParallelOptimizer and "micro_batch_count" in options:
-            options["num_micro_batches"] = options.pop("micro_batch_count")
         # It refuses what it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)
     return model_class(model_or_optimizer, config, **options)
@@ -208,6 +207,7 @@ def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, 
         raise TypeError(
             f"strategy {strategy.value!r} takes no {', '.join(wrong)}; "
             + (f"it takes {', '.join(taken)}" if taken else "it takes no options")
+            + nearest(wrong[0], taken)
             + (
                 "; strategy 'hybrid' takes all of these"
                 if taken and set(wrong) <= set(hybrid)

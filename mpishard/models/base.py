@@ -127,6 +127,13 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
                 "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
             )  # fmt: skip
 
+    def __repr__(self) -> str:
+        wrapped = type(self._wrapped_model).__name__
+        return f"{type(self).__name__}({wrapped}, {self._described_ranks()})"
+
+    def _described_ranks(self) -> str:
+        return f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+
     # -------------------------------------------------------------------------------- properties
 
     @property

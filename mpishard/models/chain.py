@@ -123,6 +123,11 @@ class LayerChain:
         self._first_trained: int | None = first
         self.freeze(frozenset(), frozenset())
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The layers' names, in order."""
+        return self._held.names[self._range.start : self._range.stop]
+
     def _ends(self, order: Any) -> dict[int, list[Unit]]:
         seen: set[int] = set()
         ends: dict[int, list[Unit]] = {}

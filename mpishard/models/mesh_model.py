@@ -9,30 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_integer
 from mpishard.checkpoint.consensus import differences
 from mpishard.communication import ProcessMesh
-from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
+from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.ddp import DDPModel
 from mpishard.models.divided_program import DividedProgram
-from mpishard.models.fsdp import FSDPModel
+from mpishard.models.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
 from mpishard.models.mesh_program import MeshChoices, MeshProgram
+from mpishard.models.mesh_warnings import idle_axes
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
 from mpishard.models.replicas import ALONE_ON_A_MESH
 from mpishard.models.whole_program import WholeProgram
 from mpishard.models.wrapping import program_of, require_free
-from mpishard.models.zero import ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
-    GPipeSchedule,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
     partition_layers,
-    schedule_by_name,
 )
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import check_sequence
@@ -40,14 +37,6 @@ from mpishard.tensor import check_sequence
 __all__ = ["MeshModel"]
 
 _log = logging.getLogger("mpishard")
-
-_DATA_POLICIES: dict[str, Policy] = {
-    "ddp": DDPModel.policy,
-    "zero1": ZeRO1Model.policy,
-    "zero2": ZeRO2Model.policy,
-    "zero3": FSDPModel.policy,
-    "fsdp": FSDPModel.policy,
-}
 
 
 class MeshModel(ShardedModelBase):
@@ -76,45 +65,23 @@ class MeshModel(ShardedModelBase):
         data_parallel_strategy: str = "zero1",
         order: Sequence[str] = AXES,
     ) -> None:
-        if as_integer("micro_batch_count", micro_batch_count) < 1:
-            raise ValueError(f"micro_batch_count must be 1 or more, got {micro_batch_count}")
-        name = str(data_parallel_strategy).lower().replace("-", "")
-        if name not in _DATA_POLICIES:
-            raise ValueError(
-                f"unknown data_parallel_strategy {data_parallel_strategy!r}; there are "
-                f"{', '.join(_DATA_POLICIES)}"
-            )
-        if isinstance(schedule, str):
-            schedule = schedule_by_name(schedule)
-        is_costs = callable(partition_strategy) or isinstance(partition_strategy, Sequence)
-        if not (
-            partition_strategy is None
-            or isinstance(partition_strategy, IPipelinePartitionStrategy)
-            or (is_costs and not isinstance(partition_strategy, str))
-        ):
-            raise TypeError(
-                "partition_strategy must be an IPipelinePartitionStrategy, a function of a "
-                "LayerInfo, or one cost for each layer, got "
-                f"{type(partition_strategy).__name__}"
-            )
-        if schedule is not None and not isinstance(schedule, IPipelineSchedule):
-            raise TypeError(
-                f"schedule must be an IPipelineSchedule or its name, got {type(schedule).__name__}"
-            )
-        if not isinstance(checkpoint_config, ActivationCheckpointConfig | None):
-            raise TypeError(
-                "checkpoint_config must be an ActivationCheckpointConfig, got "
-                f"{type(checkpoint_config).__name__}"
-            )
+        options = checked_mesh_options({
+            "micro_batch_count": micro_batch_count,
+            "schedule": schedule,
+            "partition_strategy": partition_strategy,
+            "checkpoint_config": checkpoint_config,
+            "sequence_parallel": sequence_parallel,
+            "data_parallel_strategy": data_parallel_strategy,
+            "order": order,
+        })  # fmt: skip
         self._sizes = pipeline, tensor, data
-        self._order = mesh_order(order)
-        self._micro_batch_count = int(micro_batch_count)
-        self._schedule = schedule or GPipeSchedule()
-        self._partition_strategy = partition_strategy
-        _require_a_partition_strategy(partition_strategy)
-        self._checkpoint_config = checkpoint_config
-        self._sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
-        self._data_parallel_strategy = name
+        self._order: tuple[str, ...] = options["order"]
+        self._micro_batch_count: int = options["micro_batch_count"]
+        self._schedule: IPipelineSchedule = options["schedule"]
+        self._partition_strategy = options["partition_strategy"]
+        self._checkpoint_config: ActivationCheckpointConfig | None = options["checkpoint_config"]
+        self._sequence_parallel: bool = options["sequence_parallel"]
+        self._data_parallel_strategy: str = options["data_parallel_strategy"]
         super().__init__(wrapped_model, config)
 
     def _on_before_initialize_sharding(self) -> None:
@@ -131,16 +98,24 @@ class MeshModel(ShardedModelBase):
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
         if self.mesh.data_size > 1:
-            self.policy = _DATA_POLICIES[self._data_parallel_strategy]
+            self.policy = DATA_POLICIES[self._data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
+
+    def _initialize_sharding(self) -> None:
+        super()._initialize_sharding()
+        program = self.engine.program
+        if self.rank == 0 and isinstance(program, MeshProgram):
+            found = idle_axes(self._wrapped_model, program.choices)
+            if found:
+                _log.warning("%r: %s", self, "; ".join(found))
 
     def _require_same_choices(self) -> None:
         """Refuse ranks that would build different meshes, or other parts. Collective.
 
         Before the first message whose meaning depends on it.
         """
-        sizes = mesh_sizes(self.world_size, *self._sizes)
+        sizes = axis_sizes(self.world_size, *self._sizes)
         model = self._wrapped_model
         mine: dict[str, Any] = {
             "class": type(self).__name__,
@@ -228,6 +203,23 @@ class MeshModel(ShardedModelBase):
         return tuple((int(first), int(stop)) for first, stop in dealt)
 
     # ------------------------------------------------------------------------------- properties
+
+    def _described_ranks(self) -> str:
+        count = self._micro_batch_count
+        micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
+        if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            micro_batches = f"{self._schedule.name}, {micro_batches}"
+        return f"{self.mesh.describe()}, {micro_batches}"
+
+    @property
+    def data_parallel_strategy(self) -> str:
+        """What the data axis shards, by name."""
+        return self._data_parallel_strategy
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and dropout, too, are divided over the tensor axis."""
+        return self._sequence_parallel
 
     def data_rank_of(self, rank: int) -> int:
         return self.mesh.coordinates_of(rank)[2]
@@ -320,13 +312,3 @@ class MeshModel(ShardedModelBase):
         if self._sequence_parallel:
             style += "+Sequence"
         return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}
-
-
-def _require_a_partition_strategy(given: Any) -> None:
-    if isinstance(given, IPipelinePartitionStrategy | None):
-        return
-    if isinstance(given, type | str) or not (callable(given) or hasattr(given, "__len__")):
-        raise TypeError(
-            "partition_strategy must be an IPipelinePartitionStrategy, a cost of each layer or a "
-            f"function of its LayerInfo, got {given!r}"
-        )

@@ -90,6 +90,13 @@ class StageRun(IPipelineStage):
         stage = self._program.stages_here[virtual_stage]
         return self._boundary(stage + 1, micro_batch)
 
+    def describe(self, virtual_stage: int) -> str:
+        names = self._chain(virtual_stage).names
+        layers = "no layers" if not names else f"layer {names[0]!r}"
+        if len(names) > 1:
+            layers = f"layers {names[0]!r} to {names[-1]!r}"
+        return f"virtual stage {virtual_stage} ({layers})"
+
     def _boundary(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         shape = self._program.boundary_shape(
             stage, tuple(self._x.shape[1:]), whole_sequence=self._whole_sequence

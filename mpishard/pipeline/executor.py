@@ -281,6 +281,6 @@ class _Run:
         if array is None or array.shape != expected or array.dtype != self._dtype:
             got = "None" if array is None else f"{array.dtype.name}{list(array.shape)}"
             raise ValueError(
-                f"virtual stage {virtual_stage} of rank {self._backend.rank} gave {got} as the "
-                f"{flow}; it announced {self._dtype.name}{list(expected)}"
+                f"{self._stage.describe(virtual_stage)} of rank {self._backend.rank} gave {got} as "
+                f"the {flow}; it announced {self._dtype.name}{list(expected)}"
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpishard.arguments import as_integer
 from mpishard.contracts import LayerInfo
@@ -54,6 +56,8 @@ def partition_layers(
 
     Raises
     ------
+    TypeError
+        For a cost that is no number, naming its layer.
     ValueError
         Without layers, for fewer than one stage, for costs of another number than the layers,
         negative or not finite, and where both a strategy and costs are given.
@@ -88,9 +92,10 @@ def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
     if given is None:
         flops = [float(info.estimated_flops) for info in infos]
         return flops if any(flops) else [1.0] * len(infos)
-    costs = [float(c) for c in (map(given, infos) if callable(given) else given)]
-    if len(costs) != len(infos):
-        raise ValueError(f"costs must be one for each of {len(infos)} layers, got {len(costs)}")
+    found: list[Any] = list(map(given, infos) if callable(given) else given)
+    if len(found) != len(infos):
+        raise ValueError(f"costs must be one for each of {len(infos)} layers, got {len(found)}")
+    costs = [_number(info, cost) for info, cost in zip(infos, found, strict=True)]
     for info, cost in zip(infos, costs, strict=True):
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(
@@ -98,6 +103,16 @@ def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
                 f"got {cost}"
             )
     return costs
+
+
+def _number(info: LayerInfo, cost: Any) -> float:
+    if not isinstance(cost, str | bytes):  # of which float() would read some
+        with contextlib.suppress(TypeError, ValueError):
+            return float(cost)
+    raise TypeError(
+        f"the cost of layer {info.index}, {info.name!r}, that costs or partition_strategy gives "
+        f"must be a number, got {cost!r}"
+    )
 
 
 def _cuts_of(

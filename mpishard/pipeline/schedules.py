@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpishard.arguments import nearest
 from mpishard.pipeline.gpipe import GPipeSchedule
 from mpishard.pipeline.interleaved import Interleaved1F1BSchedule
 from mpishard.pipeline.looped_bfs import LoopedBFSSchedule
@@ -28,13 +29,20 @@ SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2"
 """What `schedule_by_name` knows."""
 
 
+def _bare(name: str) -> str:
+    return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
+
+
+_KNOWN = {_bare(name): name for name in SCHEDULE_NAMES}
+
+
 def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> RuleSchedule:
     """A schedule.
 
     Parameters
     ----------
     name : str
-        One of `SCHEDULE_NAMES`; upper and lower case are one.
+        One of `SCHEDULE_NAMES`; upper and lower case are one, and "-", "_" and blanks do not count.
     virtual_stages_per_rank : int, optional
         Of interleaved and looped-bfs, 2 where it is not given. Others have their own number.
 
@@ -43,11 +51,14 @@ def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> R
     ValueError
         For another name, or a number of virtual stages that the schedule cannot have.
     """
-    key = name.lower()
+    key = _KNOWN.get(_bare(name), "")
     if key in _LOOPED:
         return _LOOPED[key](2 if virtual_stages_per_rank is None else virtual_stages_per_rank)
     if key not in _FIXED:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULE_NAMES)}; got {name!r}")
+        raise ValueError(
+            f"schedule must be one of {', '.join(SCHEDULE_NAMES)}; got {name!r}"
+            + nearest(name.lower(), SCHEDULE_NAMES)
+        )
     schedule = _FIXED[key]()
     own = schedule.virtual_stages_per_rank
     if virtual_stages_per_rank not in (None, own):

@@ -34,6 +34,10 @@ class IPipelineStage(ABC):
             What the next stage takes; None of the model's last stage.
         """
 
+    def describe(self, virtual_stage: int) -> str:
+        """A stage, as errors name it."""
+        return f"virtual stage {virtual_stage}"
+
     @abstractmethod
     def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
         """Both halves. ``dy`` is None for the model's last stage; None comes of its first."""

@@ -59,7 +59,7 @@ def still_works(model: Any, optimizer: Any, before: Any) -> None:
 MADE = [
     ({"wrapped_model": None}, TypeError, "got None"),
     ({"config": None}, TypeError, "ShardingConfiguration"),
-    ({"pipeline_parallel_size": 0}, ValueError, "pipeline must be 1 or more, got 0"),
+    ({"pipeline_parallel_size": 0}, ValueError, "pipeline_parallel_size must be 1 or more, got 0"),
     ({"tensor_parallel_size": 3}, ValueError, "3 does not divide the world of 2"),
     ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, ValueError, "= 4, and the world"),
     ({"tensor_parallel_size": 1.5}, TypeError, "tensor"),
