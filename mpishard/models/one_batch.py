@@ -64,8 +64,10 @@ def require_one_batch(
         return
     if mesh.data_rank not in wrong:
         raise ValueError(
-            f"in the replicas of data ranks {wrong} the ranks were given different batches; this "
-            f"rank's replica, {mesh.data_rank}, agrees. Nothing was computed"
+            f"the {len(told)} ranks of one replica (pipeline and tensor axes) compute one batch "
+            f"together, and must be given the same: those of data rank "
+            f"{', '.join(map(str, wrong))} were not, which say what they were given. Deal samples "
+            "by data_rank of data_size, not by rank"
         )
     given = ", ".join(
         f"rank {rank}: {row[1]} samples, checksums {row[2:]}"

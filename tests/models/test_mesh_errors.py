@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_a_number_stops_every_rank(backend: Any, mesh: Any) -
     if model.data_rank == model.data_size - 1:
         given[4, 2] = np.nan
     for _ in range(2):
-        with pytest.raises(NonFiniteLossError, match="step 1: the loss of ranks"):
+        with pytest.raises(NonFiniteLossError, match="step 1: the loss of data ranks"):
             optimizer.step(model, given, y)
     still_works(model, optimizer, before)
 
