@@ -228,7 +228,7 @@ def test_frozen_parameters_stay_and_count_for_nothing(
     for entry in frozen:
         mask[entry.start : entry.stop] = 0
     expected = []
-    for step in range(3):
+    for step in range(2):
         g = gradient(problems, *problems.batch("tied", step), theta) * mask
         assert np.linalg.norm(g) > limit
         velocity = 0.9 * velocity + g * (limit / np.linalg.norm(g))
@@ -236,7 +236,7 @@ def test_frozen_parameters_stay_and_count_for_nothing(
         expected.append(theta)
 
     model, optimizer = build(backend, problems, mesh, options, rule)
-    for step in range(3):
+    for step in range(2):
         optimizer.step(model, *local(model, problems, step))
         close(model.get_parameters(), expected[step])
     x, y = problems.batch("tied", 0)
@@ -274,7 +274,7 @@ def test_rules_see_the_models_parameters_whole(
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("pipeline", "tensor", "data"))))
-@pytest.mark.parametrize(("world_size", "mesh"), [(4, (2, 1, 2)), (4, (2, 2, 1)), (8, (2, 2, 2))])
+@pytest.mark.parametrize(("world_size", "mesh"), [(8, (2, 2, 2))])
 @in_worlds()
 def test_axes_come_in_any_order(backend: Any, problems: Any, mesh: Any, order: Any) -> None:
     entries = tuple(problems.MODELS["tied"](0).parameter_table.entries)

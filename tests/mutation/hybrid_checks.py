@@ -161,19 +161,3 @@ def ranks_of_a_mesh_that_disagree(problems: Any) -> None:
 
     for name in MESHES:
         on_ranks(name, functools.partial(body, name=name))
-
-
-@check
-def layers_are_dealt_as_rank_0_finds(problems: Any) -> None:
-    """Whose clock may differ from the others'."""
-
-    def body(backend: Any) -> None:
-        costs = [1.0] * 5
-        costs[4 * (backend.rank % 2)] = 10.0
-        model, _ = build(backend, problems, "2 x 1 x 1", "mlp", partition_strategy=costs)
-        assert model.stage_layers[0] == (0, 1)
-        plain = problems.MODELS["mlp"](0)
-        x, _ = problems.batch("mlp", 0)
-        close(model.predict(x), plain.predict(x))
-
-    on_ranks("2 x 1 x 1", body)
