@@ -13,7 +13,7 @@ import typer
 
 from mpishard import settings
 from mpishard.cli import verify_rank, verify_reference
-from mpishard.cli.bench_report import show
+from mpishard.cli.bench_report import counted, show
 from mpishard.cli.launcher import find_launcher, loaded_library
 from mpishard.cli.verify_job import VerifyJob
 from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
@@ -135,18 +135,19 @@ def verify(
         alone = f"from {verify_reference.__name__} import main; main()"
         if _run([sys.executable, "-c", alone, folder]) != 0:
             raise typer.Exit(2)
+        mesh = VerifyJob.read(job.folder).mesh  # a black box has no schedules
         worker = [verify_rank.__file__, folder, way]
         launcher = ["-m", "mpishard", "run", "-n", str(ranks)] if way == "mpi" else []
         code = _run([sys.executable, *launcher, *worker])
         found = {name: verify_rank.Comparison.read(job.folder, name) for name in mesh.schedules}
-    kind = "MPI ranks" if way == "mpi" else "thread-ranks"
+    whom = counted(ranks, "MPI rank" if way == "mpi" else "thread-rank")
     are_equal = True
     for name, comparison in found.items():
-        where = f"{strategy}{mesh.describe(name)} on {ranks}"
+        where = f"{strategy}{mesh.describe(name)} on {whom}"
         if comparison is None:
             break
         verdict = Verdict(comparison, tolerance or default_tolerance(str(comparison.dtype)))
-        typer.echo(f"{target}: {where} {kind} against training alone, {steps} steps of "
+        typer.echo(f"{target}: {where} against training alone, {counted(steps, 'step')} of "
                    f"{optimizer}, {comparison.dtype}")  # fmt: skip
         show(verdict.table())
         for line in verdict.lines():
@@ -154,7 +155,7 @@ def verify(
         are_equal &= verdict.is_equal
     if code != 0 or None in found.values():
         typer.echo(
-            f"mpishard verify: alone the model trains, and {where} ranks ended with exit code "
+            f"mpishard verify: alone the model trains, and {where} ended with exit code "
             f"{code}: see above", err=True,
         )  # fmt: skip
         raise typer.Exit(1)

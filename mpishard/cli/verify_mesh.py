@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpishard.cli.bench_report import counted
 from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.pipeline import SCHEDULE_NAMES
@@ -91,7 +92,7 @@ class MeshChoice:
             return ""
         words = [" x ".join(f"{size} {axis}" for axis, size in zip(AXES, self.sizes, strict=True))]
         if schedule:
-            words += [schedule, f"{self.options['micro_batch_count']} micro-batches"]
+            words += [schedule, counted(self.options["micro_batch_count"], "micro-batch")]
         if "data_parallel_strategy" in self.options:
             words.append(f"{self.options['data_parallel_strategy']} over data")
         if self.options.get("sequence_parallel"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ from mpishard.cli.verify_target import Problem, TargetError, build_problem, load
 from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
+from mpishard.tensor import check_sequence
 
-__all__ = ["Reference", "main", "require_layers", "train_alone"]
+__all__ = ["Reference", "main", "require_layers", "settle_schedules", "train_alone"]
 
 _FILES = ("parameters", "losses", "gradients", "inputs", "predictions")
 
@@ -100,18 +101,50 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
 
 
 def require_layers(job: VerifyJob, problem: Problem) -> None:
-    """Refuse to compute a black box's activations again.
+    """Refuse what needs layers of a black box, and sequence parallelism without a sequence.
 
     Raises
     ------
     TargetError
-        Where that is asked for.
+        Where ``--recompute`` or ``--sequence-parallel`` is asked of such a model, or sequences
+        cannot be cut into equal parts.
     """
-    if "recompute" in job.mesh.options and not isinstance(problem.model, ILayeredModel):
+    model, options = problem.model, job.mesh.options
+    flags = {"recompute": "--recompute", "sequence_parallel": "--sequence-parallel"}
+    for option, flag in flags.items():
+        if option in options and not isinstance(model, ILayeredModel):
+            raise TargetError(
+                f"{flag} is for models of layers, and {type(model).__name__} is a black box\n"
+                "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
+            )
+    ranks = job.mesh.sizes[1]
+    if "sequence_parallel" in options and ranks > 1:
+        _require_sequences(problem, ranks)
+
+
+def _require_sequences(problem: Problem, ranks: int) -> None:
+    infos = problem.model.get_all_layer_info()
+    layers = {i.name: layer for i, layer in zip(infos, problem.model.layers, strict=True)}
+    try:
+        check_sequence(layers, infos[0].input_shape)
+    except ValueError as error:
         raise TargetError(
-            f"--recompute is for models of layers, and {type(problem.model).__name__} is a black "
-            "box\nleave it out, or return a model that implements ILayeredModel (mpishard.nn)"
-        )
+            f"--sequence-parallel is for models of sequences: leave it out\n{error}"
+        ) from None
+    for length in problem.x.shape[1:2]:  # training alone refuses an x without
+        if length % ranks:
+            raise TargetError(
+                f"--sequence-parallel cuts sequences into {ranks} equal parts, one for each tensor "
+                f"rank, and {length} positions are no multiple of {ranks}\n"
+                "leave it out, take another number of tensor ranks, or pad x and y of factory(seed)"
+            )
+
+
+def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
+    """The job, with one comparison and no schedule for a black box: nothing is scheduled of it."""
+    if isinstance(problem.model, ILayeredModel):
+        return job
+    return replace(job, mesh=replace(job.mesh, schedules=("",)))
 
 
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
@@ -153,7 +186,15 @@ def main() -> None:
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype)
         require_layers(job, problem)
-        train_alone(job, problem).write(job.folder)
+        settled = settle_schedules(job, problem)
+        if len(settled.mesh.schedules) < len(job.mesh.schedules):
+            name = type(problem.model).__name__
+            sys.stderr.write(
+                f"mpishard verify: once for all {len(job.mesh.schedules)} schedules: {name} is a "
+                "black box, of which nothing is scheduled\n"
+            )
+        settled.write()
+        train_alone(settled, problem).write(job.folder)
     except TargetError as error:
         sys.stderr.write(f"mpishard verify: {error}\n")
         raise SystemExit(2) from None

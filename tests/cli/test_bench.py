@@ -84,11 +84,11 @@ def no_constant(name):
 
 def test_speedup(tmp_path):
     path = tmp_path / "speedup.json"
-    sizes = ["--width", 64, "--layers", 2, "--batch", 2, "--micro-batches", 2, "--steps", 1]
+    sizes = ["--width", 16, "--layers", 2, "--batch", 2, "--micro-batches", 2, "--steps", 1]
     ended = bench("speedup", "--way", "all", *sizes, "--world-size", 2, "--json", path)
     assert ended.exit_code == 0, ended.output
     title = " ".join(ended.stdout.split("┏")[0].split())
-    assert title.startswith("GPT, 2 layers of width 64, ")
+    assert title.startswith("GPT, 2 layers of width 16, ")
     assert "2 sequences of 128 tokens on 2 ranks together, 2 micro-batches, 1 step" in title
     assert not title.endswith("steps")
     found = json.loads(path.read_text(), parse_constant=no_constant)

@@ -18,7 +18,7 @@ from mpishard.cli import app
 from mpishard.cli.verify_job import VerifyJob, relative_error
 from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
 from mpishard.cli.verify_rank import Comparison, compare
-from mpishard.cli.verify_reference import require_layers, train_alone
+from mpishard.cli.verify_reference import require_layers, settle_schedules, train_alone
 from mpishard.cli.verify_report import Verdict, default_tolerance
 from mpishard.cli.verify_rules import RULES
 from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
@@ -270,6 +270,28 @@ def test_a_black_box_has_no_activations_to_compute_again() -> None:
     require_layers(job(2), RIGHT["function"](ALONE))
 
 
+def test_sequence_parallelism_needs_sequences_that_can_be_cut() -> None:
+    def asked(ranks: int) -> VerifyJob:
+        return job(ranks, {"--sequence-parallel": True}, strategy="tensor")
+
+    with pytest.raises(TargetError, match=r"of sequences: leave it out\n.*linear0 .* shape \(5,\)"):
+        require_layers(asked(2), RIGHT["mlp"](ALONE))
+    with pytest.raises(TargetError, match=r"5 equal parts, .* 6 positions are .* of 5\nleave it"):
+        require_layers(asked(5), ON_MESHES["gpt"](ALONE))
+    with pytest.raises(TargetError, match="--sequence-parallel is for models of layers"):
+        require_layers(asked(2), RIGHT["function"](ALONE))
+    require_layers(asked(3), ON_MESHES["gpt"](ALONE))
+    require_layers(asked(1), RIGHT["mlp"](ALONE))  # nothing is cut
+
+
+def test_a_black_box_has_no_schedules() -> None:
+    asked = job(2, {"--schedule": "all"}, strategy="pipeline")
+    settled = settle_schedules(asked, RIGHT["function"](ALONE))
+    assert settled.mesh.schedules == ("",)
+    assert settled.mesh.describe("") == " (2 pipeline x 1 tensor x 1 data)"
+    assert settle_schedules(asked, RIGHT["mlp"](ALONE)) is asked
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     flags = {"--pipeline-parallel-size": 2, "--schedule": "all"}
     mine = replace(job(4, flags, strategy="hybrid"), folder=tmp_path)
@@ -369,6 +391,13 @@ def fault(seed):
     x = np.random.default_rng(seed).standard_normal((20, 3))
     return ms.FunctionModel(fun, np.ones(3)), x, x[:, :1]
 
+def box(seed):
+    def fun(theta, x, y):
+        error = x @ theta - y[:, 0]
+        return float(np.mean(error**2)), 2 * x.T @ error / len(x)
+    x = np.random.default_rng(seed).standard_normal((20, 3))
+    return ms.FunctionModel(fun, np.ones(3)), x, x[:, :1]
+
 def diverges(seed):
     return ms.FunctionModel(lambda t, x, y: (np.inf, t), np.ones(3)), np.ones(4), np.ones(4)
 """
@@ -413,6 +442,27 @@ def test_a_job_on_a_mesh_goes_through_all_schedules(file: str) -> None:
 
 
 @pytest.mark.spawned
+def test_a_black_box_is_trained_once_for_all_schedules(file: str) -> None:
+    ended = verify(f"{file}:box", "--strategy", "pipeline", "--backend", "memory",
+                   "--schedule", "all", "--steps", "1")  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    first, *lines = ended.stdout.splitlines()
+    assert "pipeline (2 pipeline x 1 tensor x 1 data) on 2 thread-ranks against" in first
+    assert len([line for line in lines if line.startswith("EQUAL")]) == 1
+    assert "once for all 7 schedules: FunctionModel is a black box" in ended.stderr
+    assert ended.stderr.count("divided over") == 1
+
+
+@pytest.mark.spawned
+def test_sequence_parallelism_without_a_sequence_ends_with_2_and_two_lines(file: str) -> None:
+    ended = verify(f"{file}:factory", "--strategy", "tensor", "--backend", "memory",
+                   "--sequence-parallel")  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert len(ended.stderr.splitlines()) == 2
+    assert ended.stderr.startswith("mpishard verify: --sequence-parallel is for models of sequen")
+
+
+@pytest.mark.spawned
 def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
     pytest.importorskip("mpi4py")
     ended = verify(f"{file}:fault", "--backend", "mpi")
@@ -442,7 +492,7 @@ def test_targets_are_files_and_modules(file: str) -> None:
     [
         ("factory", "package.module:factory or file.py:factory, got 'factory'\nfactory"),
         ("FILE:", "package.module:factory or file.py:factory, got"),
-        ("FILE:factroy", "has no 'factroy'\nits functions are factory, fault, diverges"),
+        ("FILE:factroy", "has no 'factroy'\nits functions are factory, fault, box, diverges"),
         ("FILE:NUMBER", "'NUMBER' of .* is a int and no function\nfactory"),
         ("no.such:factory", "there is no module 'no'\nlooked for it in"),
         ("mpishard.nowhere:factory", "there is no module 'mpishard.nowhere'\n"),
