@@ -56,28 +56,23 @@ def require_one_batch(
             f"the {len(told)} ranks of one replica compute together, and must make the same "
             f"calls: {calls}. predict, compute_gradients and step are collective"
         )
-    wrong = [mesh.data_rank] if any(row != told[0] for row in told) else []
+    replicas = {mesh.data_rank: told}
     if everywhere and mesh.data_size > 1:
-        flags = mesh.world.all_gather(np.array([len(wrong)]))
-        wrong = sorted({mesh.coordinates_of(int(rank))[2] for rank in np.flatnonzero(flags)})
-    if not wrong:
-        return
-    if mesh.data_rank not in wrong:
-        raise ValueError(
-            f"the {len(told)} ranks of one replica (pipeline and tensor axes) compute one batch "
-            f"together, and must be given the same: those of data rank "
-            f"{', '.join(map(str, wrong))} were not, which say what they were given. Deal samples "
-            "by data_rank of data_size, not by rank"
+        rows = mesh.world.all_gather(np.array([mine])).tolist()
+        for data in range(mesh.data_size):
+            replicas[data] = [rows[rank] for rank in mesh.replica_ranks(data)]
+    for data, rows in sorted(replicas.items()):
+        if all(row == rows[0] for row in rows):
+            continue
+        given = ", ".join(
+            f"rank {rank}: {row[1]} samples, checksums {row[2:]}"
+            for rank, row in zip(mesh.replica_ranks(data), rows, strict=True)
         )
-    given = ", ".join(
-        f"rank {rank}: {row[1]} samples, checksums {row[2:]}"
-        for rank, row in zip(mesh.replica_ranks(mesh.data_rank), told, strict=True)
-    )
-    raise ValueError(
-        f"the {len(told)} ranks of one replica (pipeline and tensor axes) compute one batch "
-        f"together, and must be given the same: {given}. Deal samples by data_rank of "
-        "data_size, not by rank"
-    )
+        raise ValueError(
+            f"the {len(rows)} ranks of one replica (pipeline and tensor axes) compute one batch "
+            f"together, and must be given the same: {given}. Deal samples by data_rank of "
+            "data_size, not by rank"
+        )
 
 
 def _checksum(values: Any) -> int:

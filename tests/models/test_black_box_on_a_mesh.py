@@ -260,7 +260,7 @@ def test_bytes_of_a_step(
             marks = np.zeros((1, 4), np.int64)
             small += sent(backend, links, model.mesh.replica.all_gather, marks)
             if replicas > 1:
-                small += sent(backend, links, backend.all_gather, np.zeros(1, np.int64))
+                small += sent(backend, links, backend.all_gather, marks)
         size = model.parameter_count * model.dtype.itemsize
         for step in range(2):
             batch = local_batch(model, problems, kind, step)

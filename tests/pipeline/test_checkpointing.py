@@ -302,5 +302,5 @@ def test_models_that_cannot_be_computed_again():
         configuration = ShardingConfiguration(backend)
         with pytest.raises(NotImplementedError, match="ILayeredModel"):
             HybridShardedModel(black_box, configuration, checkpoint_config=Config(True))
-        with pytest.raises(TypeError, match="must be an ActivationCheckpointConfig, got bool"):
+        with pytest.raises(TypeError, match="must be an ActivationCheckpointConfig, got True"):
             HybridShardedModel(plain("mlp"), configuration, checkpoint_config=True)
