@@ -101,6 +101,11 @@ class ProcessMesh:
         """Ranks that hold one replica of the model together."""
         return self.pipeline_size * self.tensor_size
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The ranks that hold each replica, by data rank: see `replica_ranks`."""
+        return [self.replica_ranks(data) for data in range(self.data_size)]
+
     def replica_ranks(self, data: int) -> list[int]:
         """The ranks that hold the replica of data rank ``data``, by (pipeline, tensor)."""
         return [

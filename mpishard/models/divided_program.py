@@ -147,7 +147,7 @@ class DividedProgram(Program):
             require_one_batch(self.mesh, call, x, y, everywhere=everywhere)
 
     def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
-        return [self.mesh.replica_ranks(data) for data in range(self.mesh.data_size)]
+        return self.mesh.replicas
 
     def train(
         self,

@@ -136,7 +136,8 @@ class MeshProgram(LayeredProgram):
         ]
         self._chains = self.chains
         self._chains_by_token: list[LayerChain] | None = None
-        self._classes = self._model.get_all_layer_info()[-1].output_shape[-1]
+        # A layer is asked for its shape once, and not for each micro-batch.
+        self._boundaries: dict[tuple[int, tuple[int, ...], bool], tuple[int, ...]] = {}
 
     def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
         """The segments of a stage that are computed again; its layers are held from ``first``."""
@@ -158,6 +159,11 @@ class MeshProgram(LayeredProgram):
     @property
     def placement(self) -> Placement:
         return self._placement
+
+    @property
+    def _classes(self) -> int:
+        """Size of the output's last dim, where it is split."""
+        return self._model.get_all_layer_info()[-1].output_shape[-1]
 
     @property
     def speaks(self) -> bool:
@@ -196,6 +202,14 @@ class MeshProgram(LayeredProgram):
 
         ``whole_sequence`` is without sequence parallelism, whatever was chosen.
         """
+        key = stage, sample_shape, whole_sequence
+        if key not in self._boundaries:
+            self._boundaries[key] = self._find_boundary(*key)
+        return self._boundaries[key]
+
+    def _find_boundary(
+        self, stage: int, sample_shape: tuple[int, ...], whole_sequence: bool
+    ) -> tuple[int, ...]:
         layers = self._model.layers
         first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
         shape = sample_shape
@@ -227,7 +241,7 @@ class MeshProgram(LayeredProgram):
         require_one_batch(self.mesh, call, x, y, everywhere=everywhere)
 
     def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
-        return [self.mesh.replica_ranks(data) for data in range(self.mesh.data_size)]
+        return self.mesh.replicas
 
     def train(
         self,

@@ -236,3 +236,31 @@ def test_no_stage_begins_with_tokens_of_another(backend: Any) -> None:
         loss = alone.train(tokens, tokens, 0.1)
         assert abs(model.train(tokens, tokens) - loss) < 1e-12
     np.testing.assert_allclose(model.get_parameters(), alone.get_parameters(), rtol=0, atol=1e-12)
+
+
+class _Sum(nn.Layer):
+    """One number for a sample, which has no dim that could be split."""
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return ()
+
+    def forward(self, p: Any, x: Any, context: Any) -> tuple[Any, Any]:
+        return x.sum(axis=1), x.shape
+
+    def backward_input(self, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+        return np.broadcast_to(dy[:, None], saved).copy(), None
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
+@in_worlds(2)
+def test_a_sample_may_come_out_as_one_number(backend: Any, mesh: tuple[int, int, int]) -> None:
+    def plain() -> nn.Model:
+        chain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), _Sum())
+        return nn.Model(chain, nn.MSE(), input_shape=(3,), seed=1)
+
+    x = np.random.default_rng(0).standard_normal((6, 3))
+    config = ShardingConfiguration(backend, learning_rate=0.1)
+    model, alone = HybridShardedModel(plain(), config, *mesh, micro_batch_count=2), plain()
+    for _ in range(3):
+        assert abs(model.train(x, x[:, 0]) - alone.train(x, x[:, 0], 0.1)) < 1e-12
+    np.testing.assert_allclose(model.get_parameters(), alone.get_parameters(), rtol=0, atol=1e-12)
