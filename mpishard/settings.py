@@ -9,6 +9,8 @@ __all__ = [
     "CALL_LOG_LENGTH",
     "EXIT_FAILURE",
     "EXIT_INTERRUPT",
+    "EXIT_KILLED",
+    "EXIT_TERMINATED",
     "EXIT_TIMEOUT",
     "MAXIMUM_DIMS",
     "MAXIMUM_TAG",
@@ -22,6 +24,7 @@ __all__ = [
     "cuda_aware_hint",
     "is_slurm_allocation",
     "is_slurm_step",
+    "job_folder",
     "launched_world_size",
     "launcher_variable",
     "log_level",
@@ -43,7 +46,7 @@ MAXIMUM_DIMS = 8
 MAXIMUM_TAG = 16382
 """Just below half of the tag bound that MPI guarantees; the other half is the package's own."""
 
-CALL_LOG_LENGTH = 64
+CALL_LOG_LENGTH = 256
 """Collectives that a rank's call log remembers."""
 
 MEMORY_TIMEOUT = 30.0
@@ -60,6 +63,12 @@ EXIT_TIMEOUT = 124
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
+
+EXIT_TERMINATED = 143
+"""Exit code of an MPI job of which a rank was sent SIGTERM."""
+
+EXIT_KILLED = 137
+"""Exit code of `mpishard run` where a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -259,6 +268,15 @@ def trace_folder() -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
     return folder
+
+
+def job_folder() -> Path | None:
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-<r>.calls``, a `CallFile`; None: nowhere.
+
+    `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
+    """
+    text = os.environ.get("MPISHARD_JOB_FOLDER", "")
+    return Path(text) if text else None
 
 
 def openblas_kernel_is_set() -> bool:

@@ -95,6 +95,8 @@ class Call:
     out_rows: int
     filename: str = ""
     line: int = 0
+    method: str = ""
+    """The function of this package that the user called, such as ``FSDPModel.predict``."""
     _description: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
