@@ -31,6 +31,7 @@ from mpishard import settings
 from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
+from mpishard.communication.call_file import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.group import Group
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
 from mpishard.communication.lanes import Pending, Turn
@@ -48,7 +49,6 @@ from mpishard.layout import ShardLayout
 
 __all__ = ["MPICollectives"]
 
-_SITE_BYTES = 256
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 
 
@@ -102,22 +102,20 @@ class MPICollectives(SharedCollectives):
 
     def _name_sites(self, calls: Sequence[Call], own: Call, turn: Turn) -> Steps:
         """Learn where each rank's call stands in its script. All ranks come here or none."""
-        site = own.site.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        sites = np.empty((self.world_size, _SITE_BYTES), np.uint8)
+        site = encode_place(own, "")
+        sites = np.empty((self.world_size, PLACE_BYTES), np.uint8)
         yield turn
         yield self._post(
             turn,
             turn.comm.Iallgather(
-                self._spec(np.frombuffer(site, np.uint8), _SITE_BYTES),
-                self._spec(sites, _SITE_BYTES),
+                self._spec(np.frombuffer(site, np.uint8), PLACE_BYTES),
+                self._spec(sites, PLACE_BYTES),
             ),
             site,
             sites,
         )
         for call, encoded in zip(calls, sites, strict=True):
-            text = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
-            call.filename, _, line = text.rpartition(":")
-            call.line = int(line) if line.isdecimal() else 0
+            decode_place(encoded.tobytes(), call)
 
     # ---------------------------------------------------------------------------- what MPI takes
 
