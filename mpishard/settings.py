@@ -23,6 +23,8 @@ __all__ = [
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "forwarded_variables",
+    "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
@@ -338,6 +340,23 @@ def job_folder() -> Path | None:
     """
     text = os.environ.get("MPISHARD_JOB_FOLDER", "")
     return Path(text) if text else None
+
+
+_FORWARDED_PREFIXES = (
+    "MPISHARD_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "KMP_", "NUMBA_", "PYTHON",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "LD_LIBRARY_PATH", "CUDA_", "CUPY_", "NCCL_",
+    "HF_", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def forwarded_variables() -> list[str]:
+    """Variables that ranks on other machines need as well, where a launcher passes on none."""
+    return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment has a variable of that name."""
+    return name in os.environ
 
 
 def openblas_kernel_is_set() -> bool:
