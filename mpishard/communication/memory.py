@@ -28,7 +28,7 @@ from mpishard.arrays import (
 )
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import Call, advice_on_leaving
+from mpishard.communication.call import Call, Kind, advice_on_leaving
 from mpishard.communication.call_file import RankState
 from mpishard.communication.diagnosis import describe_stall, parting
 from mpishard.communication.letters import Delivery, Letter, Taken
@@ -36,6 +36,7 @@ from mpishard.communication.meeting import Absence, Failure, World, new_world, s
 from mpishard.communication.naming import of_group
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.recording import stop_recording
+from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import CollectiveWork, Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
@@ -260,6 +261,27 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return parting(self._joined().records(), self.call_log.group, before=sequence)
 
     # ------------------------------------------------------------------------------- collectives
+
+    def _call(
+        self,
+        kind: Kind,
+        array: Array | None,
+        *,
+        operation: ReductionOperation | None = None,
+        root: int = -1,
+        counts: tuple[int, ...] | None = None,
+        out_rows: int = -1,
+    ) -> Call:
+        world = self._joined()
+        if world.failures:
+            # It need not wait for the rank that failed: that may go on, after abort().
+            failure = world.failures[0]
+            raise PeerError(
+                f"{kind.label} is called after a failure: {failure.message}", failure.rank
+            )
+        return super()._call(
+            kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
+        )
 
     def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
         """First meeting of a collective: check the calls, give back the ranks' values.

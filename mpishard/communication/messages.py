@@ -77,6 +77,9 @@ class Messages:
 
     def __init__(self, group: Group, world_ranks: Sequence[int]) -> None:
         self._group = group
+        # Open MPI 5 writes past the end of memory that is too short for a large message. There
+        # memory is posted when the head has told the size.
+        self._posts_ahead = "Open MPI" not in group.mpi.Get_library_version()
         self._world_ranks = world_ranks
         self._sent: deque[Pending] = deque()
         self._streams: dict[tuple[int, int], Stream] = {}
@@ -142,7 +145,7 @@ class Messages:
         """Post the memory for one more message, so that MPI need not keep it for us."""
         head = np.empty(_HEAD_BYTES + _TOGETHER_BYTES, np.uint8)
         stream.heads.append(self._irecv(head, source, tag))
-        if nbytes > _TOGETHER_BYTES:
+        if self._posts_ahead and nbytes > _TOGETHER_BYTES:
             self._expect_data(stream, source, tag, nbytes)
 
     def _expect_data(self, stream: Stream, source: int, tag: int, nbytes: int) -> None:
