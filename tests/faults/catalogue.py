@@ -91,9 +91,7 @@ def killed(number: int, word: str) -> _Row:
 
 
 def stalls(*words: str, errors: tuple[str, ...] = ("CollectiveTimeoutError", "PeerError")) -> _Row:
-    return fault(
-        errors=errors, memory=words, code=124, mpi=(*words, "the job ends"), stalls=True
-    )
+    return fault(errors=errors, memory=words, code=124, mpi=(*words, "the job ends"), stalls=True)
 
 
 # ------------------------------------------------------------------------------------ raises
@@ -411,8 +409,8 @@ def another_root(backend, culprit):
 
 
 @fault(
-    errors=MISMATCH, own=MISMATCH, memory=("predict", "[{culprit}]"),
-    mpi=("predict", "[{culprit}]", "the job ends"), variables={"MPISHARD_ARENA": "off"},
+    errors=MISMATCH, own=MISMATCH, memory=("FSDPModel.predict is collective: rank {culprit} called it",),
+    mpi=("FSDPModel.predict is collective: rank {culprit} called it", "the job ends"), variables={"MPISHARD_ARENA": "off"},
 )  # fmt: skip
 def predict_on_one_rank(backend, culprit):
     model = _trained(backend)
