@@ -196,7 +196,7 @@ class Transport(ABC):
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
-    def _name(self, purpose: str) -> None:
+    def _name_group(self, purpose: str) -> None:
         """Let reports say what this group, which was split off another, is for."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
