@@ -9,32 +9,44 @@ __all__ = [
     "CALL_LOG_LENGTH",
     "EXIT_FAILURE",
     "EXIT_INTERRUPT",
+    "EXIT_KILLED",
+    "EXIT_TERMINATED",
     "EXIT_TIMEOUT",
     "MAXIMUM_DIMS",
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
     "arena_sources",
+    "blas_thread_variables",
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "forwarded_variables",
+    "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
+    "job_folder",
+    "launched_rank",
     "launched_world_size",
     "launcher_variable",
     "log_level",
     "mpi_timeout",
     "mpi_warning",
     "numba_is_allowed",
+    "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
+    "outside_launcher",
     "pmix_rank",
     "program_folders",
     "progress_thread",
+    "slurm_job",
+    "slurm_plugin",
     "terminal_columns",
     "trace_folder",
     "virtual_nodes",
+    "visible_gpus",
 ]
 
 MAXIMUM_DIMS = 8
@@ -43,7 +55,7 @@ MAXIMUM_DIMS = 8
 MAXIMUM_TAG = 16382
 """Just below half of the tag bound that MPI guarantees; the other half is the package's own."""
 
-CALL_LOG_LENGTH = 64
+CALL_LOG_LENGTH = 256
 """Collectives that a rank's call log remembers."""
 
 MEMORY_TIMEOUT = 30.0
@@ -60,6 +72,12 @@ EXIT_TIMEOUT = 124
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
+
+EXIT_TERMINATED = 143
+"""Exit code of an MPI job of which a rank was sent SIGTERM."""
+
+EXIT_KILLED = 137
+"""Exit code of `mpishard run` where a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -84,6 +102,40 @@ def launched_world_size() -> int | None:
     return None
 
 
+def launched_rank() -> int | None:
+    """The number of this process among those of its launcher, where that says so."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+_OF_LAUNCHERS = (
+    "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
+    "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
+    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
+    "SLURM_LOCALID",
+)  # fmt: skip
+
+
+def outside_launcher() -> dict[str, str]:
+    """The environment without what a launcher said in it of the job that this process is part of.
+
+    So that it can start a job of its own. Where no launcher started it, nothing is left out: a
+    variable is then the user's.
+    """
+    if launcher_variable() is None:
+        return dict(os.environ)
+    return {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+
+
+def open_mpi_starts_for_root() -> bool:
+    """Whether the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return all(os.environ.get(name) == "1" for name in names)
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
@@ -91,7 +143,17 @@ def is_slurm_step() -> bool:
 
 def is_slurm_allocation() -> bool:
     """Whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
-    return bool(os.environ.get("SLURM_JOB_ID"))
+    return slurm_job() is not None
+
+
+def slurm_job() -> str | None:
+    """SLURM_JOB_ID, the allocation that this process runs in; None outside."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def slurm_plugin() -> str | None:
+    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, where it is set."""
+    return os.environ.get("SLURM_MPI_TYPE") or None
 
 
 def pmix_rank() -> int:
@@ -111,10 +173,15 @@ def cpus_per_task() -> int | None:
     return int(value) if value.isdecimal() else None
 
 
+def blas_thread_variables() -> dict[str, str]:
+    """The variables by which the user chose the number of BLAS threads, with their values."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def blas_threads_are_set() -> bool:
     """Whether the user chose the number of BLAS threads."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return any(name in os.environ for name in names)
+    return bool(blas_thread_variables())
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -238,6 +305,11 @@ def cuda_aware_hint() -> str | None:
     return None
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES: the GPUs that this process may use, where it is set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def virtual_nodes() -> int:
     """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 where not set.
 
@@ -259,6 +331,32 @@ def trace_folder() -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
     return folder
+
+
+def job_folder() -> Path | None:
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-<r>.calls``, a `CallFile`; None: nowhere.
+
+    `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
+    """
+    text = os.environ.get("MPISHARD_JOB_FOLDER", "")
+    return Path(text) if text else None
+
+
+_FORWARDED_PREFIXES = (
+    "MPISHARD_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "KMP_", "NUMBA_", "PYTHON",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "LD_LIBRARY_PATH", "CUDA_", "CUPY_", "NCCL_",
+    "HF_", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def forwarded_variables() -> list[str]:
+    """Variables that ranks on other machines need as well, where a launcher passes on none."""
+    return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment has a variable of that name."""
+    return name in os.environ
 
 
 def openblas_kernel_is_set() -> bool:
