@@ -49,17 +49,10 @@ class CommunicationConformance(RefusalChecks):
     ----------
     dtypes : sequence of dtype
         Those that travel on the backend. Default: all of the contract.
-    convert : callable
-        Makes the backend's sort of array of a NumPy array, such as ``cupy.asarray``.
     """
 
-    def __init__(
-        self,
-        dtypes: Sequence[np.dtype[Any]] = DTYPES,
-        convert: Callable[[Array], Array] = lambda array: array,
-    ) -> None:
+    def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
         self.dtypes = tuple(dtypes)
-        self.convert = convert
 
     @classmethod
     def names(cls) -> list[str]:
