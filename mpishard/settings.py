@@ -22,9 +22,11 @@ __all__ = [
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "is_debugging",
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
+    "launched_rank",
     "launched_world_size",
     "launcher_variable",
     "log_level",
@@ -32,6 +34,7 @@ __all__ = [
     "mpi_warning",
     "numba_is_allowed",
     "openblas_kernel_is_set",
+    "pmi_descriptor",
     "pmix_rank",
     "program_folders",
     "progress_thread",
@@ -93,6 +96,24 @@ def launched_world_size() -> int | None:
     return None
 
 
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def launched_rank() -> int | None:
+    """The rank that the launcher gave to this process, where it says so."""
+    for name in _RANKS:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def pmi_descriptor() -> int | None:
+    """PMI_FD: the descriptor on which this process talks to Hydra, MPICH's launcher."""
+    value = os.environ.get("PMI_FD", "")
+    return int(value) if value.isdecimal() and not is_slurm_step() else None
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
@@ -137,6 +158,11 @@ def log_level() -> str | None:
     if text.lower() not in _LOG_LEVELS:
         raise ValueError(f"MPISHARD_LOG must be one of {', '.join(_LOG_LEVELS)}; got {text!r}")
     return text.lower()
+
+
+def is_debugging() -> bool:
+    """Whether MPISHARD_LOG is ``debug``."""
+    return os.environ.get("MPISHARD_LOG", "").lower() == "debug"
 
 
 def check() -> None:

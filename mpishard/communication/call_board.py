@@ -25,7 +25,7 @@ _ROW_BYTES = HEADER_BYTES + _SITE_BYTES
 _ROWS = settings.CALL_LOG_LENGTH
 _RANK_BYTES = (1 + _ROWS) * _ROW_BYTES
 # The first row of a rank is about itself.
-_COUNT, _PROCESS, _REPORTED = 0, 8, 16
+_COUNT, _PROCESS, _REPORTED, _LEFT = 0, 8, 16, 24
 _NUMBER = struct.Struct("=q")
 _ROW = struct.Struct(f"q{HEADER_BYTES - 8}s{_SITE_BYTES}s")
 
@@ -88,11 +88,17 @@ class CallBoard:
         self._write(self._local, _REPORTED, 1)
         return True
 
+    def set_left(self, *, left: bool) -> None:
+        """Say whether this rank has left every world: its process may be gone then."""
+        self._write(self._local, _LEFT, int(left))
+
     def dead_rank(self) -> int | None:
-        """The first rank of this node whose process is gone, or None."""
+        """The first rank of this node whose process is gone, and that had not left; or None."""
         if not Path("/proc/self").is_dir():
             return None
         for local, rank in enumerate(self.ranks):
+            if self._read(local, _LEFT):
+                continue
             try:
                 stat = Path(f"/proc/{self._read(local, _PROCESS)}/stat").read_bytes()
             except OSError:
@@ -101,10 +107,10 @@ class CallBoard:
                 return rank
         return None
 
-    def table(self, world_size: int, count: int = 3) -> str:
-        """The last ``count`` collectives of each rank, newest last."""
+    def table(self, world_size: int, count: int = 3, *, only: int | None = None) -> str:
+        """The last ``count`` collectives of each rank, or of ``only`` one, newest last."""
         lines = []
-        for rank in range(world_size):
+        for rank in range(world_size) if only is None else (only,):
             if rank not in self.ranks:
                 lines.append(f"  rank {rank}: on another node")
                 continue

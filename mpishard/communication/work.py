@@ -15,7 +15,7 @@ from mpishard.communication.call import Call
 from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
-__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -158,7 +158,12 @@ class CollectiveWork(Work):
 
     @property
     def where(self) -> str:
-        return f"in {self.name} called at {self.call.site}"
+        return in_call(self.call)
+
+
+def in_call(call: Call) -> str:
+    """Where a rank waits that waits in ``call``."""
+    return f"in collective {call.sequence}, {call}, called at {call.site}"
 
 
 class Transfer(Work):
