@@ -17,12 +17,15 @@ __all__ = [
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
     "arena_sources",
+    "blas_thread_variables",
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "forwarded_variables",
     "is_debugging",
+    "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
@@ -33,14 +36,19 @@ __all__ = [
     "mpi_timeout",
     "mpi_warning",
     "numba_is_allowed",
+    "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
+    "outside_launcher",
     "pmi_descriptor",
     "pmix_rank",
     "program_folders",
     "progress_thread",
+    "slurm_job",
+    "slurm_plugin",
     "terminal_columns",
     "trace_folder",
     "virtual_nodes",
+    "visible_gpus",
 ]
 
 MAXIMUM_DIMS = 8
@@ -96,12 +104,9 @@ def launched_world_size() -> int | None:
     return None
 
 
-_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-
-
 def launched_rank() -> int | None:
-    """The rank that the launcher gave to this process, where it says so."""
-    for name in _RANKS:
+    """The number of this process among those of its launcher, where that says so."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
         if value.isdecimal():
             return int(value)
@@ -114,6 +119,31 @@ def pmi_descriptor() -> int | None:
     return int(value) if value.isdecimal() and not is_slurm_step() else None
 
 
+_OF_LAUNCHERS = (
+    "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
+    "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
+    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
+    "SLURM_LOCALID",
+)  # fmt: skip
+
+
+def outside_launcher() -> dict[str, str]:
+    """The environment without what a launcher said in it of the job that this process is part of.
+
+    So that it can start a job of its own. Where no launcher started it, nothing is left out: a
+    variable is then the user's.
+    """
+    if launcher_variable() is None:
+        return dict(os.environ)
+    return {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+
+
+def open_mpi_starts_for_root() -> bool:
+    """Whether the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return all(os.environ.get(name) == "1" for name in names)
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
@@ -121,7 +151,17 @@ def is_slurm_step() -> bool:
 
 def is_slurm_allocation() -> bool:
     """Whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
-    return bool(os.environ.get("SLURM_JOB_ID"))
+    return slurm_job() is not None
+
+
+def slurm_job() -> str | None:
+    """SLURM_JOB_ID, the allocation that this process runs in; None outside."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def slurm_plugin() -> str | None:
+    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, where it is set."""
+    return os.environ.get("SLURM_MPI_TYPE") or None
 
 
 def pmix_rank() -> int:
@@ -141,10 +181,15 @@ def cpus_per_task() -> int | None:
     return int(value) if value.isdecimal() else None
 
 
+def blas_thread_variables() -> dict[str, str]:
+    """The variables by which the user chose the number of BLAS threads, with their values."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def blas_threads_are_set() -> bool:
     """Whether the user chose the number of BLAS threads."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return any(name in os.environ for name in names)
+    return bool(blas_thread_variables())
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -273,6 +318,11 @@ def cuda_aware_hint() -> str | None:
     return None
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES: the GPUs that this process may use, where it is set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def virtual_nodes() -> int:
     """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 where not set.
 
@@ -303,6 +353,23 @@ def job_folder() -> Path | None:
     """
     text = os.environ.get("MPISHARD_JOB_FOLDER", "")
     return Path(text) if text else None
+
+
+_FORWARDED_PREFIXES = (
+    "MPISHARD_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "KMP_", "NUMBA_", "PYTHON",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "LD_LIBRARY_PATH", "CUDA_", "CUPY_", "NCCL_",
+    "HF_", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def forwarded_variables() -> list[str]:
+    """Variables that ranks on other machines need as well, where a launcher passes on none."""
+    return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment has a variable of that name."""
+    return name in os.environ
 
 
 def openblas_kernel_is_set() -> bool:

@@ -86,11 +86,12 @@ class Ending:
         )
 
     def warn(self, waited: float, where: str, give_up_after: float) -> None:
-        """Say that this rank has waited for long."""
+        """Say that this rank has waited for long, and the one that has for longest, why."""
         then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
+        stall = self.describe_stall() if self.speaks_for_all() else ""
         print(  # noqa: T201
             f"mpishard: {self.name} has waited {waited:.0f} s {where}"
-            f"{then if give_up_after else ''}",
+            f"{then if give_up_after else ''}{_below(stall)}",
             file=sys.stderr,
             flush=True,
         )
@@ -100,7 +101,7 @@ class Ending:
         stall = self.describe_stall()
         self.end(
             f"mpishard: {self.name} has waited {waited:.0f} s {where}; the job ends "
-            f"(MPISHARD_TIMEOUT){stall and chr(10)}{stall}",
+            f"(MPISHARD_TIMEOUT){_below(stall)}",
             settings.EXIT_TIMEOUT,
         )
 
@@ -113,11 +114,18 @@ class Ending:
         return ""
 
     def describe_stall(self) -> str:
-        """What all ranks did last; several lines, or nothing."""
+        """Why the ranks wait, as far as is known; several lines, or nothing."""
         return ""
 
-    def claim_report(self) -> bool:
-        """Whether this process is the first of its launcher's on this node to report the end."""
+    def speaks_for_all(self) -> bool:
+        """Whether no other rank has waited for longer."""
+        return True
+
+    def claim_report(self, code: int) -> bool:
+        """Whether this process is the first to report the end of the job, with exit code ``code``.
+
+        The first of its launcher's on this node, where no more is known.
+        """
         if not sys.platform.startswith("linux"):
             return True
         # A name that the kernel gives to one process, and takes back when that ends.
@@ -141,7 +149,7 @@ class Ending:
             self.close(report)
         except Exception as error:  # noqa: BLE001 - the end goes on, and says so
             report += f"\n(what was recorded could not be written: {error})"
-        if self.claim_report():
+        if self.claim_report(code):
             print(report, file=sys.stderr, flush=True)  # noqa: T201
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)
@@ -157,6 +165,10 @@ class Ending:
 
 
 _kept: list[socket.socket] = []
+
+
+def _below(text: str) -> str:
+    return f"\n{text}" if text else ""
 
 
 def flush_output() -> None:

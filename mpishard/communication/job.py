@@ -12,11 +12,14 @@ from mpishard import settings
 from mpishard.communication.arena import at_once, number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
+from mpishard.communication.call_file import RankState
+from mpishard.communication.diagnosis import describe_stall, longest_waiting
 from mpishard.communication.ending import Ending, flush_output
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
+from mpishard.communication.rank_table import rank_table
 from mpishard.communication.watchdog import Wait, watchdog
 from mpishard.layout import ShardLayout
 
@@ -24,6 +27,7 @@ __all__ = ["IN_INIT", "Job"]
 
 _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
+_CALLS_SHOWN = 10
 _CORES_FOR_PROGRESS = 2
 
 IN_INIT = "in init() for the other ranks to call it"
@@ -44,7 +48,7 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board: CallBoard | None = None
+        self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
@@ -69,15 +73,10 @@ class Job(Ending):
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
-        self.board = CallBoard(node, ranks) if self.world_size > 1 else None
+        if self.board is not None:
+            self.board.share(node, comm, ranks)
         node.Free()
         self._post_office = self._open_post_office(comm)
-
-    def enter(self) -> None:
-        """Take part in a world again, after `leave`, too."""
-        if self.board is not None:
-            self.board.set_left(left=False)
-            watchdog.guard(self)
 
     def start_progress(self, comm: Any) -> None:
         """Start the progress thread, where it is wanted, until `leave`. Collective."""
@@ -182,6 +181,8 @@ class Job(Ending):
         that this rank takes part in go on meanwhile.
         """
         flush_output()
+        if self.board is not None:
+            self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
@@ -205,8 +206,6 @@ class Job(Ending):
         for group in groups:
             group.free()
         self._groups.clear()
-        if self.board is not None:
-            self.board.set_left(left=True)
         watchdog.release(self)
 
     def wait(self, where: Callable[[], str]) -> Wait:
@@ -217,15 +216,20 @@ class Job(Ending):
         return None if self.board is None else self.board.dead_rank()
 
     def describe(self) -> str:
-        return "" if self.board is None else self.board.table(self.world_size, only=self.rank)
-
-    def describe_stall(self) -> str:
         if self.board is None:
             return ""
-        return f"Last collectives of each rank:\n{self.board.table(self.world_size)}"
+        now = time.time()
+        return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
 
-    def claim_report(self) -> bool:
-        return super().claim_report() if self.board is None else self.board.claim_report()
+    def describe_stall(self) -> str:
+        return "" if self.board is None else describe_stall(self.board)
+
+    def speaks_for_all(self) -> bool:
+        return self.board is None or longest_waiting(self.board.records()) == self.rank
+
+    def claim_report(self, code: int) -> bool:
+        first = super().claim_report(code)
+        return first and (self.board is None or self.board.claim_report(code))
 
     def close(self, report: str) -> None:
         for reference in tuple(self._groups.values()):

@@ -14,7 +14,10 @@ from mpishard import settings
 from mpishard.communication.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["load_mpi"]
+__all__ = ["START_SECONDS", "load_mpi"]
+
+START_SECONDS = 10.0
+"""What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
 
 
 def load_mpi() -> ModuleType:
@@ -60,7 +63,9 @@ def _start_under_watch() -> ModuleType:
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
     watchdog.start()
-    with watchdog.wait(lambda: "for MPI to start, which needs all processes of the job"):
+    with watchdog.wait(
+        lambda: "for MPI to start, which needs all processes of the job", slack=START_SECONDS
+    ):
         _initialize(MPI, rc)
     return MPI
 

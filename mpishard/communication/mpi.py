@@ -10,8 +10,9 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.arena import number_nodes, share_memory
-from mpishard.communication.call import Call, Kind
-from mpishard.communication.call_board import SharedCallLog
+from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call_log import CallLog
+from mpishard.communication.diagnosis import parting
 from mpishard.communication.group import Group
 from mpishard.communication.job import IN_INIT, Job
 from mpishard.communication.lanes import Condition
@@ -19,6 +20,7 @@ from mpishard.communication.launcher import check_launched_world, not_launched_e
 from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Messages
+from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
@@ -103,23 +105,23 @@ class MPICommunicationBackend(SmallCollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            self._job.enter()
             with self._job.wait(lambda: IN_INIT):
                 self._group = self._enter(self._job)
             self._sequence = 0
             self._pending.clear()
-        self._messages = Messages(self._group)
+        self._messages = Messages(self._group, self.world_ranks)
         self._forget_plans()
         self._job.join(self._group, self)
-        if self._job.board is not None:
-            self.call_log = SharedCallLog(self._job.board, self._group.name)
         if self._is_root:
+            if self._job.board is not None:
+                self.call_log = CallLog(self._job.board.journal)
+                self._job.board.note_shared_memory()
             exit_hooks.install(self)
 
     def _enter(self, job: Job) -> Group:
         rings = self._comm.allgather(job.take_ring())
         mailbox = job.make_mailbox(rings, self._nodes, self._rank)
-        group = Group(self._mpi, self._comm.Dup(), "", mailbox)
+        group = Group(self._mpi, self._comm.Dup(), mailbox)
         job.start_progress(self._comm)
         return group
 
@@ -206,32 +208,47 @@ class MPICommunicationBackend(SmallCollectives):
                 self._forget_done()
                 return
         patience = Patience(job.crowded, lambda: self._look_round(work))
+        journal = self.call_log.journal
         polls = 0
-        with job.wait(lambda: work.where):
-            while not work.done:
-                patience.pause()
-                advance()
-                # A mailbox is read without MPI, which is asked here to go on with what it began.
-                polls += 1
-                if polls % _STIR_EVERY == 0:
-                    job.stir()
+        journal.wait(work.awaited)
+        try:
+            with job.wait(lambda: work.where):
+                while not work.done:
+                    patience.pause()
+                    advance()
+                    # A mailbox is read without MPI, which is asked to go on with what it began.
+                    polls += 1
+                    if polls % _STIR_EVERY == 0:
+                        job.stir()
+        finally:
+            journal.go_on()
         self._forget_done()
 
     def _look_round(self, work: Work) -> None:
         """Raise where a rank that ``work`` needs has left."""
         group = self._talk
         self._messages.reap()
-        sequence = work.call.sequence if isinstance(work, CollectiveWork) else None
-        peer = work.peer if isinstance(work, Transfer) else None
         for rank, last in group.departures().items():
-            if rank == peer or (sequence is not None and last < sequence):
-                group.broken = PeerError(
-                    f"rank {rank} left after collective {last}, while rank {self._rank} "
-                    f"waits {work.where}. Look for a loop or a branch that ends earlier on "
-                    f"rank {rank}",
-                    rank,
-                )
+            if _needs(work, rank, last):
+                group.broken = PeerError(self._left_text(work, rank, last), self.world_ranks[rank])
                 raise group.broken
+
+    def _left_text(self, work: Work, local: int, last: int) -> str:
+        rank, me = self.world_ranks[local], self.world_ranks[self._rank]
+        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
+        if isinstance(work, CollectiveWork):
+            advice = advice_on_leaving(work.call, rank)
+        parted = self._parting(self._sequence + 1)
+        return (
+            f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
+            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
+        )
+
+    def _parting(self, sequence: int) -> str:
+        board = self._joined()[0].board
+        if board is None:
+            return ""
+        return parting(board.records(), self.call_log.group, before=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
@@ -261,13 +278,11 @@ class MPICommunicationBackend(SmallCollectives):
         child = MPICommunicationBackend(comm)
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
-        ranks = ", ".join(str(rank) for _, rank in members[:8])
-        more = ", .." if len(members) > 8 else ""
-        inside = f" of {group.name}" if group.name else ""
+        child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
         with job.wait(lambda: in_call(call)):
-            child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}", mailbox)
+            child._group = Group(self._mpi, comm, mailbox)
         return child
 
     # ------------------------------------------------------------------------------------- memory
@@ -310,3 +325,10 @@ class MPICommunicationBackend(SmallCollectives):
     ) -> Steps:
         array, on_device = yield from self._messages.receive(source, count, tag, dtype)
         return to_device(array) if on_device else array
+
+
+def _needs(work: Work, rank: int, last: int) -> bool:
+    """Whether ``work`` waits for ``rank``, which left after its collective ``last``."""
+    if isinstance(work, Transfer):
+        return work.peer == rank
+    return isinstance(work, CollectiveWork) and last < work.call.sequence

@@ -39,12 +39,17 @@ class Wait:
         Says where, as ``in collective 3, ..``. Called by another thread.
     ending : Ending
         How the job ends if it lasts too long.
+    slack : float
+        Seconds that it takes without anybody being late.
     """
 
-    __slots__ = ("_watchdog", "ending", "is_warned", "since", "where")
+    __slots__ = ("_watchdog", "ending", "is_warned", "since", "slack", "where")
 
-    def __init__(self, watchdog: Watchdog, where: Callable[[], str], ending: Ending) -> None:
+    def __init__(
+        self, watchdog: Watchdog, where: Callable[[], str], ending: Ending, slack: float
+    ) -> None:
         self._watchdog = watchdog
+        self.slack = slack
         self.where = where
         self.ending = ending
         self.since = 0.0
@@ -94,9 +99,11 @@ class Watchdog:
             if not self._jobs:
                 self._stop()
 
-    def wait(self, where: Callable[[], str], ending: Ending | None = None) -> Wait:
+    def wait(
+        self, where: Callable[[], str], ending: Ending | None = None, slack: float = 0.0
+    ) -> Wait:
         """A context in which this rank waits ``where``."""
-        return Wait(self, where, ending or launched_ending())
+        return Wait(self, where, ending or launched_ending(), slack)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -134,9 +141,9 @@ class Watchdog:
         warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
         for wait in tuple(self.waits):
             waited = now - wait.since
-            if give_up_after and waited > give_up_after:
+            if give_up_after and waited > give_up_after + wait.slack:
                 wait.ending.give_up(waited, wait.where())
-            if warn_after and waited > warn_after and not wait.is_warned:
+            if warn_after and waited > warn_after + wait.slack and not wait.is_warned:
                 wait.is_warned = True
                 wait.ending.warn(waited, wait.where(), give_up_after)
 
