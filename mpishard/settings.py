@@ -17,6 +17,7 @@ __all__ = [
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
     "arena_sources",
+    "blas_thread_variables",
     "blas_threads_are_set",
     "check",
     "cpus_per_task",
@@ -27,19 +28,25 @@ __all__ = [
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
+    "launched_rank",
     "launched_world_size",
     "launcher_variable",
     "log_level",
     "mpi_timeout",
     "mpi_warning",
     "numba_is_allowed",
+    "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
+    "outside_launcher",
     "pmix_rank",
     "program_folders",
     "progress_thread",
+    "slurm_job",
+    "slurm_plugin",
     "terminal_columns",
     "trace_folder",
     "virtual_nodes",
+    "visible_gpus",
 ]
 
 MAXIMUM_DIMS = 8
@@ -95,6 +102,40 @@ def launched_world_size() -> int | None:
     return None
 
 
+def launched_rank() -> int | None:
+    """The number of this process among those of its launcher, where that says so."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+_OF_LAUNCHERS = (
+    "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
+    "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
+    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
+    "SLURM_LOCALID",
+)  # fmt: skip
+
+
+def outside_launcher() -> dict[str, str]:
+    """The environment without what a launcher said in it of the job that this process is part of.
+
+    So that it can start a job of its own. Where no launcher started it, nothing is left out: a
+    variable is then the user's.
+    """
+    if launcher_variable() is None:
+        return dict(os.environ)
+    return {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+
+
+def open_mpi_starts_for_root() -> bool:
+    """Whether the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return all(os.environ.get(name) == "1" for name in names)
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
@@ -102,7 +143,17 @@ def is_slurm_step() -> bool:
 
 def is_slurm_allocation() -> bool:
     """Whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
-    return bool(os.environ.get("SLURM_JOB_ID"))
+    return slurm_job() is not None
+
+
+def slurm_job() -> str | None:
+    """SLURM_JOB_ID, the allocation that this process runs in; None outside."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def slurm_plugin() -> str | None:
+    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, where it is set."""
+    return os.environ.get("SLURM_MPI_TYPE") or None
 
 
 def pmix_rank() -> int:
@@ -122,10 +173,15 @@ def cpus_per_task() -> int | None:
     return int(value) if value.isdecimal() else None
 
 
+def blas_thread_variables() -> dict[str, str]:
+    """The variables by which the user chose the number of BLAS threads, with their values."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def blas_threads_are_set() -> bool:
     """Whether the user chose the number of BLAS threads."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return any(name in os.environ for name in names)
+    return bool(blas_thread_variables())
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -247,6 +303,11 @@ def cuda_aware_hint() -> str | None:
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             return f"{name}={os.environ[name]}"
     return None
+
+
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES: the GPUs that this process may use, where it is set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def virtual_nodes() -> int:

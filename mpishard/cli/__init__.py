@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``verify``, ``plan``, ``bench`` and ``trace``."""
+"""The command line: ``mpishard run``, ``doctor``, ``verify``, ``plan``, ``bench`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.bench import bench
+from mpishard.cli.doctor import doctor
 from mpishard.cli.plan import plan
 from mpishard.cli.run import run
 from mpishard.cli.trace import trace
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
 )(run)
+app.command()(doctor)
 app.command()(verify)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")

@@ -21,7 +21,15 @@ from mpishard import settings
 from mpishard.cli.hosts import Host, slots_are_even
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["Launcher", "MPIFamily", "MPILibrary", "find_launcher", "loaded_library", "usable_cores"]
+__all__ = [
+    "Launcher",
+    "MPIFamily",
+    "MPILibrary",
+    "find_launcher",
+    "launcher_family",
+    "loaded_library",
+    "usable_cores",
+]
 
 _PROBE_SECONDS = 60.0
 
@@ -197,7 +205,7 @@ def find_launcher(library: MPILibrary) -> Launcher:
         )
     strangers = []
     for candidate in _candidates(library, family):
-        owner = _launcher_family(candidate)
+        owner = launcher_family(candidate)
         if owner is family:
             return Launcher(candidate, library)
         strangers.append(f"{candidate} ({owner or 'unknown'})")
@@ -261,7 +269,8 @@ def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
                 yield candidate
 
 
-def _launcher_family(program: Path) -> MPIFamily | None:
+def launcher_family(program: Path) -> MPIFamily | None:
+    """The family that ``program`` says it belongs to; None where it does not run or is unknown."""
     try:
         answer = subprocess.run(
             [program, "--version"],

@@ -23,8 +23,18 @@ from typing import Self
 
 from mpishard import settings
 from mpishard.communication.call import HEADER_BYTES, Call
+from mpishard.communication.naming import GROUP_BYTES
 
-__all__ = ["CallFile", "LoggedCall", "RankState", "call_files", "encode_place"]
+__all__ = [
+    "PLACE_BYTES",
+    "CallFile",
+    "LoggedCall",
+    "MessageWait",
+    "RankState",
+    "call_files",
+    "decode_place",
+    "encode_place",
+]
 
 _MAGIC = b"mpishard"
 _FORMAT = 1
@@ -32,13 +42,16 @@ _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first page, as offsets; text is UTF-8, padded with zero bytes.
 _STATIC = struct.Struct("=8sqqqqq64s")  # magic, format, rank, world size, process, its start, host
 _STATE, _COUNT, _WAITS, _WAITS_SINCE, _CODE = 128, 136, 144, 152, 160
+_MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
 _NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
-_PLACE = struct.Struct("=64s48sq168s")  # group, method, line, file
+_PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{_PLACE.size}sq")  # call, time, place, number
 _ROW_BYTES = _ROW.size
 _FILE_BYTES = _FIRST_ROW + _ROWS * _ROW_BYTES
+PLACE_BYTES = _PLACE.size
+"""Number of bytes of `encode_place`."""
 
 
 class RankState(IntEnum):
@@ -51,6 +64,8 @@ class RankState(IntEnum):
     """It left every world in good order."""
     REPORTED = 3
     """It said on stderr why the job ends."""
+    LEAVING = 4
+    """It calls no more collectives, and waits until the others have left, or were told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +82,39 @@ class LoggedCall:
     time: float
 
 
+@dataclass(frozen=True, slots=True)
+class MessageWait:
+    """A message that a rank waits for, or waits for another to take.
+
+    ``peer`` is the other rank, by its number in the root world; ``group`` the name of the world
+    that the message belongs to.
+    """
+
+    peer: int
+    tag: int
+    is_send: bool
+    group: str
+
+    def __str__(self) -> str:
+        if self.is_send:
+            text = f"for rank {self.peer} to take a message with tag {self.tag}"
+        else:
+            text = f"for a message with tag {self.tag} from rank {self.peer}"
+        return text + (f" in {self.group}" if self.group else "")
+
+
 def encode_place(call: Call, group: str) -> bytes:
     """Where ``call`` was made, as `CallFile.record` takes it: worth keeping for the next time."""
     return _PLACE.pack(
         _tail(group, 64), _tail(call.method, 48), call.line, _tail(call.filename, 168)
     )
+
+
+def decode_place(place: bytes, call: Call) -> str:
+    """Give ``call`` the place that `encode_place` wrote down; return the group."""
+    group, method, call.line, filename = _PLACE.unpack(place)
+    call.filename, call.method = _text(filename), _text(method)
+    return _text(group)
 
 
 def _tail(text: str, size: int) -> bytes:
@@ -115,13 +158,28 @@ class CallFile:
         OSError
             Where ``path`` cannot be written.
         """
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Who has an earlier file of this name mapped keeps it, and nobody sees half of this one.
+        begun = path.with_name(f".{path.name}.{os.getpid()}")
+        handle = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             # Pages that a full file system cannot give are found now, and not by SIGBUS later.
             os.posix_fallocate(handle, 0, _FILE_BYTES)
-            memory = mmap.mmap(handle, _FILE_BYTES)
+            made = cls._of(mmap.mmap(handle, _FILE_BYTES), rank, world_size)
+            begun.replace(path)
+        except OSError:
+            begun.unlink()
+            raise
         finally:
             os.close(handle)
+        return made
+
+    @classmethod
+    def unshared(cls, rank: int, world_size: int) -> Self:
+        """As `create`, in memory that no other process can read."""
+        return cls._of(mmap.mmap(-1, _FILE_BYTES), rank, world_size)
+
+    @classmethod
+    def _of(cls, memory: mmap.mmap, rank: int, world_size: int) -> Self:
         pid = os.getpid()
         host = socket.gethostname().encode()[:64]
         _STATIC.pack_into(
@@ -147,18 +205,30 @@ class CallFile:
 
     # -------------------------------------------------------------------------------- the rank's
 
-    def record(self, sequence: int, description: bytes, place: bytes) -> None:
-        """Write down a call: its number on its world, its `Call.description`, `encode_place`."""
+    def record(self, sequence: int, description: bytes, place: bytes) -> int:
+        """Write down a call: its number on its world, its `Call.description`, `encode_place`.
+
+        Returns its number in the log, from 1.
+        """
         start = _FIRST_ROW + self._count % _ROWS * _ROW_BYTES
         self._count = number = self._count + 1
         _ROW.pack_into(self._memory, start, sequence, description, time.time(), place, number)
         _NUMBER.pack_into(self._memory, _COUNT, number)
+        return number
 
     def wait(self, number: int) -> None:
-        """Say that the rank waits in the collective ``number`` of its log, -1 for a message."""
+        """Say that the rank waits in the collective ``number`` of its log; 0: for nothing."""
         if number:
             _SECONDS.pack_into(self._memory, _WAITS_SINCE, time.time())
         _NUMBER.pack_into(self._memory, _WAITS, number)
+
+    def wait_for(self, message: MessageWait) -> None:
+        """Say that the rank waits for ``message``."""
+        group = _tail(message.group, GROUP_BYTES)
+        _MESSAGE.pack_into(
+            self._memory, _MESSAGE_AT, message.peer, message.tag, message.is_send, group
+        )
+        self.wait(-1)
 
     def end(self, state: RankState, code: int = 0) -> None:
         """Say how the rank stands now; with ``REPORTED``, with which code the job ends."""
@@ -198,6 +268,12 @@ class CallFile:
         return self._read(_WAITS)
 
     @property
+    def message(self) -> MessageWait:
+        """The message that the rank waits for, where `waits` is -1."""
+        peer, tag, is_send, group = _MESSAGE.unpack_from(self._memory, _MESSAGE_AT)
+        return MessageWait(peer, tag, bool(is_send), _text(group))
+
+    @property
     def waits_since(self) -> float:
         """When the rank began to wait, in seconds since the epoch."""
         seconds: float = _SECONDS.unpack_from(self._memory, _WAITS_SINCE)[0]
@@ -229,9 +305,7 @@ class CallFile:
         if number != index + 1 or _NUMBER.unpack(again)[0] != number:
             return None
         call = Call.decode(bytearray(row))
-        group, method, call.line, filename = _PLACE.unpack(place)
-        call.filename, call.method = _text(filename), _text(method)
-        return LoggedCall(number, call, _text(group), seconds)
+        return LoggedCall(number, call, decode_place(place, call), seconds)
 
     def _read(self, field: int) -> int:
         number: int = _NUMBER.unpack_from(self._memory, field)[0]

@@ -14,6 +14,8 @@ from mpishard import settings
 from mpishard.communication.arena import at_once, number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
+from mpishard.communication.call_file import RankState
+from mpishard.communication.diagnosis import describe_stall, longest_waiting
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.patience import yield_processor
@@ -44,6 +46,7 @@ class Job:
         self.mpi = mpi
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
+        self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
         self._counted_heads = 0.0
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
@@ -59,7 +62,8 @@ class Job:
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
-        self.board = CallBoard(node, ranks) if self.world_size > 1 else None
+        if self.board is not None:
+            self.board.share(node, comm, ranks)
         node.Free()
         self._post_office = self._open_post_office(comm)
         self.progress_thread: ProgressThread | None = None
@@ -169,6 +173,8 @@ class Job:
         that this rank takes part in go on meanwhile.
         """
         self.flush()
+        if self.board is not None:
+            self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
@@ -223,17 +229,20 @@ class Job:
             )
 
     def warn(self, text: str, give_up_after: float) -> None:
-        """Say that this rank has waited for long."""
+        """Say that this rank has waited for long, and the one that has for longest, why."""
         then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
-        print(f"mpishard: {text}{then if give_up_after else ''}", file=sys.stderr, flush=True)  # noqa: T201
+        stall = ""
+        if self.board is not None and longest_waiting(self.board.records()) == self.rank:
+            stall = "\n" + describe_stall(self.board)
+        print(  # noqa: T201
+            f"mpishard: {text}{then if give_up_after else ''}{stall}", file=sys.stderr, flush=True
+        )
 
     def give_up(self, text: str) -> NoReturn:
         """End the job because this rank has waited for too long."""
-        table = "" if self.board is None else self.board.table(self.world_size)
+        stall = "" if self.board is None else describe_stall(self.board)
         self.end(
-            f"mpishard: {text}; the job ends (MPISHARD_TIMEOUT)\n"
-            f"Last collectives of each rank:\n{table}",
-            settings.EXIT_TIMEOUT,
+            f"mpishard: {text}; the job ends (MPISHARD_TIMEOUT)\n{stall}", settings.EXIT_TIMEOUT
         )
 
     def end(self, report: str, code: int) -> NoReturn:
@@ -243,7 +252,7 @@ class Job:
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
-        if self.board is None or self.board.claim_report():
+        if self.board is None or self.board.claim_report(code):
             print(report, file=sys.stderr, flush=True)  # noqa: T201
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)

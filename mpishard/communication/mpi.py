@@ -15,14 +15,16 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.arena import number_nodes, share_memory
-from mpishard.communication.call import Call, Kind
-from mpishard.communication.call_board import SharedCallLog
+from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call_log import CallLog
+from mpishard.communication.diagnosis import parting
 from mpishard.communication.group import Group
 from mpishard.communication.job import Job
 from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Messages
+from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
@@ -128,16 +130,17 @@ class MPICommunicationBackend(SmallCollectives):
                 raise CommunicationError("a world that was split off cannot be entered again")
             rings = self._comm.allgather(self._job.take_ring())
             mailbox = self._job.make_mailbox(rings, self._nodes, self._rank)
-            self._group = Group(self._mpi, self._comm.Dup(), "", mailbox)
+            self._group = Group(self._mpi, self._comm.Dup(), mailbox)
             self._job.start_progress(self._comm)
             self._sequence = 0
             self._pending.clear()
-        self._messages = Messages(self._group)
+        self._messages = Messages(self._group, self.world_ranks)
         self._forget_plans()
         self._job.join(self._group, self)
-        if self._job.board is not None:
-            self.call_log = SharedCallLog(self._job.board, self._group.name)
         if self._is_root:
+            if self._job.board is not None:
+                self.call_log = CallLog(self._job.board.journal)
+                self._job.board.note_shared_memory()
             exit_hooks.install(self)
 
     def _on_shutdown(self) -> None:
@@ -222,23 +225,24 @@ class MPICommunicationBackend(SmallCollectives):
             if work.done:
                 self._forget_done()
                 return
-        sequence = work.call.sequence if isinstance(work, CollectiveWork) else None
-        peer = work.peer if isinstance(work, Transfer) else None
-        patience = self._patience(lambda: work.where, sequence, peer)
+        patience = Patience(job.crowded, self._look(work))
+        journal = self.call_log.journal
         polls = 0
-        while not work.done:
-            patience.pause()
-            advance()
-            # A mailbox is read without MPI, which is asked here to go on with what it has begun.
-            polls += 1
-            if polls % _STIR_EVERY == 0:
-                job.stir()
+        journal.wait(work.awaited)
+        try:
+            while not work.done:
+                patience.pause()
+                advance()
+                # A mailbox is read without MPI, which is asked to go on with what it has begun.
+                polls += 1
+                if polls % _STIR_EVERY == 0:
+                    job.stir()
+        finally:
+            journal.go_on()
         self._forget_done()
 
-    def _patience(
-        self, where: Callable[[], str], sequence: int | None, peer: int | None
-    ) -> Patience:
-        """The way this rank waits ``where``: for all in a collective, or for ``peer``."""
+    def _look(self, work: Work) -> Callable[[float], None]:
+        """What this rank does now and then while it waits for ``work``."""
         job, group = self._joined()
         warned = False
 
@@ -246,24 +250,38 @@ class MPICommunicationBackend(SmallCollectives):
             nonlocal warned
             self._messages.reap()
             for rank, last in group.departures().items():
-                if rank == peer or (sequence is not None and last < sequence):
+                if _needs(work, rank, last):
                     group.broken = PeerError(
-                        f"rank {rank} left after collective {last}, while rank {self._rank} "
-                        f"waits {where()}. Look for a loop or a branch that ends earlier on "
-                        f"rank {rank}",
-                        rank,
+                        self._left_text(work, rank, last), self.world_ranks[rank]
                     )
                     raise group.broken
-            job.mourn_the_dead(where)
+            job.mourn_the_dead(lambda: work.where)
             warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
-            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {where()}"
+            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {work.where}"
             if warn_after and waited > warn_after and not warned:
                 warned = True
                 job.warn(text, give_up_after)
             if give_up_after and waited > give_up_after:
                 job.give_up(text)
 
-        return Patience(job.crowded, look)
+        return look
+
+    def _left_text(self, work: Work, local: int, last: int) -> str:
+        rank, me = self.world_ranks[local], self.world_ranks[self._rank]
+        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
+        if isinstance(work, CollectiveWork):
+            advice = advice_on_leaving(work.call, rank)
+        parted = self._parting(self._sequence + 1)
+        return (
+            f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
+            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
+        )
+
+    def _parting(self, sequence: int) -> str:
+        board = self._joined()[0].board
+        if board is None:
+            return ""
+        return parting(board.records(), self.call_log.group, before=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
@@ -292,12 +310,10 @@ class MPICommunicationBackend(SmallCollectives):
         child = MPICommunicationBackend(comm)
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
-        ranks = ", ".join(str(rank) for _, rank in members[:8])
-        more = ", .." if len(members) > 8 else ""
-        inside = f" of {group.name}" if group.name else ""
+        child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        child._group = Group(self._mpi, comm, f"ranks {ranks}{more}{inside}", mailbox)
+        child._group = Group(self._mpi, comm, mailbox)
         return child
 
     # ------------------------------------------------------------------------------------- memory
@@ -339,3 +355,10 @@ class MPICommunicationBackend(SmallCollectives):
     ) -> Steps:
         array, on_device = yield from self._messages.receive(source, count, tag, dtype)
         return to_device(array) if on_device else array
+
+
+def _needs(work: Work, rank: int, last: int) -> bool:
+    """Whether ``work`` waits for ``rank``, which left after its collective ``last``."""
+    if isinstance(work, Transfer):
+        return work.peer == rank
+    return isinstance(work, CollectiveWork) and last < work.call.sequence

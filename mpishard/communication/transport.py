@@ -17,8 +17,11 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
-from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
+from mpishard.communication.call import DTYPES, Call, Kind, check_calls
+from mpishard.communication.call_file import RankState
+from mpishard.communication.call_log import CallLog, Journal
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.naming import group_label
 from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
@@ -29,7 +32,7 @@ from mpishard.communication.reduction import (
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import NotInitializedError
+from mpishard.errors import CollectiveMismatchError, NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
@@ -47,6 +50,7 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
+        self._world_ranks: tuple[int, ...] | None = None
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
@@ -65,10 +69,9 @@ class Transport(ABC):
         same. Nor does it in a world of one, where nothing is compared.
         """
         self.traffic = Traffic()
-        self.call_log = CallLog()
+        self.call_log = CallLog(Journal())
+        """The last collectives of this rank here; its `group` is what messages call this world."""
         self.group, self.axis = "world", ""
-        self.numbering = ""
-        """What errors say of the numbers of ranks, where they are not the world's."""
         """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
         self.recorder: Recorder | None = None
         """What records a trace until this backend is shut down."""
@@ -84,6 +87,14 @@ class Transport(ABC):
     @abstractmethod
     def world_size(self) -> int:
         """Number of ranks."""
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """The number in the root world of each of these ranks; errors and reports give that.
+
+        In a root world, which was not split off another, 0, 1 and so on.
+        """
+        return self._world_ranks or tuple(range(self.world_size))
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -135,6 +146,8 @@ class Transport(ABC):
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
             self._initialized = True
+            if self._is_root:
+                self.call_log.journal.end(RankState.RUNNING)
 
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
@@ -142,6 +155,8 @@ class Transport(ABC):
             stop_recording(self)
             self._on_shutdown()
             self._initialized = False
+            if self._is_root:
+                self.call_log.journal.end(RankState.LEFT)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -180,6 +195,11 @@ class Transport(ABC):
     def describe(self) -> str:
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
+
+    def _name(self, purpose: str) -> None:
+        """Let reports say what this group, which was split off another, is for."""
+        steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
+        self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
 
     # -------------------------------------------------------------------------- for the transport
 
@@ -284,8 +304,22 @@ class Transport(ABC):
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse, on every rank alike, calls that do not belong together."""
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
-        if len(calls) > 1 or calls[0].out_rows >= 0:
-            check_calls(calls)
+        if len(calls) == 1 and calls[0].out_rows < 0:
+            return
+        try:
+            check_calls(calls, self.world_ranks, self.call_log.group)
+        except CollectiveMismatchError as error:
+            parted = self._parting(calls[self.rank].sequence)
+            if not parted:
+                raise
+            raise CollectiveMismatchError(f"{error}\n{parted}") from None
+
+    def _parting(self, sequence: int) -> str:
+        """Where the ranks went different ways before collective ``sequence``, as far as is known.
+
+        Here, where no rank knows of the others' earlier collectives, empty.
+        """
+        return ""
 
     def _call(
         self,

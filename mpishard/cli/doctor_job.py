@@ -1,0 +1,93 @@
+"""What ``mpishard doctor`` finds when it starts two ranks that talk through mpishard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mpishard import settings
+from mpishard.cli.bench_report import bytes_text, milliseconds
+from mpishard.cli.doctor_causes import why_it_failed
+from mpishard.cli.doctor_finding import Finding, Verdict
+from mpishard.cli.doctor_mpi import MPIInstallation
+from mpishard.cli.doctor_probe import ask
+from mpishard.cli.doctor_shm import larger_folder
+
+__all__ = ["SIZES", "SOURCES", "look_at_a_job"]
+
+SIZES = (8, 2**20, 64 * 2**20)
+"""Bytes that are all-reduced."""
+
+SOURCES = ("memfd", "file", "window")
+"""Where memory that ranks share may come from, each tried alone."""
+
+_LIMIT_SECONDS = 30
+
+# A rank that waits for one that never comes gives up before the doctor does.
+_VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
+
+
+def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
+    """Whether two ranks start, agree on sums, and how fast; where their shared memory is from."""
+    if mpi.launcher is None:
+        yield Finding("job.round_trip", Verdict.OK, "not tried: MPI is not there, see above", None)
+        return
+    command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor_rank"])
+    variables = (
+        _VARIABLES if settings.blas_threads_are_set() else {**_VARIABLES, "OMP_NUM_THREADS": "1"}
+    )
+    answer = ask(command, _LIMIT_SECONDS, variables)
+    found = answer.found
+    if answer.code != 0 or found is None:
+        cause = why_it_failed(answer, command)
+        text = f"two ranks do not talk to each other: {cause.text}"
+        yield Finding("job.round_trip", Verdict.PROBLEM, text, None, cause.mend)
+        return
+    yield Finding(
+        "job.round_trip",
+        Verdict.OK,
+        f"two ranks of {mpi.library} start, agree on sums and end",
+        {"world_size": found["world_size"], "nodes": found["nodes"]},
+    )
+    yield Finding(
+        "job.barrier",
+        Verdict.OK,
+        milliseconds(found["barrier"]),
+        found["barrier"],
+    )
+    yield _speed(found)
+    yield _arena(found)
+
+
+def _speed(found: dict[str, Any]) -> Finding:
+    """How fast sums of private arrays, and of arrays in the arena, come about."""
+    parts = []
+    for nbytes in SIZES:
+        seconds = found["messages"][str(nbytes)]
+        parts.append(f"{bytes_text(nbytes)} {_speed_text(nbytes, seconds)}")
+    text = f"by messages: {', '.join(parts)}"
+    if found["arena"] is not None:
+        text += f"; in the arena: {bytes_text(SIZES[-1])} {_speed_text(SIZES[-1], found['arena'])}"
+    value = {"messages": found["messages"], "arena": {str(SIZES[-1]): found["arena"]}}
+    return Finding("job.all_reduce", Verdict.OK, text, value)
+
+
+def _speed_text(nbytes: int, seconds: float) -> str:
+    rate = f" ({nbytes / seconds / 1e9:.2g} GB/s)" if nbytes >= SIZES[1] else ""
+    return f"{milliseconds(seconds)}{rate}"
+
+
+def _arena(found: dict[str, Any]) -> Finding:
+    works = [source for source in SOURCES if found["sources"][source]]
+    tried = settings.arena_sources()
+    taken = next((source for source in tried if source in works), None)
+    value = {"taken": taken, "works": works}
+    text = f"of {', '.join(SOURCES)}, what works is {', '.join(works) or 'none'}"
+    if taken is not None:
+        return Finding("job.arena", Verdict.OK, f"memory from {taken}; {text}", value)
+    slow = "ranks of a machine send messages, which is several times slower"
+    if works:
+        chosen = f"MPISHARD_ARENA is {tried[0] if tried else 'off'}, and {slow}; {text}"
+        return Finding("job.arena", Verdict.NOTE, chosen, value, "unset MPISHARD_ARENA")
+    return Finding("job.arena", Verdict.NOTE, f"{text}: {slow}", value, larger_folder())
