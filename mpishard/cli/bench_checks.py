@@ -14,7 +14,8 @@ from rich.table import Table
 from mpishard import nn
 from mpishard.cli.bench_report import counted, milliseconds
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.call import Call, CallLog
+from mpishard.communication.call import Call
+from mpishard.communication.call_log import CallLog, Journal
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing, time_alternately, time_chain
 from mpishard.optimizers import AdamW
@@ -114,7 +115,7 @@ class ChecksBenchmark:
             for _ in range(self.steps):
                 for way, times in seconds.items():
                     backend.check_collectives = way != _NO_CHECKS
-                    backend.call_log = _NoLog() if way == _NO_LOG else log
+                    backend.call_log = _NoLog(Journal()) if way == _NO_LOG else log
                     times.extend(time_chain(step, 1).seconds)
             backend.check_collectives = True
             backend.call_log = clocked
@@ -165,7 +166,7 @@ class _ClockedLog(CallLog):
     """A call log that counts, and clocks, what another one notes."""
 
     def __init__(self, log: CallLog) -> None:
-        super().__init__()
+        super().__init__(log.journal, log.group)
         self._log = log
         self.seconds = 0.0
         self.count = 0
