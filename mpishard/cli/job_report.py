@@ -18,6 +18,7 @@ _HINTS = {
 }
 # With which launchers end the ranks that are left: those say nothing of who went first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
+_BROKEN = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class JobEnd:
         The ranks of this machine in the order in which they ended.
     is_local : bool
         Whether all ranks ran on this machine.
+    launcher_may_break : bool
+        Whether there are several machines: Hydra ends with 255 where a rank is killed then.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
     """
@@ -54,6 +57,7 @@ class JobEnd:
     files: Mapping[int, CallFile]
     ended: Sequence[RankProcess]
     is_local: bool = True
+    launcher_may_break: bool = False
     stopped_for: RankProcess | None = None
 
     def judge(self) -> Verdict:
@@ -105,9 +109,10 @@ class JobEnd:
 
     def _agrees(self, number: int) -> bool:
         """Whether the launcher ended with the signal ``number`` of a rank."""
-        # Hydra: or-ed with the SIGKILL of the ranks that it ended for it.
-        of_hydra = (number, number | signal.SIGKILL)
-        return self.launcher_code in (0, 128 + number, *of_hydra)
+        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        of_signal = (0, 128 + number, number, number | signal.SIGKILL)
+        code = self.launcher_code
+        return code in of_signal or (self.launcher_may_break and code == _BROKEN)
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code

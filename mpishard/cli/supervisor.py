@@ -53,8 +53,8 @@ class Supervisor:
         Number of ranks.
     rank_variable : str
         The environment variable in which the launcher tells a process its rank.
-    is_local : bool
-        Whether all ranks run on this machine.
+    host_count : int
+        Number of machines that the ranks were given; 0 is this one.
     log_folder : Path, optional
         Where the call logs of a job that failed are kept.
     """
@@ -63,7 +63,7 @@ class Supervisor:
     command: Sequence[str]
     world_size: int
     rank_variable: str
-    is_local: bool
+    host_count: int
     log_folder: Path | None = None
     _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
@@ -119,8 +119,9 @@ class Supervisor:
                 launcher_code,
                 files,
                 processes.ended if processes is not None else (),
-                self.is_local or (processes is not None and processes.all_seen),
-                self._stopped_for,
+                is_local=not self.host_count or (processes is not None and processes.all_seen),
+                launcher_may_break=self.host_count > 1,
+                stopped_for=self._stopped_for,
             ).judge()
         for line in verdict.lines:
             self._say(line)
@@ -154,9 +155,9 @@ class Supervisor:
     def _suspect(processes: RankProcesses, folder: Path) -> RankProcess | None:
         """The first rank that failed, where the others would not be told of it.
 
-        One that ended with a code of its own before it left: Open MPI's launcher and srun end
-        the job for it, Hydra leaves the others to wait. And one that never came to init, where
-        another rank waits in it.
+        One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
+        Hydra may leave the others to wait. And one that never came to init, where another rank
+        waits in it.
         """
         if not processes.ended:
             return None
@@ -168,7 +169,7 @@ class Supervisor:
         for process in processes.ended:
             if states.get(process.rank) is RankState.LEFT:
                 continue
-            if process.exit_code or (waiting and process.rank not in states):
+            if process.exit_code or process.rank in states or waiting:
                 return process
         return None
 

@@ -373,7 +373,7 @@ class TestMismatch:
         text = self.message(calls)
         assert (
             "mixed. FSDPModel.predict is collective: rank 0 called it at train.py:0, ranks 1, 2 "
-            "called FSDPOptimizer.step at train.py:1:\n" in text
+            "called FSDPOptimizer.step at train.py:1" in text
         )
         assert "rank 2: collective 2, all_reduce(float64[4]) at train.py:2 in FSDPOptim" in text
 
