@@ -9,6 +9,8 @@ __all__ = [
     "CALL_LOG_LENGTH",
     "EXIT_FAILURE",
     "EXIT_INTERRUPT",
+    "EXIT_KILLED",
+    "EXIT_TERMINATED",
     "EXIT_TIMEOUT",
     "MAXIMUM_DIMS",
     "MAXIMUM_TAG",
@@ -21,8 +23,12 @@ __all__ = [
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "forwarded_variables",
+    "is_debugging",
+    "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
+    "job_folder",
     "launched_rank",
     "launched_world_size",
     "launcher_variable",
@@ -33,6 +39,7 @@ __all__ = [
     "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
     "outside_launcher",
+    "pmi_descriptor",
     "pmix_rank",
     "program_folders",
     "progress_thread",
@@ -50,7 +57,7 @@ MAXIMUM_DIMS = 8
 MAXIMUM_TAG = 16382
 """Just below half of the tag bound that MPI guarantees; the other half is the package's own."""
 
-CALL_LOG_LENGTH = 64
+CALL_LOG_LENGTH = 256
 """Collectives that a rank's call log remembers."""
 
 MEMORY_TIMEOUT = 30.0
@@ -67,6 +74,12 @@ EXIT_TIMEOUT = 124
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
+
+EXIT_TERMINATED = 143
+"""Exit code of an MPI job of which a rank was sent SIGTERM."""
+
+EXIT_KILLED = 137
+"""Exit code of `mpishard run` where a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -98,6 +111,12 @@ def launched_rank() -> int | None:
         if value.isdecimal():
             return int(value)
     return None
+
+
+def pmi_descriptor() -> int | None:
+    """PMI_FD: the descriptor on which this process talks to Hydra, MPICH's launcher."""
+    value = os.environ.get("PMI_FD", "")
+    return int(value) if value.isdecimal() and not is_slurm_step() else None
 
 
 _OF_LAUNCHERS = (
@@ -184,6 +203,11 @@ def log_level() -> str | None:
     if text.lower() not in _LOG_LEVELS:
         raise ValueError(f"MPISHARD_LOG must be one of {', '.join(_LOG_LEVELS)}; got {text!r}")
     return text.lower()
+
+
+def is_debugging() -> bool:
+    """Whether MPISHARD_LOG is ``debug``."""
+    return os.environ.get("MPISHARD_LOG", "").lower() == "debug"
 
 
 def check() -> None:
@@ -320,6 +344,32 @@ def trace_folder() -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
     return folder
+
+
+def job_folder() -> Path | None:
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-<r>.calls``, a `CallFile`; None: nowhere.
+
+    `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
+    """
+    text = os.environ.get("MPISHARD_JOB_FOLDER", "")
+    return Path(text) if text else None
+
+
+_FORWARDED_PREFIXES = (
+    "MPISHARD_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "KMP_", "NUMBA_", "PYTHON",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "LD_LIBRARY_PATH", "CUDA_", "CUPY_", "NCCL_",
+    "HF_", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def forwarded_variables() -> list[str]:
+    """Variables that ranks on other machines need as well, where a launcher passes on none."""
+    return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment has a variable of that name."""
+    return name in os.environ
 
 
 def openblas_kernel_is_set() -> bool:

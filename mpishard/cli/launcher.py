@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from mpishard import settings
+from mpishard.cli.hosts import Host, slots_are_even
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
@@ -122,12 +123,19 @@ class Launcher:
         """Whether SLURM starts the ranks and knows their cores."""
         return self.program.name == "srun"
 
+    @property
+    def rank_variable(self) -> str:
+        """The environment variable in which a process that it started finds its rank."""
+        if self.is_slurm:
+            return "SLURM_PROCID"
+        return "OMPI_COMM_WORLD_RANK" if self.library.family is MPIFamily.OPEN_MPI else "PMI_RANK"
+
     def command(
         self,
         world_size: int,
         program: Sequence[str],
         *,
-        hosts: Sequence[str] = (),
+        hosts: Sequence[Host] = (),
         variables: Sequence[str] = (),
     ) -> list[str]:
         """The command line that runs ``program`` on ``world_size`` ranks.
@@ -138,31 +146,43 @@ class Launcher:
             Number of ranks.
         program : sequence of str
             What each rank runs.
-        hosts : sequence of str
-            Machines to fill one after the other, evenly; empty for this one, or for those of the
-            SLURM allocation.
+        hosts : sequence of Host
+            Machines to fill one after the other; empty for this one, or for those of the SLURM
+            allocation.
         variables : sequence of str
             Environment variables that ranks on other machines must see as well.
+
+        Raises
+        ------
+        ValueError
+            For machines of which SLURM is to fill some more than others.
         """
-        ranks_per_host = -(-world_size // len(hosts)) if hosts else world_size
+        names = ",".join(host.name for host in hosts)
+        with_slots = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.is_slurm:
-            options = ["-n", f"{world_size}", "--kill-on-bad-exit=1", "--quit-on-interrupt"]
-            options += [f"--nodelist={','.join(hosts)}"] if hosts else []
+            if hosts and not slots_are_even(hosts):
+                raise ValueError(
+                    f"--hosts {with_slots}: inside SLURM srun deals the ranks to the nodes; give "
+                    "names alone, or an allocation of --ntasks-per-node"
+                )
+            options = ["-n", f"{world_size}", "--export=ALL"]
+            options += ["--kill-on-bad-exit=1", "--quit-on-interrupt"]
+            options += [f"--nodelist={names}"] if hosts else []
         elif self.library.family is MPIFamily.OPEN_MPI:
             # Its default of one core per rank would put all BLAS threads of a rank on that core.
             options = ["-n", f"{world_size}", "--bind-to", "none"]
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
-            if hosts:
-                options += ["--host", ",".join(f"{host}:{ranks_per_host}" for host in hosts)]
-            else:
-                options += ["--map-by", ":OVERSUBSCRIBE"]
+            # It takes a machine for as many ranks as it has slots, of which it counts the cores.
+            options += ["--host", with_slots] if hosts else ["--map-by", ":OVERSUBSCRIBE"]
             for name in variables:
                 options += ["-x", name]
         else:
             options = ["-n", f"{world_size}"]
-            if hosts:
-                options += ["-hosts", ",".join(hosts), "-ppn", f"{ranks_per_host}"]
+            if hosts and slots_are_even(hosts):
+                options += ["-hosts", names, "-ppn", f"{hosts[0].slots}"]
+            elif hosts:
+                options += ["-hosts", with_slots]
         return [str(self.program), *options, *program]
 
 

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.cli import rank_output
+from mpishard.cli.hosts import parse_hosts
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
+from mpishard.cli.log_folder import check_log_folder, prepare_log_folder
+from mpishard.cli.supervisor import Supervisor
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["HostsOption", "RanksOption", "ScriptArgument", "prepare_job", "run"]
 
-_GRACE_SECONDS = 4
-"""Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
-
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 ScriptArgument = Annotated[
     Path,
@@ -36,19 +33,42 @@ ScriptArgument = Annotated[
 ]
 RanksOption = Annotated[int, typer.Option("-n", help="Number of ranks.", metavar="N")]
 HostsOption = Annotated[
-    str, typer.Option(help="Machines to run on, comma-separated.", metavar="HOST,...")
+    str,
+    typer.Option(
+        help="Machines to run on, each with the ranks that it takes if not all alike.",
+        metavar="HOST[:SLOTS],...",
+    ),
 ]
 
 
 def run(
-    context: typer.Context, script: ScriptArgument, ranks: RanksOption, hosts: HostsOption = ""
+    context: typer.Context,
+    script: ScriptArgument,
+    ranks: RanksOption,
+    hosts: HostsOption = "",
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep what each rank prints in DIR/rank-<r>.log, and its call log."
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="A variable for the ranks on all machines; may be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
     Takes the mpiexec that belongs to the MPI library that mpi4py loads, or srun inside a SLURM
-    allocation. Ends with the exit code of the rank that failed first.
+    allocation. Ends with the exit code of the rank that failed first, and names it.
     """
-    raise typer.Exit(prepare_job("run", script, context.args, ranks, hosts)())
+    start = prepare_job(
+        "run", script, context.args, ranks, hosts, user_variables=env or (), log_folder=log_dir
+    )
+    raise typer.Exit(start())
 
 
 def prepare_job(
@@ -58,47 +78,92 @@ def prepare_job(
     ranks: int,
     hosts: str,
     variables: Mapping[str, str] | None = None,
+    *,
+    user_variables: Sequence[str] = (),
+    log_folder: Path | None = None,
 ) -> Callable[[], int]:
     """What runs ``script`` to its end, and returns its exit code.
 
-    The ranks find ``variables`` in their environment.
+    The ranks find ``variables`` in their environment, and ``user_variables``, each a name or
+    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there.
 
     Raises
     ------
     typer.Exit
         With code 2 where it cannot start; ``mpishard <name>`` has said why.
     """
-    names = [host.strip() for host in hosts.split(",")] if hosts else []
+    folder = None if log_folder is None else log_folder.absolute()
     try:
-        _check(script, ranks, names)
+        _check(script, ranks)
+        machines = parse_hosts(hosts, ranks)
+        chosen = _parse_variables(user_variables)
+        if folder is not None:
+            check_log_folder(folder)
         launcher = find_launcher(loaded_library())
+        added = _added_environment(launcher, max((h.slots for h in machines), default=ranks))
+        added |= dict(variables or {})
+        program = [sys.executable, "-u", str(script), *arguments]
+        if folder is not None:
+            program = [*_with_log(folder, launcher.rank_variable), *program]
+        passed = [*added, *chosen, "MPISHARD_JOB_FOLDER"]
+        if machines:
+            passed += settings.forwarded_variables()
+        command = launcher.command(
+            ranks, program, hosts=machines, variables=tuple(dict.fromkeys(passed))
+        )
     except (MPIUnavailableError, ValueError) as error:
         typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
-    added = _added_environment(launcher, -(-ranks // max(1, len(names)))) | dict(variables or {})
-    command = launcher.command(
-        ranks,
-        [sys.executable, "-u", str(script), *arguments],
-        hosts=names,
-        variables=tuple(added),
-    )
 
     def start() -> int:
         typer.echo(_announcement(name, launcher, ranks, added), err=True)
-        return _supervise(command, os.environ | added)
+        if folder is not None:
+            _prepare_log_folder(name, folder)
+        host_count = len(machines) or int(launcher.is_slurm)
+        supervisor = Supervisor(
+            f"mpishard {name}", command, ranks, launcher.rank_variable, host_count, folder
+        )
+        return supervisor.run(os.environ | added | chosen)
 
     return start
 
 
-def _check(script: Path, ranks: int, hosts: Sequence[str]) -> None:
+def _check(script: Path, ranks: int) -> None:
     if ranks < 1:
         raise ValueError(f"a job has at least one rank, got -n {ranks}")
     if not script.is_file():
         raise ValueError(f"there is no script {script}")
-    if "" in hosts:
-        raise ValueError(f"--hosts has an empty name: {','.join(hosts)!r}")
-    if len(hosts) > ranks:
-        raise ValueError(f"--hosts names {len(hosts)} machines for {ranks} ranks")
+
+
+def _parse_variables(entries: Sequence[str]) -> dict[str, str]:
+    """The variables of ``--env``; those without a value have one already."""
+    chosen = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"--env takes NAME or NAME=VALUE; got {entry!r}")
+        if not equals and not settings.is_set(name):
+            raise ValueError(f"--env {name}: there is no such variable; give --env {name}=VALUE")
+        chosen[name] = value if equals else os.environ[name]
+    return chosen
+
+
+def _with_log(folder: Path, rank_variable: str) -> list[str]:
+    """What a rank runs before its program, to keep a log."""
+    if not hasattr(os, "pipe2"):
+        raise ValueError("--log-dir needs Linux")
+    name = f"rank-${{{rank_variable}}}.log"
+    return [sys.executable, "-I", "-S", str(rank_output.__file__), str(folder), name]
+
+
+def _prepare_log_folder(name: str, folder: Path) -> None:
+    try:
+        aside = prepare_log_folder(folder)
+    except OSError as error:
+        typer.echo(f"mpishard {name}: --log-dir: {error}", err=True)
+        raise typer.Exit(2) from None
+    if aside is not None:
+        typer.echo(f"mpishard {name}: moved the logs of an earlier job to {aside}", err=True)
 
 
 def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str]:
@@ -120,53 +185,3 @@ def _announcement(name: str, launcher: Launcher, ranks: int, added: Mapping[str,
     parts.append(f"started by {launcher.program}")
     parts += [f"{key}={value}" for key, value in added.items() if key != "MPISHARD_COLUMNS"]
     return f"mpishard {name}: {', '.join(parts)}"
-
-
-def _supervise(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run ``command`` to its end and return its exit code, or 128 + the signal that ended it.
-
-    The code is that of the rank that aborted the job, as mpishard does when a rank fails. A rank
-    that dies without a word, by ``os._exit`` or a signal, Hydra reports by the bare signal number,
-    and at times by that of the SIGKILL with which it then ends the others.
-
-    The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
-    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
-    an empty input instead of being stopped by the first read.
-    """
-    received: list[signal.Signals] = []
-    jobs: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-        for started in jobs:
-            _signal_group(started, received[-1])
-        signal.alarm(_GRACE_SECONDS)
-
-    def kill(_number: int, _frame: FrameType | None) -> None:
-        for started in jobs:
-            _signal_group(started, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, kill)
-    for number in _FORWARDED:
-        # Whoever started us with nohup, or in the background, wants the signal ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, forward)
-    job = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-        process_group=0,
-    )
-    jobs.append(job)
-    if received:  # while it started
-        _signal_group(job, received[-1])
-    code = job.wait()
-    signal.alarm(0)
-    if received:
-        return 128 + received[0].value
-    return 128 - code if code < 0 else code
-
-
-def _signal_group(job: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it has just ended
-        os.killpg(job.pid, number)

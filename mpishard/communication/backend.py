@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
+from mpishard.communication.call_log import CallLog
 from mpishard.communication.point_to_point import PointToPoint
 from mpishard.communication.reduction import (
     ReductionOperation,
@@ -435,7 +436,12 @@ class CommunicationBackend(PointToPoint):
             member._is_root = False
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
+            member.call_log = CallLog(self.call_log.journal, "a new group")
             member.initialize()
+            if member._world_ranks is None:
+                mine = np.array([self.world_ranks[self.rank]])
+                member._world_ranks = tuple(member.all_gather(mine).tolist())
+            member._name("")
         return member  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------- memory

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from mmap import mmap
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import ml_dtypes
@@ -20,10 +16,20 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array
+from mpishard.communication.naming import of_group, who
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
 
-__all__ = ["DTYPES", "HEADER_BYTES", "Call", "CallLog", "Kind", "check_calls"]
+__all__ = [
+    "DTYPES",
+    "HEADER_BYTES",
+    "Call",
+    "Kind",
+    "advice_on_leaving",
+    "check_calls",
+    "differing_calls",
+    "differing_methods",
+]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)
@@ -44,13 +50,9 @@ _PADDING = tuple((0,) * n for n in range(settings.MAXIMUM_DIMS, -1, -1))
 HEADER_BYTES = _HEADER.size
 """Number of bytes that describe a call on the wire."""
 
-_PLACES_KEPT = 1024
-
-# Frames that are not the user's: this package's, and those of the context managers in it.
-_NOT_OF_USERS = (
-    str(Path(__file__).resolve().parents[1]) + os.sep,
-    contextlib.contextmanager.__code__.co_filename,
-)
+_ONE_EACH = 8
+"""Up to so many ranks have a line each in what `check_calls` says."""
+_MOST_LINES = 40
 
 
 class Kind(IntEnum):
@@ -95,6 +97,10 @@ class Call:
     out_rows: int
     filename: str = ""
     line: int = 0
+    method: str = ""
+    """The function of this package that the user called, such as ``FSDPModel.predict``."""
+    number: int = field(default=0, compare=False)
+    """Its number among all collectives of its rank, from 1; 0 where nobody wrote it down."""
     _description: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
@@ -127,18 +133,28 @@ class Call:
         return f"{self.filename}:{self.line}" if self.filename else "an unknown place"
 
     @property
+    def place(self) -> str:
+        """`site`, and the function of this package that was called there, if one was."""
+        return f"{self.site} in {self.method}" if self.method else self.site
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the array that was passed."""
         if self.shape is None or self.dtype is None:
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def array_text(self) -> str:
+        """Dtype and shape of the array that was passed; ``nothing`` where none was."""
+        return "nothing" if self.dtype is None else f"{self.dtype.name}{list(self.shape or ())}"
+
     def __str__(self) -> str:
         words = []
         if self.operation is not None:
             words.append(self.operation.name)
         if self.dtype is not None:
-            words.append(f"{self.dtype.name}{list(self.shape or ())}")
+            words.append(self.array_text)
         if self.root >= 0:
             words.append(f"root={self.root}")
         return f"{self.kind.label}({', '.join(words)})"
@@ -153,6 +169,20 @@ class Call:
     def encode(self, out: bytearray | mmap, start: int = 0) -> None:
         """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
         _HEADER.pack_into(out, start, self.sequence, self.description)
+
+    def to_bytes(self) -> bytes:
+        """The call and where it was made, for whoever sends it as a message of its own."""
+        packed = bytearray(HEADER_BYTES)
+        self.encode(packed)
+        return bytes(packed) + f"{self.line}\n{self.method}\n{self.filename}".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Call:
+        """The call that `to_bytes` wrote."""
+        call = cls.decode(data)
+        line, call.method, call.filename = data[HEADER_BYTES:].decode().split("\n", 2)
+        call.line = int(line)
+        return call
 
     @property
     def description(self) -> bytes:
@@ -176,7 +206,7 @@ class Call:
         )
 
     @classmethod
-    def decode(cls, data: bytearray | mmap, start: int = 0) -> Call:
+    def decode(cls, data: bytes | bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
             _FIELDS.unpack_from(data, start)
@@ -193,110 +223,182 @@ class Call:
         )
 
 
-def check_calls(calls: Sequence[Call]) -> None:
+def check_calls(calls: Sequence[Call], ranks: Sequence[int] | None = None, group: str = "") -> None:
     """Refuse calls, one per rank in rank order, that do not belong together.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+        What each rank of one world calls.
+    ranks : sequence of int, optional
+        What messages call these ranks: their numbers in the root world. Default: 0, 1, ..
+    group : str
+        What messages call this world, where it was split off another.
 
     Raises
     ------
     PeerError
         Where a rank has left.
     CollectiveMismatchError
-        Where kinds differ, or what the collective says must match does. The message lists each
-        rank's call.
+        Where kinds differ, or what the collective says must match does. The message names the odd
+        ones out, where most ranks agree, and lists each rank's call.
     ValueError
         Where the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
     """
+    numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
-    for rank, call in enumerate(calls):
+    if all(c is first or _is_alike(c, first) for c in calls) and first.out_rows < 0:
+        return
+    by_rank = dict(zip(numbers, calls, strict=True))
+    for rank, call in by_rank.items():
         if call.kind is Kind.LEAVE and any(c.kind is not Kind.LEAVE for c in calls):
             waiting = next(c for c in calls if c.kind is not Kind.LEAVE)
             raise PeerError(
-                f"rank {rank} left after collective {call.sequence - 1}, while others wait for it "
-                f"in collective {waiting.sequence}, {waiting}. A collective is called by every "
-                "rank: look for a loop or a branch that ends earlier on that rank",
+                f"rank {rank} left after collective {call.sequence - 1}{of_group(group)}, while "
+                f"others wait for it in collective {waiting.sequence}, {waiting}. "
+                f"{advice_on_leaving(waiting, rank)}",
                 rank,
             )
-    what = _difference(calls)
+    what = _difference(calls)[0]
     if what:
-        lines = "\n".join(
-            f"  rank {rank}: collective {call.sequence}, {call}"
-            + (f" at {call.site}" if call.filename else "")
-            for rank, call in enumerate(calls)
+        odd = (differing_methods(by_rank) if what == "kind or order" else "") or differing_calls(
+            by_rank
         )
         raise CollectiveMismatchError(
-            f"the ranks' collectives do not match in {what}; no data was mixed:\n{lines}"
+            f"the ranks' collectives{of_group(group)} do not match in {what}; no data was mixed"
+            + (f". {odd[0].upper()}{odd[1:]}:" if odd else ":")
+            + f"\n{_listed(by_rank)}"
         )
     if first.kind is Kind.ALL_GATHER:
         rows = [call.shape[0] for call in calls if call.shape]
-        for rank, call in enumerate(calls):
+        for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
                 raise ValueError(
-                    f"all_gather: out on rank {rank} has {call.out_rows} rows; the ranks send "
-                    f"{rows}, {sum(rows)} in all"
+                    f"all_gather{of_group(group)}: out on rank {rank} has {call.out_rows} rows; "
+                    f"the ranks send {rows}, {sum(rows)} in all"
                 )
 
 
-def _difference(calls: Sequence[Call]) -> str:
-    """The first thing that differs and must not, or an empty string."""
+def _is_alike(call: Call, other: Call) -> bool:
+    """Whether two ranks' calls are the same in all that travels."""
+    return (
+        call.kind is other.kind
+        and call.sequence == other.sequence
+        and call.shape == other.shape
+        and call.dtype == other.dtype
+        and call.operation is other.operation
+        and call.root == other.root
+        and call.counts_hash == other.counts_hash
+        and call.out_rows == other.out_rows
+    )
+
+
+def advice_on_leaving(waiting: Call, rank: int) -> str:
+    """What to look for where ``rank`` left and others wait for it in ``waiting``."""
+    if waiting.method:
+        return (
+            f"{waiting.method} is collective: look for a loop or a branch in which rank {rank} "
+            "calls it less often"
+        )
+    return (
+        "A collective is called by every rank: look for a loop or a branch that ends earlier on "
+        f"rank {rank}"
+    )
+
+
+def differing_methods(calls: Mapping[int, Call]) -> str:
+    """Which functions of this package ranks called for the same collective, where they differ.
+
+    Parameters
+    ----------
+    calls : mapping of int to Call
+        By world rank.
+
+    Returns
+    -------
+    str
+        A sentence without its end, or nothing. What fewest ranks called comes first.
+    """
+    by_method: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        by_method.setdefault(call.method, []).append(rank)
+    if len(by_method) < 2:
+        return ""
+    rarest = min(filter(None, by_method), key=lambda method: len(by_method[method]))
+    others = [
+        f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
+        f"at {calls[ranks[0]].site}"
+        for method, ranks in by_method.items()
+        if method != rarest
+    ]
+    ranks = by_method[rarest]
+    return (
+        f"{rarest} is collective: {who(ranks)} called it at {calls[ranks[0]].site}, "
+        + ", ".join(others)
+    )
+
+
+def differing_calls(calls: Mapping[int, Call]) -> str:
+    """Whose call is not as most ranks' are; empty where they match, or no majority agrees."""
+    what, values = _difference(list(calls.values()))
+    if not what:
+        return ""
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return ""
+    odd = {rank: v for rank, v in zip(calls, values, strict=True) if v != most}
+    given = ", ".join(dict.fromkeys(odd.values()))
+    rest = [rank for rank in calls if rank not in odd]
+    is_odd = "is the odd one out" if len(odd) == 1 else "are the odd ones out"
+    if what == "counts":  # of which only a number is known
+        return f"{who(list(odd))} {is_odd}"
+    return f"{who(list(odd))} {is_odd}: {given}, where {who(rest)} gave {most}"
+
+
+def _listed(calls: Mapping[int, Call]) -> str:
+    """A line for each rank; for many, one for those that do the same."""
+    alike: dict[tuple[str, int], list[int]] = {}
+    for rank, call in calls.items():
+        text = f"collective {call.sequence}, {call}"
+        text += f" at {call.place}" if call.filename else ""
+        alike.setdefault((text, rank if len(calls) <= _ONE_EACH else -1), []).append(rank)
+    lines = [f"  {who(ranks)}: {text}" for (text, _), ranks in alike.items()]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return "\n".join(lines)
+
+
+def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
+    """The first thing that differs and must not, or an empty string; and what each rank has."""
     first = calls[0]
     if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
-        return "kind or order"
-    kind = first.kind
+        return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
+    for what, values in _compared(first.kind, calls):
+        if len(set(values)) > 1:
+            return what, [str(value) for value in values]
+    return "", []
+
+
+_OF_ONE_DTYPE = (
+    Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL,
+    Kind.ALLOCATE_SHARED,
+)  # fmt: skip
+
+
+def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
+    """What must be the same on all ranks, and what each has."""
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
-        if any(c.operation is not first.operation for c in calls):
-            return "operation"
-        if any(c.shape != first.shape for c in calls):
-            return "shape"
-        if any(c.counts_hash != first.counts_hash for c in calls):
-            return "counts"
-    has_dtype = kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER,
-                         Kind.ALL_TO_ALL, Kind.ALLOCATE_SHARED)  # fmt: skip
-    if has_dtype and any(c.dtype != first.dtype for c in calls):
-        return "dtype"
-    if kind in (Kind.ALL_GATHER, Kind.GATHER) and any(
-        (c.shape or ())[1:] != (first.shape or ())[1:] for c in calls
-    ):
-        return "trailing dims"
-    if any(c.root != first.root for c in calls):
-        return "root"
+        yield "operation", [c.operation and c.operation.name for c in calls]
+        yield "shape", [c.shape for c in calls]
+        yield "counts", [c.counts_hash for c in calls]
+    if kind in _OF_ONE_DTYPE:
+        yield "dtype", [c.dtype and c.dtype.name for c in calls]
+    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+        yield "trailing dims", [(c.shape or ())[1:] for c in calls]
+    yield "root", [c.root for c in calls]
     if kind is Kind.BROADCAST:
-        sent = calls[first.root]
-        if any(c.shape is not None and (c.shape, c.dtype) != (sent.shape, sent.dtype)
-               for c in calls):  # fmt: skip
-            return "shape or dtype of the arrays that receive"
-    return ""
-
-
-class CallLog:
-    """The last collectives of one rank, newest last, with the lines that called them."""
-
-    def __init__(self) -> None:
-        self._calls: deque[Call] = deque(maxlen=settings.CALL_LOG_LENGTH)
-        self._places: dict[tuple[int, int], tuple[CodeType, str, int]] = {}
-
-    def __iter__(self) -> Iterator[Call]:
-        return iter(tuple(self._calls))
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def record(self, call: Call, frame: FrameType | None) -> None:
-        """Append ``call``, placed at the nearest frame of the user's code."""
-        while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
-            frame = frame.f_back
-        if frame is not None:
-            # To count lines takes long; the code is kept, so that its id stays its own.
-            code = frame.f_code
-            key = id(code), frame.f_lasti
-            place = self._places.get(key)
-            if place is None:
-                if len(self._places) == _PLACES_KEPT:
-                    self._places.clear()
-                place = self._places[key] = code, code.co_filename, frame.f_lineno
-            _, call.filename, call.line = place
-        self._calls.append(call)
-
-    def tail(self, count: int = 3) -> str:
-        """The last ``count`` calls, one a line."""
-        calls = list(self._calls)[-count:]
-        return "\n".join(f"    {c.sequence}: {c} at {c.site}" for c in calls) or "    none"
+        sent = calls[calls[0].root]
+        yield (
+            "shape or dtype of the arrays that receive",
+            [(sent if c.shape is None else c).array_text for c in calls],
+        )

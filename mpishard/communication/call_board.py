@@ -1,140 +1,251 @@
-"""Where the ranks of a node read each other's last collectives, without the owner's help.
+"""Where ranks read each other's last collectives, without the owner's help.
 
-One file for the node, mapped by its ranks and unlinked as soon as all have it, so that nothing
-stays behind however the job ends. A rank that computes, sleeps or is stuck needs not answer.
+A `CallFile` of each rank: in the job's folder, where `mpishard run` made one, which reads the files
+when the job has ended and removes them; otherwise in a folder of the node that is removed as soon
+as all of its ranks have opened the files, so that nothing stays behind however the job ends. A
+rank that computes, sleeps or is stuck needs not answer.
 """
 
 from __future__ import annotations
 
-import mmap
+import logging
 import os
-import struct
+import shutil
 import tempfile
+import threading
+import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from mpishard import settings
-from mpishard.communication.call import HEADER_BYTES, Call, CallLog
+from mpishard.communication.call import Call
+from mpishard.communication.call_file import (
+    CallFile,
+    MessageWait,
+    RankState,
+    call_files,
+    encode_place,
+)
+from mpishard.communication.call_log import Journal
+from mpishard.communication.mapped_files import library_files
+from mpishard.communication.rank_record import RankRecord, records_of_files
 
-__all__ = ["CallBoard", "SharedCallLog"]
+__all__ = ["CallBoard", "FileJournal"]
 
-_SITE_BYTES = 128
-_ROW_BYTES = HEADER_BYTES + _SITE_BYTES
-_ROWS = settings.CALL_LOG_LENGTH
-_RANK_BYTES = (1 + _ROWS) * _ROW_BYTES
-# The first row of a rank is about itself.
-_COUNT, _PROCESS, _REPORTED = 0, 8, 16
-_NUMBER = struct.Struct("=q")
-_ROW = struct.Struct(f"q{HEADER_BYTES - 8}s{_SITE_BYTES}s")
+_PLACES_KEPT = 1024
+_LOCK = "report.lock"
+
+_logger = logging.getLogger("mpishard")
 
 
 class CallBoard:
-    """The last collectives of each rank of this node.
+    """The last collectives of each rank, as far as they can be read from this rank's node.
+
+    Where the files cannot be made the job goes on without: this rank then knows of itself alone.
 
     Parameters
     ----------
-    node_comm : mpi4py.MPI.Intracomm
-        The ranks of the node. The constructor is collective over it.
-    ranks : sequence of int
-        The world rank of each rank of ``node_comm``.
+    rank, world_size : int
+        This rank of the root world, and its size. Communicates nothing: with a job's folder the
+        rank can be seen from here on, in ``init``.
     """
 
-    def __init__(self, node_comm: Any, ranks: list[int]) -> None:
-        self.ranks = ranks
-        self._local = node_comm.Get_rank()
-        nbytes = len(ranks) * _RANK_BYTES
-        path = None
-        if self._local == 0:
-            handle, path = tempfile.mkstemp(prefix="mpishard-calls-")
-            os.ftruncate(handle, nbytes)
-            os.close(handle)
-        path = node_comm.bcast(path)
-        # Opened by each rank for itself: a lock belongs to the opening, not to the file.
-        self._file = os.open(path, os.O_RDWR)
-        weakref.finalize(self, os.close, self._file)
-        self._map = mmap.mmap(self._file, nbytes)
-        self._number = 0
-        self._write(self._local, _PROCESS, os.getpid())
-        node_comm.Barrier()
-        if self._local == 0:
-            Path(path).unlink()
-        self._sites: dict[tuple[str, int, str], bytes] = {}
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._folder = _job_folder()
+        """The job's folder, if there is one on this node."""
+        self._files: dict[int, CallFile] = {}
+        self._visible: set[int] = set()
+        self._is_shared = False
+        self._lock = -1
+        self._claiming = threading.Lock()
+        self._error = ""
+        self._is_alone = False
+        """Whether a rank has no file, so that none reads another's."""
+        file = None
+        if self._folder is not None:
+            try:
+                file = CallFile.create(self._folder / _name(rank), rank, world_size)
+            except OSError as error:
+                self._error = str(error)
+        self.journal = FileJournal(file or CallFile.unshared(rank, world_size))
+        """What this rank says of itself."""
 
-    def record(self, call: Call, group: str) -> None:
-        """Write down ``call`` of this rank in the world that reports call ``group``."""
-        start = self._local * _RANK_BYTES + (1 + self._number % _ROWS) * _ROW_BYTES
-        key = (call.filename, call.line, group)
-        site = self._sites.get(key)
-        if site is None:
-            text = (call.site if not group else f"{call.site} ({group})").encode()
-            site = self._sites[key] = text[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        _ROW.pack_into(self._map, start, call.sequence, call.description, site)
-        self._number += 1
-        self._write(self._local, _COUNT, self._number)
+    def share(self, node_comm: Any, comm: Any, ranks: Sequence[int]) -> None:
+        """Open the files of this node's other ranks. Collective.
 
-    def claim_report(self) -> bool:
-        """Whether this rank is the first of its node to report the end of the job."""
+        Parameters
+        ----------
+        node_comm : mpi4py.MPI.Intracomm
+            The ranks of the node.
+        comm : mpi4py.MPI.Intracomm
+            All ranks: that files cannot be made on one is known on all, and said once.
+        ranks : sequence of int
+            The world rank of each rank of ``node_comm``.
+        """
+        is_first = self.rank == ranks[0]
+        folder = node_comm.bcast(self._choose_folder() if is_first else None)
+        self._make_file(folder)
+        self._agree(comm)
+        if not self._is_alone and folder is not None:
+            self._open_files(folder, ranks)
+        self._agree(comm)
+        if self._is_alone:
+            self._files.clear()
+            self._visible.clear()
+        if is_first and folder is not None and folder != self._folder:
+            shutil.rmtree(folder)
+        self._is_shared = True
+
+    def note_shared_memory(self) -> None:
+        """Write down what of the MPI library lies in ``/dev/shm`` now, for its job to remove."""
+        self.journal.file.note_shared_memory(library_files())
+
+    def claim_report(self, code: int) -> bool:
+        """Whether this rank is the first to report the end of the job, with exit code ``code``.
+
+        The first of all ranks whose files lie in one folder; of the node, where that is its own.
+        """
         import fcntl  # not on every system that only trains in memory
 
-        # The lock settles who is first; the mark outlives the process that held it.
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        if any(self._read(local, _REPORTED) for local in range(len(self.ranks))):
-            return False
-        self._write(self._local, _REPORTED, 1)
-        return True
+        with self._claiming:
+            if self._lock >= 0:
+                # The lock settles who is first; the mark outlives the process that held it.
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return False
+            files = {**self._all_files(), self.rank: self.journal.file}
+            if any(file.state is RankState.REPORTED for file in files.values()):
+                return False
+            self.journal.file.end(RankState.REPORTED, code)
+            return True
 
     def dead_rank(self) -> int | None:
-        """The first rank of this node whose process is gone, or None."""
-        if not Path("/proc/self").is_dir():
-            return None
-        for local, rank in enumerate(self.ranks):
-            try:
-                stat = Path(f"/proc/{self._read(local, _PROCESS)}/stat").read_bytes()
-            except OSError:
-                return rank
-            if stat.rpartition(b")")[2].split()[0] in b"ZX":
+        """The first rank of this node whose process is gone without having left, or None."""
+        for rank in sorted(self._visible):
+            file = self._files[rank]
+            if file.state is not RankState.LEFT and not file.is_alive():
                 return rank
         return None
 
-    def table(self, world_size: int, count: int = 3) -> str:
-        """The last ``count`` collectives of each rank, newest last."""
-        lines = []
-        for rank in range(world_size):
-            if rank not in self.ranks:
-                lines.append(f"  rank {rank}: on another node")
-                continue
-            local = self.ranks.index(rank)
-            number = self._read(local, _COUNT)
-            lines.append(f"  rank {rank}:" + ("" if number else " no collective yet"))
-            for index in range(max(0, number - count), number):
-                start = local * _RANK_BYTES + (1 + index % _ROWS) * _ROW_BYTES
-                call = Call.decode(self._map, start)
-                text = self._map[start + HEADER_BYTES : start + _ROW_BYTES].rstrip(b"\0")
-                site = text.decode(errors="replace")
-                lines.append(f"    collective {call.sequence}, {call}, at {site}")
-        return "\n".join(lines)
+    def records(self) -> list[RankRecord]:
+        """One record of each rank of the root world, in rank order."""
+        return records_of_files(
+            {**self._all_files(), self.rank: self.journal.file},
+            self.world_size,
+            time.time(),
+            all_are_here=self._folder is not None and not self._is_shared,
+        )
 
-    def _read(self, local: int, field: int) -> int:
-        number: int = _NUMBER.unpack_from(self._map, local * _RANK_BYTES + field)[0]
-        return number
+    # ------------------------------------------------------------------------------------- making
 
-    def _write(self, local: int, field: int, number: int) -> None:
-        _NUMBER.pack_into(self._map, local * _RANK_BYTES + field, number)
+    def _choose_folder(self) -> Path | None:
+        if self._folder is not None:
+            return self._folder
+        try:
+            return Path(tempfile.mkdtemp(prefix="mpishard-calls-"))
+        except OSError as error:
+            self._error = str(error)
+            return None
+
+    def _make_file(self, folder: Path | None) -> None:
+        if folder is None:
+            self._error = self._error or "the first rank of its node could make no folder"
+        if self._error or folder is None:
+            return
+        try:
+            if folder != self._folder:
+                path = folder / _name(self.rank)
+                self.journal.file = CallFile.create(path, self.rank, self.world_size)
+            # Opened by each rank for itself: a lock belongs to the opening, not to the file.
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            weakref.finalize(self, os.close, self._lock)
+        except OSError as error:
+            self._error = str(error)
+
+    def _open_files(self, folder: Path, ranks: Sequence[int]) -> None:
+        try:
+            self._files = {rank: CallFile.open(folder / _name(rank)) for rank in ranks}
+        except (OSError, ValueError) as error:
+            self._error = str(error)
+        # In containers with process numbers of their own nobody sees whether another is alive.
+        self._visible = {
+            rank for rank, file in self._files.items() if rank != self.rank and file.is_alive()
+        }
+
+    def _agree(self, comm: Any) -> None:
+        """Hear whether a rank has failed; all then go on without, and rank 0 says so once."""
+        if self._is_alone:
+            return
+        errors = comm.allgather(self._error)
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if not failed:
+            return
+        self._is_alone = True
+        if self.rank == 0:
+            _logger.warning(
+                "reports on ranks that fail or wait will say little: rank %d could not keep a "
+                "file of its last collectives (%s). Training goes on; TMPDIR chooses the folder",
+                failed[0], errors[failed[0]],
+            )  # fmt: skip
+
+    def _all_files(self) -> dict[int, CallFile]:
+        """The files that can be read now: other nodes', too, where the job's folder is shared."""
+        if self._folder is None:
+            return self._files
+        found = call_files(self._folder)
+        of_this_job = {r: f for r, f in found.items() if f.world_size == self.world_size}
+        return {**of_this_job, **self._files}
 
 
-class SharedCallLog(CallLog):
-    """A call log that the other ranks of the node can read."""
+class FileJournal(Journal):
+    """What a rank says of itself, in a file that others can read.
 
-    def __init__(self, board: CallBoard, group: str) -> None:
+    Parameters
+    ----------
+    file : CallFile
+        The rank's own.
+    """
+
+    def __init__(self, file: CallFile) -> None:
         super().__init__()
-        self._board = board
-        self._group = group
+        self.file = file
+        self._places: dict[tuple[str, int, str, str], bytes] = {}
 
-    def record(self, call: Call, frame: FrameType | None) -> None:
-        super().record(call, frame)
-        self._board.record(call, self._group)
+    def record(self, call: Call, group: str) -> None:
+        key = call.filename, call.line, call.method, group
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) == _PLACES_KEPT:
+                self._places.clear()
+            place = self._places[key] = encode_place(call, group)
+        call.number = self.file.record(call.sequence, call.description, place)
+
+    def wait(self, what: Call | MessageWait) -> None:
+        if isinstance(what, MessageWait):
+            self.file.wait_for(what)
+        else:
+            self.file.wait(what.number)
+
+    def go_on(self) -> None:
+        self.file.wait(0)
+
+    def end(self, state: RankState) -> None:
+        self.file.end(state)
+
+    def record_of(self, rank: int, now: float) -> RankRecord:
+        return records_of_files({rank: self.file}, rank + 1, now, all_are_here=True)[rank]
+
+
+def _job_folder() -> Path | None:
+    """The job's folder; a node that it is not on has none."""
+    folder = settings.job_folder()
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank}.calls"

@@ -36,16 +36,13 @@ class Group:
     comm : mpi4py.MPI.Intracomm
         A communicator that belongs to this group alone. It carries point to point, and headers
         where there is no mailbox.
-    name : str
-        How reports call it.
     mailbox : Mailbox, optional
         What carries headers, where the ranks share memory.
     """
 
-    def __init__(self, mpi: Any, comm: Any, name: str, mailbox: Mailbox | None = None) -> None:
+    def __init__(self, mpi: Any, comm: Any, mailbox: Mailbox | None = None) -> None:
         self.mpi = mpi
         self.comm = comm
-        self.name = name
         self.mailbox = mailbox
         self.node: Any = None
         """The ranks of this one's node, once memory was shared among them."""

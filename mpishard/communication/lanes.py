@@ -17,7 +17,16 @@ import numpy as np
 
 from mpishard.communication.work import Waitable
 
-__all__ = ["Condition", "Expected", "Lane", "Message", "Pending", "ScratchPool", "Turn"]
+__all__ = [
+    "Condition",
+    "Expected",
+    "Lane",
+    "Message",
+    "Pending",
+    "PendingAll",
+    "ScratchPool",
+    "Turn",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -39,6 +48,24 @@ class Pending(Waitable):
 
     def test(self) -> bool:
         if self._request.Test():
+            self._in_flight.discard(self)
+            return True
+        return False
+
+
+class PendingAll(Pending):
+    """Several MPI requests under way: true when all are complete."""
+
+    __slots__ = ("_mpi",)
+
+    def __init__(
+        self, mpi: Any, requests: list[Any], in_flight: set[Pending], *keep: object
+    ) -> None:
+        super().__init__(requests, in_flight, *keep)
+        self._mpi = mpi
+
+    def test(self) -> bool:
+        if self._mpi.Request.Testall(self._request):
             self._in_flight.discard(self)
             return True
         return False

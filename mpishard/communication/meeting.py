@@ -7,6 +7,7 @@ on when all have come. What one rank sends another are *letters*.
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 import weakref
 from abc import abstractmethod
@@ -18,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 from mpishard import settings
 from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
+from mpishard.communication.rank_record import RankRecord
 from mpishard.communication.work import Waitable
+from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
+    from mpishard.communication.call_log import Journal
     from mpishard.communication.letters import Letter
     from mpishard.communication.memory import InMemoryCommunicationBackend
 
@@ -30,10 +34,17 @@ __all__ = ["Absence", "Arrival", "World", "new_world", "split_worlds"]
 
 @dataclass(slots=True)
 class Failure:
-    """Which rank failed, and what the others are told."""
+    """Which rank failed, by its number in the root world, and what the others are told."""
 
     rank: int
     message: str
+    is_timeout: bool = False
+    """Whether nobody failed, and a rank waited for too long."""
+
+    def error(self, name: str) -> CollectiveTimeoutError | PeerError:
+        """What another rank raises in the collective or message ``name``."""
+        text = f"{name} cannot complete: {self.message}"
+        return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
 
 
 class Meeting:
@@ -50,8 +61,8 @@ class Meeting:
 class World:
     """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
 
-    Worlds that were split from one another share ``changed`` and ``failures``, so that a
-    failure anywhere wakes every rank.
+    Worlds that were split from one another share ``changed``, ``failures`` and ``journals``, so
+    that a failure anywhere wakes every rank, and a report shows what each does in any of them.
     """
 
     name: str
@@ -60,6 +71,8 @@ class World:
     nodes: tuple[int, ...]
     changed: threading.Condition
     failures: list[Failure]
+    journals: list[Journal | None]
+    """Of each rank of the root world; None where it has not come yet."""
     meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
     letters: dict[tuple[int, int, int], deque[Letter]] = field(default_factory=dict)
     members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
@@ -85,7 +98,10 @@ class World:
         return Arrival(meeting)
 
     def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
-        """Tell every rank that ``rank``, whose last collective is ``last``, failed."""
+        """Tell every rank that ``rank``, whose last collective is ``last``, failed.
+
+        What it raised because of another rank is that one's failure.
+        """
         text = "".join(traceback.format_exception(error)).rstrip()
         after = f"after collective {last.sequence}, {last}" if last else "before any collective"
         name = self.global_ranks[rank]
@@ -93,9 +109,20 @@ class World:
             f"rank {name} failed {after}, with {type(error).__name__}: {error}\n"
             f"--- traceback of rank {name} ---\n{text}"
         )
+        failure = Failure(name, message)
+        if isinstance(error, PeerError):
+            failure = Failure(error.rank, str(error))
         with self.changed:
-            self.failures.append(Failure(name, message))
+            self.failures.append(failure)
             self.changed.notify_all()
+
+    def records(self) -> list[RankRecord]:
+        """One record of each rank of the root world. Needs no lock."""
+        now = time.time()
+        return [
+            RankRecord(rank) if journal is None else journal.record_of(rank, now)
+            for rank, journal in enumerate(self.journals)
+        ]
 
 
 class Absence(Waitable):
@@ -127,7 +154,7 @@ def new_world(name: str, world_size: int) -> World:
     ranks = tuple(range(world_size))
     pretended = ShardLayout(world_size, settings.virtual_nodes())
     nodes = number_nodes([pretended.owner(rank) for rank in ranks])
-    return World(name, world_size, ranks, nodes, threading.Condition(), [])
+    return World(name, world_size, ranks, nodes, threading.Condition(), [], [None] * world_size)
 
 
 def split_worlds(
@@ -144,6 +171,7 @@ def split_worlds(
             number_nodes([world.nodes[rank] for _, rank in ranks]),
             world.changed,
             world.failures,
+            world.journals,
         )
         worlds[color] = child
         world.children.append(weakref.ref(child))

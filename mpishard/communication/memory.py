@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,13 +28,17 @@ from mpishard.arrays import (
 )
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import Call
+from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call_file import RankState
+from mpishard.communication.diagnosis import describe_stall, parting
 from mpishard.communication.letters import Delivery, Letter, Taken
-from mpishard.communication.meeting import Absence, World, new_world, split_worlds
+from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
+from mpishard.communication.naming import of_group
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.recording import stop_recording
+from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.sharing import Nodes
-from mpishard.communication.work import Steps, Work
+from mpishard.communication.work import CollectiveWork, Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
@@ -137,6 +141,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     "another environment_id, or clear_environment() after a finished run"
                 )
             world.members[self._rank] = self
+            if self._is_root:
+                world.journals[self._rank] = self.call_log.journal
             world.left.pop(self._rank, None)
 
     def _on_shutdown(self) -> None:
@@ -166,6 +172,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
         stop_recording(self, error)
+        self.call_log.journal.end(RankState.REPORTED)
         last = next(reversed(list(self.call_log)), None)
         self._joined().fail(self._rank, error, last)
 
@@ -179,18 +186,27 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _drive(self, work: Work) -> None:
         world = self._joined()
         deadline = time.monotonic() + self._timeout if self._timeout else None
-        while True:
-            for backend in tuple(self._family):
-                backend.progress()
-            if work.done:
-                return
-            with world.changed:
-                if not self._anything_ready():
-                    self._raise_if_hopeless(work)
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise CollectiveTimeoutError(self._timeout_message(work))
-                    world.changed.wait(left)
+        journal = self.call_log.journal
+        has_waited = False
+        try:
+            while True:
+                for backend in tuple(self._family):
+                    backend.progress()
+                if work.done:
+                    return
+                with world.changed:
+                    if not self._anything_ready():
+                        self._raise_if_hopeless(work)
+                        left = None if deadline is None else deadline - time.monotonic()
+                        if left is not None and left <= 0:
+                            self._give_up(work)
+                        if not has_waited:
+                            has_waited = True
+                            journal.wait(work.awaited)
+                        world.changed.wait(left)
+        finally:
+            if has_waited:
+                journal.go_on()
 
     def _anything_ready(self) -> bool:
         return any(
@@ -203,35 +219,69 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
         world = self._joined()
         if world.failures:
-            failure = world.failures[0]
-            raise PeerError(f"{work.name} cannot complete: {failure.message}", failure.rank)
+            raise world.failures[0].error(work.name)
         absence = work.waitable
         assert isinstance(absence, Absence)
-        for rank in absence.missing():
-            if rank in world.left:
-                raise PeerError(
-                    f"rank {rank} left after collective {world.left[rank]}, while rank "
-                    f"{self._rank} waits {work.where}. Look for a loop or a branch that ends "
-                    f"earlier on rank {rank}",
-                    rank,
-                )
+        for local in absence.missing():
+            if local in world.left:
+                raise PeerError(self._left_text(work, local, world), world.global_ranks[local])
 
-    def _timeout_message(self, work: Work) -> str:
+    def _left_text(self, work: Work, local: int, world: World) -> str:
+        group = self.call_log.group
+        rank, me = world.global_ranks[local], world.global_ranks[self._rank]
+        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
+        parted = ""
+        if isinstance(work, CollectiveWork):
+            advice = advice_on_leaving(work.call, rank)
+            parted = parting(world.records(), group)
+        return (
+            f"rank {rank} left after collective {world.left[local]}{of_group(group)}, while rank "
+            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
+        )
+
+    def _give_up(self, work: Work) -> NoReturn:
+        """Raise because ``work`` takes too long. Called with the lock."""
         world = self._joined()
         absence = work.waitable
         assert isinstance(absence, Absence)
-        lines = []
-        for rank in range(world.world_size):
-            member = world.members.get(rank)
-            log = member.call_log.tail(2) if member else "    not initialised"
-            lines.append(f"  rank {rank}:\n{log}")
-        return (
-            f"rank {self._rank} waited {self._timeout:g} s {work.where}; ranks "
-            f"{absence.missing()} did not arrive. Last collectives of each rank:\n"
-            + "\n".join(lines)
+        missing = [world.global_ranks[local] for local in absence.missing()]
+        me = world.global_ranks[self._rank]
+        text = (
+            f"rank {me} waited {self._timeout:g} s {work.where}; ranks {missing} did not arrive. "
+            f"{describe_stall(world)}"
         )
+        if isinstance(work, CollectiveWork):
+            # The ranks are out of step from here on. Who has waited nearly as long hears it now,
+            # and who comes late when it comes; a message may still be received another time.
+            world.failures.append(Failure(missing[0], text, is_timeout=True))
+            world.changed.notify_all()
+        raise CollectiveTimeoutError(text)
+
+    def _parting(self, sequence: int) -> str:
+        return parting(self._joined().records(), self.call_log.group, before=sequence)
 
     # ------------------------------------------------------------------------------- collectives
+
+    def _call(
+        self,
+        kind: Kind,
+        array: Array | None,
+        *,
+        operation: ReductionOperation | None = None,
+        root: int = -1,
+        counts: tuple[int, ...] | None = None,
+        out_rows: int = -1,
+    ) -> Call:
+        world = self._joined()
+        if world.failures:
+            # It need not wait for the rank that failed: that may go on, after abort().
+            failure = world.failures[0]
+            raise PeerError(
+                f"{kind.label} is called after a failure: {failure.message}", failure.rank
+            )
+        return super()._call(
+            kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
+        )
 
     def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
         """First meeting of a collective: check the calls, give back the ranks' values.
@@ -239,7 +289,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         The others may use ``arrays`` from here on, and those of `_exchange` from there on.
         """
         _finish(arrays)
-        arrival = self._joined().meet(call, 0, self._rank, (call, value))
+        world = self._joined()
+        if world.failures and world.failures[0].is_timeout:
+            # The others have come, and gone.
+            raise world.failures[0].error(f"collective {call.sequence}, {call},")
+        arrival = world.meet(call, 0, self._rank, (call, value))
         yield arrival
         pairs = [left[0] for left in arrival.meeting.values]
         self._verify([peer for peer, _ in pairs])
@@ -394,6 +448,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 local, child.world_size, child.name, timeout=self._timeout
             )
             member._world = child
+            member._world_ranks = child.global_ranks
             member._family = self._family
             self._family.add(member)
         return member
@@ -436,8 +491,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             with world.changed:
                 letter = world.letters[key][0]
                 refuse_other_message(
-                    letter.array.size, letter.array.dtype, count, dtype, source, tag
-                )
+                    letter.array.size, letter.array.dtype, count, dtype,
+                    world.global_ranks[source], tag,
+                )  # fmt: skip
                 world.letters[key].popleft()
                 if not world.letters[key]:
                     del world.letters[key]

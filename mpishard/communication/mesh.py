@@ -177,7 +177,7 @@ class ProcessMesh:
         ranks = self.group_of(axis)
         if len(ranks) == self.world.world_size:
             return self.world
-        member = self._split(axis, ranks, color=min(ranks), key=ranks.index(self.world.rank))
+        member = self._split(axis, color=min(ranks), key=ranks.index(self.world.rank))
         member.axis = axis
         return member
 
@@ -185,18 +185,12 @@ class ProcessMesh:
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
             return self.world
         key = self.pipeline_rank * self.tensor_size + self.tensor_rank
-        ranks = self.replica_ranks(self.data_rank)
-        return self._split("replica", ranks, color=self.data_rank, key=key)
+        return self._split("replica", color=self.data_rank, key=key)
 
-    def _split(
-        self, name: str, ranks: Sequence[int], *, color: int, key: int
-    ) -> CommunicationBackend:
+    def _split(self, name: str, *, color: int, key: int) -> CommunicationBackend:
         member = self.world.split(color, key)
         assert member is not None
-        member.numbering = (
-            f"ranks are numbered within the {name} group of this rank: 0 to {len(ranks) - 1} are "
-            f"ranks {', '.join(map(str, ranks))} of the world"
-        )
+        member._name(name)
         return member
 
 

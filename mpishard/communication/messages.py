@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,22 @@ class Stream:
 
 
 class Messages:
-    """The messages of one rank in one group: those under way, and those not taken yet."""
+    """The messages of one rank in one group: those under way, and those not taken yet.
 
-    def __init__(self, group: Group) -> None:
+    Parameters
+    ----------
+    group : Group
+        What they are sent through.
+    world_ranks : sequence of int
+        What errors call its ranks: their numbers in the root world.
+    """
+
+    def __init__(self, group: Group, world_ranks: Sequence[int]) -> None:
         self._group = group
+        # Open MPI 5 writes past the end of memory that is too short for a large message. There
+        # memory is posted when the head has told the size.
+        self._posts_ahead = "Open MPI" not in group.mpi.Get_library_version()
+        self._world_ranks = world_ranks
         self._sent: deque[Pending] = deque()
         self._streams: dict[tuple[int, int], Stream] = {}
 
@@ -118,7 +131,9 @@ class Messages:
                 yield turn
                 incoming = yield from self._next(stream, source, tag)
                 stream.arrived.appendleft(incoming)
-                refuse_other_message(incoming.size, incoming.dtype, count, dtype, source, tag)
+                refuse_other_message(
+                    incoming.size, incoming.dtype, count, dtype, self._world_ranks[source], tag
+                )
                 array = yield from self._data(stream, incoming, source, tag)
                 stream.arrived.popleft()
         finally:
@@ -130,7 +145,7 @@ class Messages:
         """Post the memory for one more message, so that MPI need not keep it for us."""
         head = np.empty(_HEAD_BYTES + _TOGETHER_BYTES, np.uint8)
         stream.heads.append(self._irecv(head, source, tag))
-        if nbytes > _TOGETHER_BYTES:
+        if self._posts_ahead and nbytes > _TOGETHER_BYTES:
             self._expect_data(stream, source, tag, nbytes)
 
     def _expect_data(self, stream: Stream, source: int, tag: int, nbytes: int) -> None:
@@ -169,8 +184,9 @@ class Messages:
         if receive.is_lost:
             stream.arrived.popleft()
             raise CommunicationError(
-                f"a message with tag {tag} from rank {source} has {incoming.nbytes} bytes, and "
-                f"came where {receive.buffer.size} were expected; it is lost"
+                f"a message with tag {tag} from rank {self._world_ranks[source]} has "
+                f"{incoming.nbytes} bytes, and came where {receive.buffer.size} were expected; it "
+                "is lost"
             )
         return receive.buffer[: incoming.nbytes].view(incoming.dtype).reshape(incoming.shape)
 

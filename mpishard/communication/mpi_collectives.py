@@ -21,23 +21,22 @@ all_to_all         all-to-all of shapes            all-to-all
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
+from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
-from mpishard.communication.group import Group
+from mpishard.communication.call_file import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
 from mpishard.communication.lanes import Pending, Turn
+from mpishard.communication.pairwise_collectives import PairwiseCollectives
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.shared_collectives import (
     SCRATCH_BYTES,
-    SharedCollectives,
     same_start,
     starts_of,
 )
@@ -48,21 +47,15 @@ from mpishard.layout import ShardLayout
 
 __all__ = ["MPICollectives"]
 
-_SITE_BYTES = 256
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 
 
-class MPICollectives(SharedCollectives):
+class MPICollectives(PairwiseCollectives):
     """The part of the MPI backend that moves data. Its subclass has the life cycle."""
 
     @property
     def scratch_bytes(self) -> int:
         return super().scratch_bytes + self._pool.nbytes
-
-    @property
-    @abstractmethod
-    def _talk(self) -> Group:
-        """The group of an initialised backend."""
 
     # ----------------------------------------------------------------------------------- headers
 
@@ -102,34 +95,22 @@ class MPICollectives(SharedCollectives):
 
     def _name_sites(self, calls: Sequence[Call], own: Call, turn: Turn) -> Steps:
         """Learn where each rank's call stands in its script. All ranks come here or none."""
-        site = own.site.encode()[-_SITE_BYTES:].ljust(_SITE_BYTES, b"\0")
-        sites = np.empty((self.world_size, _SITE_BYTES), np.uint8)
+        site = encode_place(own, "")
+        sites = np.empty((self.world_size, PLACE_BYTES), np.uint8)
         yield turn
         yield self._post(
             turn,
             turn.comm.Iallgather(
-                self._spec(np.frombuffer(site, np.uint8), _SITE_BYTES),
-                self._spec(sites, _SITE_BYTES),
+                self._spec(np.frombuffer(site, np.uint8), PLACE_BYTES),
+                self._spec(sites, PLACE_BYTES),
             ),
             site,
             sites,
         )
         for call, encoded in zip(calls, sites, strict=True):
-            text = encoded.tobytes().rstrip(b"\0").decode(errors="replace")
-            call.filename, _, line = text.rpartition(":")
-            call.line = int(line) if line.isdecimal() else 0
+            decode_place(encoded.tobytes(), call)
 
-    # ---------------------------------------------------------------------------- what MPI takes
-
-    def _spec(self, array: Array, count: int, *, itemsize: int = 1) -> list[Any]:
-        """``count`` elements of ``array``, whatever its dtype, for mpi4py."""
-        return [_as_bytes(array), count, self._talk.element(itemsize)]
-
-    def _parts(
-        self, array: Array, sizes: Sequence[int], starts: Sequence[int], *, itemsize: int
-    ) -> list[Any]:
-        """Each rank's part of ``array``, in elements of ``itemsize`` bytes, for mpi4py."""
-        return [_as_bytes(array), sizes, starts, self._talk.element(itemsize)]
+    # ----------------------------------------------------------------------------------- requests
 
     def _post(self, turn: Turn, request: Any, *keep: object) -> Pending:
         turn.release()
@@ -138,15 +119,6 @@ class MPICollectives(SharedCollectives):
     def _begin_fence(self, turn: Turn) -> Waitable:
         mailbox = self._talk.mailbox
         return self._keep(turn.comm.Ibarrier()) if mailbox is None else mailbox.fence()
-
-    def _keep(self, request: Any, *keep: object) -> Pending:
-        pending = Pending(request, self._talk.in_flight, *keep)
-        self._begun()
-        return pending
-
-    @abstractmethod
-    def _begun(self) -> None:
-        """Hear that a request was begun that moves data."""
 
     def _needs_header(self, array: Array) -> bool:
         """Whether a reduction of ``array`` must know what the others call; alike on all ranks."""
@@ -179,16 +151,14 @@ class MPICollectives(SharedCollectives):
                         return out
             if _overlap_askew(array, out):
                 array = array.copy()
-            yield from self._combine_pieces(
-                first, array.reshape(-1), sizes, call.operation,
-                result[starts[self.rank] : starts[self.rank] + sizes[self.rank]],
-            )  # fmt: skip
-            if self.world_size > 1:
-                yield second
-                parts = self._parts(result, sizes, starts, itemsize=result.itemsize)
-                synchronize(result)
-                request = second.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts)
-                yield self._post(second, request, result)
+            flat, piece = array.reshape(-1), result[starts[self.rank] :][: sizes[self.rank]]
+            if self._sends_pairwise:
+                yield from self._pairwise_reduce(
+                    first, flat, sizes, call.operation, piece, (second, result)
+                )
+            else:
+                yield from self._combine_pieces(first, flat, sizes, call.operation, piece)
+                yield from self._gather_pieces(second, result, sizes)
             self._count_all_reduce(call, sizes)
             return out
 
@@ -220,9 +190,8 @@ class MPICollectives(SharedCollectives):
             if inline:
                 self._combine_inline(headers, call.operation, piece, mine)
             else:
-                yield from self._combine_pieces(
-                    turn, array.reshape(-1), sizes, call.operation, piece
-                )
+                reduce = self._pairwise_reduce if self._sends_pairwise else self._combine_pieces
+                yield from reduce(turn, array.reshape(-1), sizes, call.operation, piece)
             if piece is not result:
                 result[...] = piece
             self._count_reduce_scatter(call, counts)
@@ -286,14 +255,16 @@ class MPICollectives(SharedCollectives):
                 for rank in range(self.world_size)
             ]
             self._reducer.reduce(contributions, operation, piece[low : low + length])
-            if not is_device_array(buffer):
-                self._pool.give(buffer)
+            self._give_back(buffer)
 
-    def _take_beside(self, array: Array, nbytes: int) -> Array:
-        """A buffer where ``array`` lies: of the pool, or of CuPy, which has its own."""
-        if is_device_array(array):
-            return array_namespace(array).empty(nbytes, np.uint8)
-        return self._pool.take(nbytes)
+    def _gather_pieces(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
+        """Send this rank's piece of flat ``out`` to all, and receive theirs."""
+        if self.world_size == 1:
+            return
+        synchronize(out)
+        yield turn
+        parts = self._parts(out, sizes, starts_of(sizes), itemsize=out.itemsize)
+        yield self._post(turn, turn.comm.Iallgatherv(self._talk.mpi.IN_PLACE, parts), out)
 
     # ---------------------------------------------------------------------------------- movement
 
@@ -309,9 +280,6 @@ class MPICollectives(SharedCollectives):
             result = out.reshape(-1)
             if headers.all_inline:
                 np.concatenate([headers.flat(r) for r in range(self.world_size)], out=result)
-            elif self.world_size == 1:
-                if not same_start(result, array):
-                    result[...] = array.reshape(-1)
             elif self._out_is_shared(self._all_places(headers)):
                 yield from self._shared_all_gather(turn, array.reshape(-1), result, sizes)
                 return out
@@ -319,13 +287,8 @@ class MPICollectives(SharedCollectives):
                 mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
                 if not same_start(mine, array):
                     mine[...] = array.reshape(-1)
-                synchronize(mine)
-                yield turn
-                request = turn.comm.Iallgatherv(
-                    self._talk.mpi.IN_PLACE,
-                    self._parts(result, sizes, starts, itemsize=array.itemsize),
-                )
-                yield self._post(turn, request, result)
+                gather = self._pairwise_gather if self._sends_pairwise else self._gather_pieces
+                yield from gather(turn, result, sizes)
             self._count_all_gather(array)
             return out
 
@@ -452,11 +415,6 @@ class MPICollectives(SharedCollectives):
             else:
                 yield turn
                 yield self._post(turn, turn.comm.Ibarrier())
-
-
-def _as_bytes(array: Array) -> Array:
-    # MPI gets bytes, because NumPy exports no buffer of bfloat16.
-    return array.reshape(-1).view(np.uint8)
 
 
 def _overlap_askew(array: Array, out: Array) -> bool:

@@ -187,6 +187,8 @@ def refuse_other_message(
 ) -> None:
     """Refuse a message that is not the one expected.
 
+    ``source`` is what the error calls the sender: its number in the root world.
+
     Raises
     ------
     CommunicationError

@@ -17,8 +17,11 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
-from mpishard.communication.call import DTYPES, Call, CallLog, Kind, check_calls
+from mpishard.communication.call import DTYPES, Call, Kind, check_calls
+from mpishard.communication.call_file import RankState
+from mpishard.communication.call_log import CallLog, Journal
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.naming import group_label
 from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import (
@@ -29,7 +32,7 @@ from mpishard.communication.reduction import (
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import NotInitializedError
+from mpishard.errors import CollectiveMismatchError, NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
@@ -38,8 +41,21 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Identity, life cycle, and what a subclass must give.
 
-    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_steps_receive`, and
-    the two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    A subclass gives what is abstract here: `rank`, `world_size`, `abort`, the two life-cycle
+    hooks, ``_steps_<collective>`` generators, `_drive`, `_send` and `_steps_receive`.
+    `CommunicationBackend` builds the public collectives on them. It may give `nodes`,
+    `_steps_send` and `_steps_allocate_shared`, and ``_rank_is_process = False`` for threads.
+
+    For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
+    contributions in the one tree; ``_count_<collective>``, which book the bytes sent;
+    ``_sequence``, the number of this rank's last collective; ``_is_root``, false for a world that
+    was split off; and ``group``, the name of this world, the same on its ranks alone.
+
+    A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
+    returns the collective's result, which nobody else's arrays share memory with. Its arguments
+    have been checked on this rank alone: before it uses what others sent it hands all ranks'
+    calls, in rank order, to `_verify`. It is run for a world of one, too. After it has returned
+    the caller may change ``array``.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -47,6 +63,7 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
+        self._world_ranks: tuple[int, ...] | None = None
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
@@ -65,10 +82,9 @@ class Transport(ABC):
         same. Nor does it in a world of one, where nothing is compared.
         """
         self.traffic = Traffic()
-        self.call_log = CallLog()
+        self.call_log = CallLog(Journal())
+        """The last collectives of this rank here; its `group` is what messages call this world."""
         self.group, self.axis = "world", ""
-        self.numbering = ""
-        """What errors say of the numbers of ranks, where they are not the world's."""
         """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
         self.recorder: Recorder | None = None
         """What records a trace until this backend is shut down."""
@@ -84,6 +100,14 @@ class Transport(ABC):
     @abstractmethod
     def world_size(self) -> int:
         """Number of ranks."""
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """The number in the root world of each of these ranks; errors and reports give that.
+
+        In a root world, which was not split off another, 0, 1 and so on.
+        """
+        return self._world_ranks or tuple(range(self.world_size))
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -135,6 +159,8 @@ class Transport(ABC):
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
             self._initialized = True
+            if self._is_root:
+                self.call_log.journal.end(RankState.RUNNING)
 
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
@@ -142,6 +168,8 @@ class Transport(ABC):
             stop_recording(self)
             self._on_shutdown()
             self._initialized = False
+            if self._is_root:
+                self.call_log.journal.end(RankState.LEFT)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -181,51 +209,82 @@ class Transport(ABC):
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
+    def _name(self, purpose: str) -> None:
+        """Let reports say what this group, which was split off another, is for."""
+        steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
+        self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
+
     # -------------------------------------------------------------------------- for the transport
 
     @abstractmethod
-    def _on_initialize(self) -> None: ...
+    def _on_initialize(self) -> None:
+        """Enter the world. Also called for a world that `_steps_split` returns."""
 
     @abstractmethod
-    def _on_shutdown(self) -> None: ...
+    def _on_shutdown(self) -> None:
+        """Leave in good order: tell the others, and see that what was sent goes out.
 
-    @abstractmethod
-    def _drive(self, work: Work) -> None:
-        """Advance pending collectives and messages, oldest first, until ``work`` is done.
-
-        All of them are advanced, not only ``work``, so that ranks may wait in different orders.
+        Where this is the root, the worlds that were split from it end with it.
         """
 
     @abstractmethod
-    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps: ...
+    def _drive(self, work: Work) -> None:
+        """Wait until ``work`` is done.
+
+        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
+        that were split from one another, so that ranks may wait in different orders.
+
+        Raises
+        ------
+        PeerError
+            Where a rank that ``work`` waits for has failed or left.
+        CollectiveTimeoutError
+            Where one has not arrived in time.
+        """
+
+    @abstractmethod
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        """Combine all ranks' arrays into ``out``, which may be ``array``; return ``out``."""
 
     @abstractmethod
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
-    ) -> Steps: ...
+    ) -> Steps:
+        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
+
+        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
+        float32.
+        """
 
     @abstractmethod
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps: ...
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
 
     @abstractmethod
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps: ...
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        """The root's array: itself there, elsewhere in ``array`` or a new one."""
 
     @abstractmethod
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
-    ) -> Steps: ...
+    ) -> Steps:
+        """A new array of this rank's rows; ``counts`` is None beside the root, which knows."""
 
     @abstractmethod
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps: ...
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        """All ranks' rows, a new array, on the root; None elsewhere."""
 
     @abstractmethod
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps: ...
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
 
     @abstractmethod
-    def _steps_barrier(self, call: Call) -> Steps: ...
+    def _steps_barrier(self, call: Call) -> Steps:
+        """End when every rank has called it."""
 
     @abstractmethod
-    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps: ...
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None."""
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""
@@ -234,7 +293,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        """Send a copy; do not wait."""
+        """Send a copy; do not wait, not even where the receiver has left."""
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
         """Send ``array``, which stays as it is until this ends; here, where a copy is made."""
@@ -245,9 +304,11 @@ class Transport(ABC):
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
-        """Take the next message that no earlier receive of (source, tag) takes.
+        """Take the next message that no earlier receive of (source, tag) takes; a new array.
 
-        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it.
+        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it. A
+        message that `refuse_other_message` refuses stays for the next receive, and so does the
+        place in line where the generator is closed.
         """
 
     # ------------------------------------------------------------------------------------ shared
@@ -284,8 +345,22 @@ class Transport(ABC):
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse, on every rank alike, calls that do not belong together."""
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
-        if len(calls) > 1 or calls[0].out_rows >= 0:
-            check_calls(calls)
+        if len(calls) == 1 and calls[0].out_rows < 0:
+            return
+        try:
+            check_calls(calls, self.world_ranks, self.call_log.group)
+        except CollectiveMismatchError as error:
+            parted = self._parting(calls[self.rank].sequence)
+            if not parted:
+                raise
+            raise CollectiveMismatchError(f"{error}\n{parted}") from None
+
+    def _parting(self, sequence: int) -> str:
+        """Where the ranks went different ways before collective ``sequence``, as far as is known.
+
+        Here, where no rank knows of the others' earlier collectives, empty.
+        """
+        return ""
 
     def _call(
         self,

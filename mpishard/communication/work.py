@@ -12,10 +12,13 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.call import Call
+from mpishard.communication.call_file import MessageWait
+from mpishard.communication.call_log import CallLog
+from mpishard.communication.naming import of_group
 from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
-__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -33,7 +36,10 @@ Steps = Generator[Waitable, None, Any]
 class Driver(Protocol):
     """Who advances collectives: the backend that issued them."""
 
-    numbering: str
+    call_log: CallLog
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]: ...
 
     def _drive(self, work: Work) -> None: ...
 
@@ -63,6 +69,11 @@ class Work(ABC):
     @abstractmethod
     def where(self) -> str:
         """What a rank does that waits for it: "rank 1 waits .."."""
+
+    @property
+    @abstractmethod
+    def awaited(self) -> Call | MessageWait:
+        """What a rank that waits for it says in its journal."""
 
     @property
     def done(self) -> bool:
@@ -102,21 +113,10 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            try:
-                self._drive()
-            except Exception as error:
-                self._say_whose_numbers(error)
-                raise
+            self._drive()
         if self._error is not None:
-            self._say_whose_numbers(self._error)
             raise self._error
         return self._result
-
-    def _say_whose_numbers(self, error: BaseException) -> None:
-        """Note what an error's ranks are counted in, where it is not the world."""
-        numbering = self._driver.numbering
-        if numbering and numbering not in getattr(error, "__notes__", ()):
-            error.add_note(numbering)
 
     def begun(self) -> None:
         """Hear that it was issued, and went as far as it could."""
@@ -154,15 +154,25 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        return f"collective {self.call.sequence}, {self.call},"
+        group = of_group(self._driver.call_log.group)
+        return f"collective {self.call.sequence}, {self.call},{group and group + ','}"
 
     @property
     def where(self) -> str:
-        return f"in {self.name} called at {self.call.site}"
+        return in_call(self.call)
+
+    @property
+    def awaited(self) -> Call:
+        return self.call
+
+
+def in_call(call: Call) -> str:
+    """Where a rank waits that waits in ``call``."""
+    return f"in collective {call.sequence}, {call}, called at {call.place}"
 
 
 class Transfer(Work):
-    """A message under way, to or from ``peer``."""
+    """A message under way, to or from ``peer``, a rank of the world that it is sent in."""
 
     def __init__(
         self,
@@ -181,13 +191,19 @@ class Transfer(Work):
 
     @property
     def name(self) -> str:
-        return f"{'send to' if self.is_send else 'receive from'} rank {self.peer}, tag {self.tag},"
+        way = "send to" if self.is_send else "receive from"
+        group = self._driver.call_log.group
+        inside = f" in {group}," if group else ""
+        return f"{way} rank {self._driver.world_ranks[self.peer]}, tag {self.tag},{inside}"
 
     @property
     def where(self) -> str:
-        if self.is_send:
-            return f"for rank {self.peer} to take a message with tag {self.tag}"
-        return f"for a message with tag {self.tag} from rank {self.peer}"
+        return str(self.awaited)
+
+    @property
+    def awaited(self) -> MessageWait:
+        peer = self._driver.world_ranks[self.peer]
+        return MessageWait(peer, self.tag, self.is_send, self._driver.call_log.group)
 
     def cancel(self) -> None:
         """Give up a receive: the message, come or not, is the next receive's. Idempotent.

@@ -1,5 +1,7 @@
 """The public conformance suite, on thread-ranks and on MPI processes."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,71 @@ from mpishard.communication import (
     MPICommunicationBackend,
     ReductionOperation,
 )
+from mpishard.communication.call import DTYPES
 from mpishard.communication.job import Job
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
 from mpishard.testing.worlds import in_worlds
+
+FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
+# What larger worlds do differently has nothing to do with the dtype.
+SAMPLE = tuple(d for d in DTYPES if d.name in ("bool", "bfloat16", "float64", "complex64"))
+
+
+def suite(world_size):
+    return CommunicationConformance(DTYPES if world_size <= 4 or FULL else SAMPLE)
 
 
 @pytest.mark.parametrize("name", CommunicationConformance.names())
 @in_worlds(1, 2, 3, 4, 5, 6, 7, 8)
 def test_conformance(backend, name):
-    check = getattr(CommunicationConformance(), name)
-    for _ in range(2):  # stale buffers and left-over messages show in the second run
+    check = getattr(suite(backend.world_size), name)
+    # Stale buffers and left-over messages show in the second run.
+    for _ in range(2 if backend.world_size < 4 or FULL else 1):
         check(backend)
+
+
+# How a world is divided: color and key of each rank.
+DIVISIONS = {
+    "turned round": lambda rank, world: (0, world - rank),
+    "two side by side": lambda rank, world: (rank % 2, -rank),
+    "one alone": lambda rank, world: (min(rank, 1), None),
+    "one left out": lambda rank, world: (None if rank == 0 else 5, -rank),
+}
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@in_worlds(2, 3, 4)
+def test_conformance_of_groups(backend, division):
+    """The groups of one world work at the same time, and in no step with one another."""
+    color, key = DIVISIONS[division](backend.rank, backend.world_size)
+    group = backend.split(color, key)
+    if group is not None:
+        inner = CommunicationConformance(DTYPES if FULL else SAMPLE)
+        for name in inner.names():
+            getattr(inner, name)(group)
+        group.shutdown()
+    CommunicationConformance(SAMPLE[:1]).check_all_reduce(backend)
+
+
+@in_worlds(3, 4)
+def test_a_group_and_its_world_work_at_once(backend):
+    """Works of both under way, waited for in any order."""
+    group = backend.split(backend.rank % 2, key=-backend.rank)
+    works = []
+    for length in (3, 700, 0, 16, 5000):
+        for world in (backend, group):
+            ones, members = np.ones(length), world.world_size
+            works += [
+                (world.all_reduce_async(ones.copy()), np.full(length, float(members))),
+                (world.all_gather_async(ones), np.ones(length * members)),
+                (world.broadcast_async(np.full(length, float(world.rank)), 1 % members),
+                 np.full(length, float(1 % members))),
+            ]  # fmt: skip
+    for index in np.random.default_rng(backend.rank).permutation(len(works)):
+        work, expected = works[index]
+        assert_same(work.wait(), expected, "of a group beside its world")
+    group.shutdown()
 
 
 @in_worlds(2, 3, 4)  # tests/spawned: 5 to 8 ranks
@@ -66,7 +121,9 @@ def test_the_reference_tree_is_the_documented_one():
 @in_worlds(2, 3)
 def test_long_pieces_go_in_rounds(backend, monkeypatch):
     """The scratch of a reduction is bounded; a small bound here makes many rounds."""
-    monkeypatch.setattr("mpishard.communication.mpi_collectives.SCRATCH_BYTES", 100)
+    for module in ("mpi_collectives", "pairwise_collectives"):
+        monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
+    monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
     CommunicationConformance().check_all_reduce(backend)
     CommunicationConformance().check_reduce_scatter(backend)
     CommunicationConformance().check_async_orders(backend)

@@ -155,7 +155,7 @@ def test_a_message_that_is_too_long_for_its_memory_is_refused(backend):
         going = backend.send_async(np.ones(sent), right, 1)
         with pytest.raises(CommunicationError, match=f"has {sent} elements"):
             coming.wait()
-        if expected < sent and expected > 512:
+        if backend._messages._posts_ahead and 512 < expected < sent:
             with pytest.raises(CommunicationError, match="it is lost"):
                 backend.receive(left, sent, 1)
         else:

@@ -1,0 +1,207 @@
+"""Why a job ended, from what its ranks left behind: the exit code, and who went first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpishard import settings
+from mpishard.cli.rank_processes import RankProcess
+from mpishard.communication.call_file import CallFile, RankState
+
+__all__ = ["JobEnd", "Verdict", "calls_text"]
+
+_HINTS = {
+    signal.SIGKILL: "; out of memory?",
+    signal.SIGBUS: "; shared memory full?",
+}
+# With which launchers end the ranks that are left: those say nothing of who went first.
+_OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
+_BROKEN = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """With which code a job ends, and lines for its user; none where all is said already."""
+
+    code: int
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """What is known of a job that has ended.
+
+    Parameters
+    ----------
+    world_size : int
+        Number of ranks.
+    launcher_code : int
+        Exit code of the launcher. Hydra's is the bare number of a signal, that of several signals
+        at once, and 0 for ``os._exit(0)``.
+    files : mapping of int to CallFile
+        The call logs of the ranks, by rank.
+    ended : sequence of RankProcess
+        The ranks of this machine in the order in which they ended.
+    is_local : bool
+        Whether all ranks ran on this machine.
+    launcher_may_break : bool
+        Whether there are several machines: Hydra ends with 255 where a rank is killed then.
+    stopped_for : RankProcess, optional
+        The rank for whose end `mpishard run` ended the others.
+    """
+
+    world_size: int
+    launcher_code: int
+    files: Mapping[int, CallFile]
+    ended: Sequence[RankProcess]
+    is_local: bool = True
+    launcher_may_break: bool = False
+    stopped_for: RankProcess | None = None
+
+    def judge(self) -> Verdict:
+        """The exit code of the job, and what to say.
+
+        A rank that reported a failure has said all. Otherwise the first rank that went without
+        leaving is named.
+        """
+        if self.stopped_for is not None:
+            return self._blame(self.stopped_for)
+        for file in self.files.values():
+            if file.state is RankState.REPORTED:
+                code = file.code or self.launcher_code or settings.EXIT_FAILURE
+                return Verdict(code, self._missing() if code == settings.EXIT_TIMEOUT else ())
+        if not self.files:
+            return Verdict(self.launcher_code)
+        first = self._first()
+        if first is not None:
+            return self._blame(first)
+        stragglers = [rank for rank in self.files if not self._has_left(rank)]
+        if stragglers and self.launcher_code == 0 and self.world_size > 1:
+            # Nothing was seen of their end, as on other machines.
+            return Verdict(settings.EXIT_FAILURE, (f"{_ranks(stragglers)} ended without leaving",))
+        own = next((p.exit_code for p in self.ended if p.exit_code), None)
+        # The launcher's may be those of several ranks at once.
+        return Verdict(own if own is not None and own > 0 else self.launcher_code)
+
+    def fails(self, process: RankProcess) -> bool:
+        """Whether the end of ``process`` is one that the other ranks were not told of."""
+        if self._has_left(process.rank):
+            return (process.exit_code or 0) < 0
+        if process.exit_code != 0:
+            return True
+        # Nobody waits for a world of one, nor for a rank of a script without mpishard.
+        return self.world_size > 1 and bool(self.files)
+
+    def _first(self) -> RankProcess | None:
+        """The rank that failed first, where the launcher's code agrees that it did."""
+        failed = [process for process in self.ended if self.fails(process)]
+        if not failed:
+            return None
+        # MPI_Abort ends the others by a signal, and may end them before the rank that called it.
+        first, code = failed[0], failed[0].exit_code
+        if code is None or code >= 0:
+            return first
+        if not self._agrees(-code):
+            return next((p for p in failed if p.exit_code == self.launcher_code), None)
+        return first if self.is_local or -code not in _OF_LAUNCHERS else None
+
+    def _agrees(self, number: int) -> bool:
+        """Whether the launcher ended with the signal ``number`` of a rank."""
+        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        of_signal = (0, 128 + number, number, number | signal.SIGKILL)
+        code = self.launcher_code
+        return code in of_signal or (self.launcher_may_break and code == _BROKEN)
+
+    def _blame(self, process: RankProcess) -> Verdict:
+        code = process.exit_code
+        if code is None:
+            code = _launchers_word(self.launcher_code)
+        return Verdict(
+            128 - code if code < 0 else code or settings.EXIT_FAILURE,
+            (f"{self._who(process)} {_how(code)}{self._where(process, code)}{self._others()}",),
+        )
+
+    def _who(self, process: RankProcess) -> str:
+        file = self.files.get(process.rank)
+        host = "" if file is None else f" on {file.host}"
+        return f"rank {process.rank} (process {process.pid}{host})"
+
+    def _others(self) -> str:
+        if self.world_size == 1:
+            return ""
+        return "; the others were ended for it" if self.launcher_code else ""
+
+    def _where(self, process: RankProcess, code: int) -> str:
+        file = self.files.get(process.rank)
+        if file is None:
+            return " before it called mpishard.init()"
+        if file.state is RankState.LEFT:
+            return " after it had left all worlds in good order"
+        silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
+        if file.state is RankState.STARTED:
+            return f"{silently} in mpishard.init()"
+        last = file.calls(1)
+        if not last:
+            return f"{silently} before any collective"
+        call, group = last[0].call, last[0].group
+        word = "in" if file.waits == last[0].number else "after"
+        of_group = f" of {group}" if group else ""
+        return f"{silently} {word} collective {call.sequence}{of_group}, {call} at {call.site}"
+
+    def _missing(self) -> tuple[str, ...]:
+        """Of ranks for which the others waited in ``init``."""
+        ended = {process.rank: process for process in self.ended}
+        lines = []
+        for rank in range(self.world_size):
+            if rank in self.files or not self.is_local:
+                continue
+            how = ""
+            if rank in ended and ended[rank].exit_code is not None:
+                how = f": its process {ended[rank].pid} {_how(ended[rank].exit_code)}"
+            lines.append(f"rank {rank} never called mpishard.init(){how}")
+        return tuple(lines)
+
+    def _has_left(self, rank: int) -> bool:
+        return rank in self.files and self.files[rank].state is RankState.LEFT
+
+
+def calls_text(file: CallFile) -> str:
+    """A rank's call log, to be read: who it is, how it stood, and its last collectives."""
+    stood = f"{file.state.name.lower()}, {file.count} collectives"
+    lines = [f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}: {stood}"]
+    for logged in file.calls():
+        of_group = f" of {logged.group}" if logged.group else ""
+        lines.append(
+            f"{logged.number}: collective {logged.call.sequence}{of_group}, {logged.call} "
+            f"at {logged.call.site}, time {logged.time:.6f}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _launchers_word(code: int) -> int:
+    """The exit code of a rank, negative for a signal, as the launcher's tells it."""
+    if code > 128:
+        return 128 - code
+    # Hydra's bare number of a signal: of those that end a process that has gone wrong.
+    deadly = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
+              signal.SIGILL, signal.SIGFPE)  # fmt: skip
+    return -code if code in deadly else code
+
+
+def _how(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "is gone"
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was killed by signal {-code}"
+    return f"was killed by signal {-code} ({number.name}{_HINTS.get(number, '')})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

