@@ -20,6 +20,7 @@ from mpishard.cli import (
     doctor_mpi,
     doctor_numpy,
     doctor_packages,
+    doctor_probe,
     doctor_shm,
     doctor_slurm,
 )
@@ -87,16 +88,29 @@ def test_an_answer_is_found_among_noise():
     assert killed.reason == "signal 7 (Bus error) ended it"
 
 
-def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path):
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    answer = ask(python_command(code), 1.5)
+# A child in the program's process group; one in a session of its own, that the program ends when
+# it is asked to, as a launcher does; and a program that is deaf.
+CHILD = """
+import signal, subprocess, sys, time
+kind, folder = sys.argv[1:]
+def end(*_): child.kill(); child.wait(); sys.exit()
+if kind == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(sleeps, start_new_session=kind == "elsewhere")
+if kind == "elsewhere":
+    signal.signal(signal.SIGTERM, end)
+open(folder + "/pid", "w").write(str(child.pid))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["group", "elsewhere", "deaf"])
+def test_what_takes_too_long_ends_with_all_that_it_started(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(doctor_probe, "_GRACE_SECONDS", 0.3 if kind == "deaf" else 30)
+    answer = ask(python_command(CHILD, kind, str(tmp_path)), 1)
     assert answer.code is None
-    assert answer.reason == "it did not end within 1.5 s"
+    assert answer.reason == "it did not end within 1 s"
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while is_running(child):
