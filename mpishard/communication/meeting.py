@@ -41,9 +41,9 @@ class Failure:
     is_timeout: bool = False
     """Whether nobody failed, and a rank waited for too long."""
 
-    def error(self, name: str) -> CollectiveTimeoutError | PeerError:
-        """What another rank raises in the collective or message ``name``."""
-        text = f"{name} cannot complete: {self.message}"
+    def error(self, what: str) -> CollectiveTimeoutError | PeerError:
+        """What another rank raises; ``what`` of it comes of the failure."""
+        text = f"{what}: {self.message}"
         return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
 
 
