@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from mpishard import settings
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.call_file import CallFile, RankState
+from mpishard.communication.naming import who
+from mpishard.communication.rank_table import call_text
 
 __all__ = ["JobEnd", "Verdict", "calls_text"]
 
@@ -63,24 +66,27 @@ class JobEnd:
     def judge(self) -> Verdict:
         """The exit code of the job, and what to say.
 
-        A rank that reported a failure has said all. Otherwise the first rank that went without
-        leaving is named.
+        A rank that reported a failure of its own has said all. Otherwise the first rank that went
+        without leaving is named.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        for file in self.files.values():
-            if file.state is RankState.REPORTED:
-                code = file.code or self.launcher_code or settings.EXIT_FAILURE
-                return Verdict(code, self._missing() if code == settings.EXIT_TIMEOUT else ())
         if not self.files:
-            return Verdict(self.launcher_code)
+            return Verdict(self.launcher_code, self._missing())
         first = self._first()
+        for file in self.files.values():
+            # A rank that finds another one gone says so, and does not know how it went.
+            if file.state is RankState.REPORTED and (
+                first is None or first.rank == file.rank or file.code == self.launcher_code
+            ):
+                code = file.code or self.launcher_code or settings.EXIT_FAILURE
+                return Verdict(code, self._missing())
         if first is not None:
             return self._blame(first)
         stragglers = [rank for rank in self.files if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
             # Nothing was seen of their end, as on other machines.
-            return Verdict(settings.EXIT_FAILURE, (f"{_ranks(stragglers)} ended without leaving",))
+            return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
         # The launcher's may be those of several ranks at once.
         return Verdict(own if own is not None and own > 0 else self.launcher_code)
@@ -145,23 +151,18 @@ class JobEnd:
         last = file.calls(1)
         if not last:
             return f"{silently} before any collective"
-        call, group = last[0].call, last[0].group
         word = "in" if file.waits == last[0].number else "after"
-        of_group = f" of {group}" if group else ""
-        return f"{silently} {word} collective {call.sequence}{of_group}, {call} at {call.site}"
+        return f"{silently} {word} {call_text(last[0])}"
 
     def _missing(self) -> tuple[str, ...]:
-        """Of ranks for which the others waited in ``init``."""
-        ended = {process.rank: process for process in self.ended}
-        lines = []
-        for rank in range(self.world_size):
-            if rank in self.files or not self.is_local:
-                continue
-            how = ""
-            if rank in ended and ended[rank].exit_code is not None:
-                how = f": its process {ended[rank].pid} {_how(ended[rank].exit_code)}"
-            lines.append(f"rank {rank} never called mpishard.init(){how}")
-        return tuple(lines)
+        """Of ranks for which the others waited in ``init`` until they gave up."""
+        if self.launcher_code != settings.EXIT_TIMEOUT:
+            return ()
+        return tuple(
+            f"{self._who(process)} ended with code 0 before it called mpishard.init()"
+            for process in self.ended
+            if process.rank not in self.files and process.exit_code == 0
+        )
 
     def _has_left(self, rank: int) -> bool:
         return rank in self.files and self.files[rank].state is RankState.LEFT
@@ -172,11 +173,8 @@ def calls_text(file: CallFile) -> str:
     stood = f"{file.state.name.lower()}, {file.count} collectives"
     lines = [f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}: {stood}"]
     for logged in file.calls():
-        of_group = f" of {logged.group}" if logged.group else ""
-        lines.append(
-            f"{logged.number}: collective {logged.call.sequence}{of_group}, {logged.call} "
-            f"at {logged.call.site}, time {logged.time:.6f}"
-        )
+        time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
+        lines.append(f"{time}  {call_text(logged)}")
     return "\n".join(lines) + "\n"
 
 
@@ -190,10 +188,8 @@ def _launchers_word(code: int) -> int:
     return -code if code in deadly else code
 
 
-def _how(code: int | None) -> str:
+def _how(code: int) -> str:
     """How a process ended, in words."""
-    if code is None:
-        return "is gone"
     if code >= 0:
         return f"ended with code {code}"
     try:
@@ -201,7 +197,3 @@ def _how(code: int | None) -> str:
     except ValueError:
         return f"was killed by signal {-code}"
     return f"was killed by signal {-code} ({number.name}{_HINTS.get(number, '')})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -21,6 +21,7 @@ from mpishard.cli.job_report import JobEnd, Verdict, calls_text
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.rank_processes import RankProcess, RankProcesses
 from mpishard.communication.call_file import RankState, call_files
+from mpishard.communication.naming import who
 
 __all__ = ["Supervisor"]
 
@@ -204,10 +205,10 @@ class Supervisor:
         for process in asked:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process.pid, signal.SIGQUIT)
-        others = len(running) - len(asked)
+        others = [process for process in running if process not in asked]
         self._say(
-            f"SIGQUIT (Ctrl-\\): {_numbers(asked) or 'no rank'} of this machine asked what it does"
-            + (f"; {others} not yet in mpishard.init()" if others else "")
+            f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
+            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
         )
 
     def _signal_job(self, number: signal.Signals) -> None:
@@ -217,8 +218,3 @@ class Supervisor:
 
     def _say(self, line: str) -> None:
         typer.echo(f"{self.name}: {line}", err=True)
-
-
-def _numbers(processes: Sequence[RankProcess]) -> str:
-    ranks = sorted(process.rank for process in processes)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
