@@ -12,7 +12,7 @@ from rich.table import Table
 from mpishard.cli.bench_peers import GlooGroup
 from mpishard.cli.bench_report import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
-from mpishard.communication.mpi import load_mpi
+from mpishard.communication.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 

@@ -170,6 +170,20 @@ class Call:
         """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
         _HEADER.pack_into(out, start, self.sequence, self.description)
 
+    def to_bytes(self) -> bytes:
+        """The call and where it was made, for whoever sends it as a message of its own."""
+        packed = bytearray(HEADER_BYTES)
+        self.encode(packed)
+        return bytes(packed) + f"{self.line}\n{self.method}\n{self.filename}".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Call:
+        """The call that `to_bytes` wrote."""
+        call = cls.decode(data)
+        line, call.method, call.filename = data[HEADER_BYTES:].decode().split("\n", 2)
+        call.line = int(line)
+        return call
+
     @property
     def description(self) -> bytes:
         """What `encode` writes after the sequence number: the same for every such call."""
@@ -192,7 +206,7 @@ class Call:
         )
 
     @classmethod
-    def decode(cls, data: bytearray | mmap, start: int = 0) -> Call:
+    def decode(cls, data: bytes | bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
             _FIELDS.unpack_from(data, start)

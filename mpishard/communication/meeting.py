@@ -21,6 +21,7 @@ from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
 from mpishard.communication.rank_record import RankRecord
 from mpishard.communication.work import Waitable
+from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class Failure:
     message: str
     is_timeout: bool = False
     """Whether nobody failed, and a rank waited for too long."""
+
+    def error(self, name: str) -> CollectiveTimeoutError | PeerError:
+        """What another rank raises in the collective or message ``name``."""
+        text = f"{name} cannot complete: {self.message}"
+        return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
 
 
 class Meeting:
@@ -92,7 +98,10 @@ class World:
         return Arrival(meeting)
 
     def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
-        """Tell every rank that ``rank``, whose last collective is ``last``, failed."""
+        """Tell every rank that ``rank``, whose last collective is ``last``, failed.
+
+        What it raised because of another rank is that one's failure.
+        """
         text = "".join(traceback.format_exception(error)).rstrip()
         after = f"after collective {last.sequence}, {last}" if last else "before any collective"
         name = self.global_ranks[rank]
@@ -100,8 +109,11 @@ class World:
             f"rank {name} failed {after}, with {type(error).__name__}: {error}\n"
             f"--- traceback of rank {name} ---\n{text}"
         )
+        failure = Failure(name, message)
+        if isinstance(error, PeerError):
+            failure = Failure(error.rank, str(error))
         with self.changed:
-            self.failures.append(Failure(name, message))
+            self.failures.append(failure)
             self.changed.notify_all()
 
     def records(self) -> list[RankRecord]:

@@ -219,11 +219,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
         world = self._joined()
         if world.failures:
-            failure = world.failures[0]
-            text = f"{work.name} cannot complete: {failure.message}"
-            if failure.is_timeout:
-                raise CollectiveTimeoutError(text)
-            raise PeerError(text, failure.rank)
+            raise world.failures[0].error(work.name)
         absence = work.waitable
         assert isinstance(absence, Absence)
         for local in absence.missing():
@@ -293,7 +289,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         The others may use ``arrays`` from here on, and those of `_exchange` from there on.
         """
         _finish(arrays)
-        arrival = self._joined().meet(call, 0, self._rank, (call, value))
+        world = self._joined()
+        if world.failures and world.failures[0].is_timeout:
+            # The others have come, and gone.
+            raise world.failures[0].error(f"collective {call.sequence}, {call},")
+        arrival = world.meet(call, 0, self._rank, (call, value))
         yield arrival
         pairs = [left[0] for left in arrival.meeting.values]
         self._verify([peer for peer, _ in pairs])

@@ -18,7 +18,7 @@ from mpishard.communication.naming import of_group
 from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
-__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -159,11 +159,16 @@ class CollectiveWork(Work):
 
     @property
     def where(self) -> str:
-        return f"in {self.name} called at {self.call.place}"
+        return in_call(self.call)
 
     @property
     def awaited(self) -> Call:
         return self.call
+
+
+def in_call(call: Call) -> str:
+    """Where a rank waits that waits in ``call``."""
+    return f"in collective {call.sequence}, {call}, called at {call.place}"
 
 
 class Transfer(Work):
