@@ -22,6 +22,8 @@ _HINTS = {
 # With which launchers end the ranks that are left: those say nothing of who went first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
+_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
+           signal.SIGILL, signal.SIGFPE)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,20 @@ class JobEnd:
     world_size : int
         Number of ranks.
     launcher_code : int
-        Exit code of the launcher. Hydra's is the bare number of a signal, that of several signals
-        at once, and 0 for ``os._exit(0)``.
+        Exit code of the launcher.
     files : mapping of int to CallFile
         The call logs of the ranks, by rank.
     ended : sequence of RankProcess
         The ranks of this machine in the order in which they ended.
     is_local : bool
         Whether all ranks ran on this machine.
+    is_hydra : bool
+        Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
+        several signals at once, and 0 for ``os._exit(0)``.
     launcher_may_break : bool
         Whether there are several machines: Hydra ends with 255 where a rank is killed then.
+    starting : set of int
+        Process ids that have called ``init``, where they were ranks on this machine.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
     """
@@ -60,7 +66,9 @@ class JobEnd:
     files: Mapping[int, CallFile]
     ended: Sequence[RankProcess]
     is_local: bool = True
+    is_hydra: bool = False
     launcher_may_break: bool = False
+    starting: frozenset[int] = frozenset()
     stopped_for: RankProcess | None = None
 
     def judge(self) -> Verdict:
@@ -71,8 +79,8 @@ class JobEnd:
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        if not self.files:
-            return Verdict(self.launcher_code, self._missing())
+        if not self.files and not self.starting:  # a script without mpishard
+            return Verdict(self.launcher_code)
         first = self._first()
         for file in self.files.values():
             # A rank that finds another one gone says so, and does not know how it went.
@@ -89,16 +97,15 @@ class JobEnd:
             return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
         # The launcher's may be those of several ranks at once.
-        return Verdict(own if own is not None and own > 0 else self.launcher_code)
+        code = own if own is not None and own > 0 else self.launcher_code
+        return Verdict(code, self._missing())
 
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
         if self._has_left(process.rank):
             return (process.exit_code or 0) < 0
-        if process.exit_code != 0:
-            return True
-        # Nobody waits for a world of one, nor for a rank of a script without mpishard.
-        return self.world_size > 1 and bool(self.files)
+        # Nobody waits for a world of one; and who waits for a rank that never came says so.
+        return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.files)
 
     def _first(self) -> RankProcess | None:
         """The rank that failed first, where the launcher's code agrees that it did."""
@@ -115,19 +122,27 @@ class JobEnd:
 
     def _agrees(self, number: int) -> bool:
         """Whether the launcher ended with the signal ``number`` of a rank."""
-        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
-        of_signal = (0, 128 + number, number, number | signal.SIGKILL)
         code = self.launcher_code
-        return code in of_signal or (self.launcher_may_break and code == _BROKEN)
+        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        if self.is_hydra and code in (number, number | signal.SIGKILL):
+            return True
+        return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code
         if code is None:
-            code = _launchers_word(self.launcher_code)
+            code = self._launchers_word()
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {_how(code)}{self._where(process, code)}{self._others()}",),
         )
+
+    def _launchers_word(self) -> int:
+        """The exit code of a rank, negative for a signal, as the launcher's tells it."""
+        code = self.launcher_code
+        if code > 128:
+            return 128 - code
+        return -code if self.is_hydra and code in _DEADLY else code
 
     def _who(self, process: RankProcess) -> str:
         file = self.files.get(process.rank)
@@ -142,7 +157,8 @@ class JobEnd:
     def _where(self, process: RankProcess, code: int) -> str:
         file = self.files.get(process.rank)
         if file is None:
-            return " before it called mpishard.init()"
+            word = "in" if process.pid in self.starting else "before it called"
+            return f" {word} mpishard.init()"
         if file.state is RankState.LEFT:
             return " after it had left all worlds in good order"
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
@@ -176,16 +192,6 @@ def calls_text(file: CallFile) -> str:
         time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
         lines.append(f"{time}  {call_text(logged)}")
     return "\n".join(lines) + "\n"
-
-
-def _launchers_word(code: int) -> int:
-    """The exit code of a rank, negative for a signal, as the launcher's tells it."""
-    if code > 128:
-        return 128 - code
-    # Hydra's bare number of a signal: of those that end a process that has gone wrong.
-    deadly = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
-              signal.SIGILL, signal.SIGFPE)  # fmt: skip
-    return -code if code in deadly else code
 
 
 def _how(code: int) -> str:
