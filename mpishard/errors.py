@@ -77,7 +77,7 @@ class PeerError(CommunicationError):
     message : str
         What happened, naming the origin rank and the collective.
     rank : int
-        The rank where the failure began.
+        The rank where the failure began; -1 where it was a thread that is no rank.
     """
 
     def __init__(self, message: str, rank: int) -> None:
