@@ -25,6 +25,8 @@ anything is communicated, written or changed.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
@@ -81,6 +83,10 @@ class PeerError(CommunicationError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is raised in one process may be told in another.
+        return type(self), (str(self), self.rank), self.__dict__
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):

@@ -21,6 +21,7 @@ from mpishard.communication.call import Call
 from mpishard.communication.rank_record import RankRecord
 from mpishard.communication.tracebacks import short_traceback
 from mpishard.communication.work import Waitable
+from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class Failure:
     message: str
     is_timeout: bool = False
     """Whether nobody failed, and a rank waited for too long."""
+
+    def error(self, what: str) -> CollectiveTimeoutError | PeerError:
+        """What another rank raises; ``what`` of it comes of the failure."""
+        text = f"{what}: {self.message}"
+        return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
 
 
 class Meeting:
@@ -96,7 +102,10 @@ class World:
         return Arrival(meeting)
 
     def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
-        """Tell every rank that ``rank``, whose last collective is ``last``, failed."""
+        """Tell every rank that ``rank``, whose last collective is ``last``, failed.
+
+        What it raised because of another rank is that one's failure.
+        """
         after = f"after collective {last.sequence}, {last}" if last else "before any collective"
         name = self.global_ranks[rank]
         self._tell(f"rank {name}", name, f"{after}, ", error)
@@ -110,8 +119,11 @@ class World:
             f"{who} failed {after}with {type(error).__name__}: {error}\n"
             f"--- traceback of {who} ---\n{short_traceback(error)}"
         )
+        failure = Failure(rank, message)
+        if isinstance(error, PeerError):
+            failure = Failure(error.rank, str(error))
         with self.changed:
-            self.failures.append(Failure(rank, message))
+            self.failures.append(failure)
             self.changed.notify_all()
 
     def records(self) -> list[RankRecord]:

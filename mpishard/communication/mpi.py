@@ -238,7 +238,7 @@ class MPICommunicationBackend(SmallCollectives):
         advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
         if isinstance(work, CollectiveWork):
             advice = advice_on_leaving(work.call, rank)
-        parted = self._parting(self._sequence + 1)
+        parted = self._parting(self._sequence)
         return (
             f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
             f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
@@ -248,7 +248,7 @@ class MPICommunicationBackend(SmallCollectives):
         board = self._joined()[0].board
         if board is None:
             return ""
-        return parting(board.records(), self.call_log.group, before=sequence)
+        return parting(board.records(), self.call_log.group, upto=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
