@@ -267,7 +267,7 @@ class MPICommunicationBackend(SmallCollectives):
             wishes = headers.integers(4)
             colors = sorted({c for c, *_ in wishes if c >= 0})
             members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            with job.wait(lambda: in_call(call)):
+            with job.wait(lambda: in_call(call, self.call_log.group)):
                 job.tidy()
                 comm = group.comm.Split(
                     self._mpi.UNDEFINED if color is None else colors.index(color),
@@ -281,7 +281,7 @@ class MPICommunicationBackend(SmallCollectives):
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        with job.wait(lambda: in_call(call)):
+        with job.wait(lambda: in_call(call, self.call_log.group)):
             child._group = Group(self._mpi, comm, mailbox)
         return child
 
@@ -294,7 +294,7 @@ class MPICommunicationBackend(SmallCollectives):
             yield Condition(lambda: self._pending[0].call is call)
             group = self._talk
             if group.node is None:
-                with self._joined()[0].wait(lambda: in_call(call)):
+                with self._joined()[0].wait(lambda: in_call(call, self.call_log.group)):
                     group.node = group.comm.Split(self._nodes[self._rank], self._rank)
             steps = share_memory(
                 self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
