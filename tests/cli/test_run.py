@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
+from mpishard.cli.launcher import Launcher, MPILibrary
+
+# The package's `run` is the command.
+run_module = sys.modules["mpishard.cli.run"]
 
 RANKS = """
 import os, sys
@@ -267,6 +272,33 @@ def test_refuses(script, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch, tmp_path):
+    commands = []
+
+    def supervise(supervisor, environment):
+        commands.append((supervisor.command, environment))
+        return 0
+
+    library = MPILibrary("Open MPI v5.0.11")
+    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
+    monkeypatch.setattr(
+        run_module, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
+    )
+    monkeypatch.setattr(run_module.Supervisor, "run", supervise)
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
+    monkeypatch.setenv("MY_OWN", "here")
+    options = ["--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
+    result = CliRunner().invoke(app, ["run", "-n", "3", *options, script("")])
+    assert result.exit_code == 0, result.output
+    ((command, environment),) = commands
+    names = [after for word, after in pairwise(command) if word == "-x"]
+    assert len(names) == len(set(names))
+    assert {"MINE", "MPISHARD_TIMEOUT", "MPISHARD_JOB_FOLDER", "PATH"} < set(names)
+    assert "MY_OWN" not in names
+    assert environment["MINE"] == "x=y"
+    assert "rank-${OMPI_COMM_WORLD_RANK}.log" in command
 
 
 @pytest.mark.spawned
