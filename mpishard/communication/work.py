@@ -159,16 +159,17 @@ class CollectiveWork(Work):
 
     @property
     def where(self) -> str:
-        return in_call(self.call)
+        return in_call(self.call, self._driver.call_log.group)
 
     @property
     def awaited(self) -> Call:
         return self.call
 
 
-def in_call(call: Call) -> str:
-    """Where a rank waits that waits in ``call``."""
-    return f"in collective {call.sequence}, {call}, called at {call.place}"
+def in_call(call: Call, group: str) -> str:
+    """Where a rank waits that waits in ``call`` on the world that is called ``group``."""
+    inside = f",{of_group(group)}" if group else ""
+    return f"in collective {call.sequence}, {call}{inside}, called at {call.place}"
 
 
 class Transfer(Work):
