@@ -79,7 +79,8 @@ class PeerError(CommunicationError):
         What happened, naming the origin rank and the collective.
     rank : int
         The rank where the failure began, by its number in the root world: also where the
-        collective is one of a group that was split off, or of an axis of a mesh.
+        collective is one of a group that was split off, or of an axis of a mesh. -1 where it was
+        a thread that is no rank.
     """
 
     def __init__(self, message: str, rank: int) -> None:

@@ -96,8 +96,10 @@ class PairwiseCollectives(SharedCollectives):
         in the result; that may be ``array`` itself, for where a part goes was sent before.
         """
         pieces = _split(array, sizes)
-        wholes = _split(gather[1], sizes) if gather is not None else []
-        length, others = max(sizes), self.world_size - 1
+        wholes = pieces
+        if gather is not None and gather[1] is not array:
+            wholes = _split(gather[1], sizes)
+        others, length = self._others, max(sizes)
         chunk = max(1, CHUNK_BYTES // array.itemsize)
         step = chunk * max(1, SCRATCH_BYTES // (chunk * array.itemsize * self.world_size))
         gathering = []
@@ -105,13 +107,14 @@ class PairwiseCollectives(SharedCollectives):
         for low in range(0, length, step):
             parts = [slice(at, at + chunk) for at in range(low, min(low + step, length), chunk)]
             own = pieces[self.rank][low : low + step]
-            buffer = self._take_beside(array, own.nbytes * others)
-            room = buffer[: own.nbytes * others].view(array.dtype).reshape(others, own.size)
-            incoming = dict(zip(self._others, room, strict=True))
+            nbytes = own.nbytes * len(others)
+            buffer = self._take_beside(array, nbytes)
+            room = buffer[:nbytes].view(array.dtype).reshape(len(others), own.size)
+            incoming = dict(zip(others, room, strict=True))
             exchanges = [
                 self._exchange(
                     turn,
-                    {rank: pieces[rank][part] for rank in self._others},
+                    {rank: pieces[rank][part] for rank in others},
                     {rank: a[part.start - low : part.stop - low] for rank, a in incoming.items()},
                 )
                 for part in parts
@@ -134,8 +137,8 @@ class PairwiseCollectives(SharedCollectives):
                     gathering.append(
                         self._exchange(
                             gather[0],
-                            dict.fromkeys(self._others, combined),
-                            {rank: wholes[rank][part] for rank in self._others},
+                            dict.fromkeys(others, combined),
+                            {rank: wholes[rank][part] for rank in others},
                         )
                     )
             self._give_back(buffer)
@@ -146,14 +149,14 @@ class PairwiseCollectives(SharedCollectives):
     def _pairwise_gather(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
         """Send this rank's part of flat ``out`` to all, and receive theirs."""
         synchronize(out)
-        pieces = _split(out, sizes)
+        others, pieces = self._others, _split(out, sizes)
         length = max(1, SCRATCH_BYTES // out.itemsize)  # libraries fail above 2^31 bytes
         yield turn
         exchanges = [
             self._exchange(
                 turn,
-                dict.fromkeys(self._others, pieces[self.rank][low : low + length]),
-                {rank: pieces[rank][low : low + length] for rank in self._others},
+                dict.fromkeys(others, pieces[self.rank][low : low + length]),
+                {rank: pieces[rank][low : low + length] for rank in others},
             )
             for low in range(0, max(sizes), length)
         ]
@@ -168,17 +171,13 @@ class PairwiseCollectives(SharedCollectives):
     def _exchange(
         self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
     ) -> PendingAll:
-        """Post a message to, and one from, each rank that has elements to send or to receive."""
-        comm, requests = turn.comm, []
-        for rank, array in incoming.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Irecv(spec, rank, _TAG))
-        for rank, array in outgoing.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Isend(spec, rank, _TAG))
-        group = self._talk
+        """Post a message to, and one from, each rank whose flat array has elements."""
+        group, comm, requests = self._talk, turn.comm, []
+        for post, arrays in ((comm.Irecv, incoming), (comm.Isend, outgoing)):
+            for rank, array in arrays.items():
+                if array.size:
+                    spec = [array.view(np.uint8), array.size, group.element(array.itemsize)]
+                    requests.append(post(spec, rank, _TAG))
         pending = PendingAll(group.mpi, requests, group.in_flight, outgoing, incoming)
         self._begun()
         return pending

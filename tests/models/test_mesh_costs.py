@@ -95,6 +95,7 @@ def cross_entropy_bytes(backend: CommunicationBackend, model: Any, micro_batches
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_batches: int) -> None:
     model, optimizer = build(
@@ -119,6 +120,7 @@ def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_ba
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_fully_sharded_data_gathers_for_each_micro_batch(
     backend: Any, mesh: Any, micro_batches: int
@@ -159,6 +161,7 @@ def test_tied_embeddings_add_one_all_reduce_of_their_gradient(backend: Any, mesh
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> None:
     model, _ = build(backend, mesh, data_parallel_strategy=strategy, micro_batch_count=2)
