@@ -17,6 +17,9 @@ gather             gather
 scatter            scatter of lengths              scatter
 all_to_all         all-to-all of shapes            all-to-all
 =================  ==============================  =====================
+
+On one node reductions and all_gather are messages from rank to rank instead
+(`mpishard.communication.pairwise_collectives`).
 """
 
 from __future__ import annotations
