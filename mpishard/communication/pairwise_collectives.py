@@ -171,17 +171,13 @@ class PairwiseCollectives(SharedCollectives):
     def _exchange(
         self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
     ) -> PendingAll:
-        """Post a message to, and one from, each rank that has elements to send or to receive."""
-        comm, requests = turn.comm, []
-        for rank, array in incoming.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Irecv(spec, rank, _TAG))
-        for rank, array in outgoing.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Isend(spec, rank, _TAG))
-        group = self._talk
+        """Post a message to, and one from, each rank whose flat array has elements."""
+        group, comm, requests = self._talk, turn.comm, []
+        for post, arrays in ((comm.Irecv, incoming), (comm.Isend, outgoing)):
+            for rank, array in arrays.items():
+                if array.size:
+                    spec = [array.view(np.uint8), array.size, group.element(array.itemsize)]
+                    requests.append(post(spec, rank, _TAG))
         pending = PendingAll(group.mpi, requests, group.in_flight, outgoing, incoming)
         self._begun()
         return pending
