@@ -120,9 +120,7 @@ def prepare_job(
         if folder is not None:
             _prepare_log_folder(name, folder)
         host_count = len(machines) or int(launcher.is_slurm)
-        supervisor = Supervisor(
-            f"mpishard {name}", command, ranks, launcher.rank_variable, host_count, folder
-        )
+        supervisor = Supervisor(f"mpishard {name}", launcher, command, ranks, host_count, folder)
         return supervisor.run(os.environ | added | chosen)
 
     return start

@@ -8,6 +8,7 @@ ends at one that waits for nobody, which is the odd one out, or goes round in a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from mpishard.communication.call import differing_calls, differing_methods
@@ -84,7 +85,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
 
 
-def parting(records: Sequence[RankRecord], group: str, before: int | None = None) -> str:
+def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
     """Where the ranks of ``group`` first called different functions; empty where they did not.
 
     Collectives of one kind and shape go together whatever they are for: ranks that have parted
@@ -96,8 +97,8 @@ def parting(records: Sequence[RankRecord], group: str, before: int | None = None
         One for each rank of the root world.
     group : str
         The world's name.
-    before : int, optional
-        Look only at collectives of numbers below this one.
+    upto : int, optional
+        Look only at collectives of numbers up to this one.
     """
     histories = {
         record.rank: {logged.call.sequence: logged.call for logged in record.calls_of(group)}
@@ -108,12 +109,14 @@ def parting(records: Sequence[RankRecord], group: str, before: int | None = None
     if len(histories) < 2:
         return ""
     common = set.intersection(*(set(calls) for calls in histories.values()))
+    seen = Counter(call.method for calls in histories.values() for call in calls.values())
     for sequence in sorted(common):
-        if before is not None and sequence >= before:
+        if upto is not None and sequence > upto:
             break
-        sentence = differing_methods({rank: calls[sequence] for rank, calls in histories.items()})
+        at_once = {rank: calls[sequence] for rank, calls in histories.items()}
+        sentence = differing_methods(at_once, seen)
         if sentence:
-            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}."
+            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
     return ""
 
 
@@ -198,7 +201,7 @@ def _advice(
     for group in dict.fromkeys(wait.group for wait in waits):
         sentence = parting(records, group)
         if sentence:
-            return sentence
+            return f"{sentence}."
     method = waits[0].call.method if waits else ""
     left = all(record.has_left for record in odd)
     if not method or not (left or any(_last_method(record) != method for record in odd)):

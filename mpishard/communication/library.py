@@ -6,7 +6,9 @@ mpi4py is imported here and nowhere else.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,10 @@ from mpishard import settings
 from mpishard.communication.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["START_SECONDS", "load_mpi"]
+__all__ = ["STARTING", "START_SECONDS", "load_mpi"]
+
+STARTING = "starting-"
+"""With its process id: a file that a rank leaves in the job's folder before MPI starts."""
 
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
@@ -62,12 +67,21 @@ def _start_under_watch() -> ModuleType:
         rc.initialize, rc.finalize = wanted, ends
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
+    _announce()
     watchdog.start()
     with watchdog.wait(
         lambda: "for MPI to start, which needs all processes of the job", slack=START_SECONDS
     ):
         _initialize(MPI, rc)
     return MPI
+
+
+def _announce() -> None:
+    """Tell `mpishard run` that this process is about to wait for the others."""
+    folder = settings.job_folder()
+    if folder is not None and folder.is_dir():
+        with suppress(OSError):  # a full disk, of which the call log will tell
+            (folder / f"{STARTING}{os.getpid()}").touch()
 
 
 def _initialize(mpi: Any, rc: Any) -> None:

@@ -219,7 +219,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
         world = self._joined()
         if world.failures:
-            raise world.failures[0].error(work.name)
+            raise world.failures[0].error(f"{work.name} cannot complete")
         absence = work.waitable
         assert isinstance(absence, Absence)
         for local in absence.missing():
@@ -258,7 +258,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
-        return parting(self._joined().records(), self.call_log.group, before=sequence)
+        return parting(self._joined().records(), self.call_log.group, upto=sequence)
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -275,10 +275,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         if world.failures:
             # It need not wait for the rank that failed: that may go on, after abort().
-            failure = world.failures[0]
-            raise PeerError(
-                f"{kind.label} is called after a failure: {failure.message}", failure.rank
-            )
+            raise world.failures[0].error(f"{kind.label} is called after a failure")
         return super()._call(
             kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
         )
@@ -289,11 +286,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         The others may use ``arrays`` from here on, and those of `_exchange` from there on.
         """
         _finish(arrays)
-        world = self._joined()
-        if world.failures and world.failures[0].is_timeout:
-            # The others have come, and gone.
-            raise world.failures[0].error(f"collective {call.sequence}, {call},")
-        arrival = world.meet(call, 0, self._rank, (call, value))
+        arrival = self._joined().meet(call, 0, self._rank, (call, value))
         yield arrival
         pairs = [left[0] for left in arrival.meeting.values]
         self._verify([peer for peer, _ in pairs])

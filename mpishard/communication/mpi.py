@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -238,17 +240,32 @@ class MPICommunicationBackend(SmallCollectives):
         advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
         if isinstance(work, CollectiveWork):
             advice = advice_on_leaving(work.call, rank)
-        parted = self._parting(self._sequence + 1)
+        parted = self._parting(self._sequence)
         return (
             f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
             f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
         )
 
+    @contextmanager
+    def _blocked_in(self, call: Call) -> Iterator[None]:
+        """Say, while MPI holds this rank up, that it waits in ``call``."""
+        journal = self.call_log.journal
+        before = journal.awaited
+        journal.wait(call)
+        try:
+            with self._joined()[0].wait(lambda: in_call(call, self.call_log.group)):
+                yield
+        finally:
+            if before is None:
+                journal.go_on()
+            else:
+                journal.wait(before)
+
     def _parting(self, sequence: int) -> str:
         board = self._joined()[0].board
         if board is None:
             return ""
-        return parting(board.records(), self.call_log.group, before=sequence)
+        return parting(board.records(), self.call_log.group, upto=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
@@ -267,7 +284,7 @@ class MPICommunicationBackend(SmallCollectives):
             wishes = headers.integers(4)
             colors = sorted({c for c, *_ in wishes if c >= 0})
             members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            with job.wait(lambda: in_call(call)):
+            with self._blocked_in(call):
                 job.tidy()
                 comm = group.comm.Split(
                     self._mpi.UNDEFINED if color is None else colors.index(color),
@@ -281,7 +298,7 @@ class MPICommunicationBackend(SmallCollectives):
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        with job.wait(lambda: in_call(call)):
+        with self._blocked_in(call):
             child._group = Group(self._mpi, comm, mailbox)
         return child
 
@@ -294,7 +311,7 @@ class MPICommunicationBackend(SmallCollectives):
             yield Condition(lambda: self._pending[0].call is call)
             group = self._talk
             if group.node is None:
-                with self._joined()[0].wait(lambda: in_call(call)):
+                with self._blocked_in(call):
                     group.node = group.comm.Split(self._nodes[self._rank], self._rank)
             steps = share_memory(
                 self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
@@ -303,6 +320,9 @@ class MPICommunicationBackend(SmallCollectives):
                 try:
                     request = next(steps)
                 except StopIteration as stop:
+                    board = self._joined()[0].board
+                    if board is not None:
+                        board.note_shared_memory()  # a window is the library's
                     return stop.value
                 yield self._keep(request)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpishard import settings
 
-__all__ = ["short_traceback"]
+__all__ = ["is_internal", "short_traceback"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in frames\n')
@@ -29,11 +29,16 @@ def short_traceback(error: BaseException) -> str:
     )
 
 
+def is_internal(filename: str) -> bool:
+    """Whether a file is this package's own."""
+    return filename.startswith(_PACKAGE)
+
+
 def _shorten(shown: traceback.TracebackException) -> None:
     kept: list[traceback.FrameSummary] = []
     left_out = 0
     for number, frame in enumerate(shown.stack, 1):
-        if frame.filename.startswith(_PACKAGE) and number < len(shown.stack):
+        if is_internal(frame.filename) and number < len(shown.stack):
             left_out += 1
             continue
         if left_out:

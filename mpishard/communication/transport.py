@@ -32,7 +32,7 @@ from mpishard.communication.reduction import (
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import CollectiveMismatchError, NotInitializedError
+from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
@@ -209,7 +209,7 @@ class Transport(ABC):
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
-    def _name(self, purpose: str) -> None:
+    def _name_group(self, purpose: str) -> None:
         """Let reports say what this group, which was split off another, is for."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
@@ -284,7 +284,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        """A backend for the ranks of this color, by (key, rank), not initialised; or None."""
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+
+        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
+        group exchanges them, by one all_gather.
+        """
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""
@@ -347,16 +351,10 @@ class Transport(ABC):
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
-        try:
-            check_calls(calls, self.world_ranks, self.call_log.group)
-        except CollectiveMismatchError as error:
-            parted = self._parting(calls[self.rank].sequence)
-            if not parted:
-                raise
-            raise CollectiveMismatchError(f"{error}\n{parted}") from None
+        check_calls(calls, self.world_ranks, self.call_log.group, self._parting)
 
     def _parting(self, sequence: int) -> str:
-        """Where the ranks went different ways before collective ``sequence``, as far as is known.
+        """Where the ranks went different ways, up to collective ``sequence``, as far as is known.
 
         Here, where no rank knows of the others' earlier collectives, empty.
         """

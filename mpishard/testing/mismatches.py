@@ -275,7 +275,7 @@ def refusal(
         raise AssertionError(f"CollectiveMismatchError was not raised for {what}")
     lines = message.splitlines()[1:]
     assert len(lines) == backend.world_size, f"{what}: a line for each rank is missing:\n{message}"
-    for rank, line in enumerate(lines):
+    for rank, line in zip(backend.world_ranks, lines, strict=True):
         assert line.startswith(f"  rank {rank}: collective "), f"{what}: {line}"
         assert " at " in line, f"{what}: a call site is missing: {line}"
     own = f", {ask.method}("

@@ -10,6 +10,9 @@ from mpishard.communication import (
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
+    mpi_collectives,
+    pairwise_collectives,
+    shared_collectives,
 )
 from mpishard.communication.call import DTYPES
 from mpishard.communication.job import Job
@@ -129,6 +132,23 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
     CommunicationConformance().check_async_orders(backend)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
+def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypatch):
+    """`test_large.py` tells whether libraries can count them; here little counts as large."""
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    for module in (mpi_collectives, pairwise_collectives):
+        monkeypatch.setattr(module, "LARGE_BYTES", 400)
+    for module in (mpi_collectives, pairwise_collectives, shared_collectives):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 300)
+    with MPICommunicationBackend() as world:
+        checks = CommunicationConformance(SAMPLE[1:3])
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter",
+                     "gather", "all_to_all", "twins", "allocate_shared"):  # fmt: skip
+            getattr(checks, f"check_{name}")(world)
+
+
 @in_worlds(1, 2, 3)
 def test_scratch_that_is_kept_is_told(backend):
     group = backend.split(0)
@@ -148,7 +168,9 @@ def test_scratch_that_is_kept_is_told(backend):
 
 def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
     compared = []
-    monkeypatch.setattr("mpishard.communication.transport.check_calls", compared.append)
+    monkeypatch.setattr(
+        "mpishard.communication.transport.check_calls", lambda *given: compared.append(given)
+    )
     with InMemoryCommunicationBackend(0, 1, "compared with nobody") as backend:
         backend.all_reduce(np.ones(3))
         backend.all_gather(np.ones(3))

@@ -217,7 +217,7 @@ class TestParting:
     def test_names_what_was_called_on_fewest_ranks(self):
         assert parting(self.records(), "") == (
             "the ranks parted at collective 4: FSDPModel.predict is collective: rank 1 called it "
-            "at train.py:8, ranks 0, 2 called FSDPOptimizer.step at train.py:7."
+            "at train.py:8, ranks 0, 2 called FSDPOptimizer.step at train.py:7"
         )
 
     def test_a_collective_of_the_user_s_own(self):
@@ -228,9 +228,13 @@ class TestParting:
     def test_other_lines_alone_are_nothing(self):
         assert not parting(self.records(odd=STEP), "")
 
-    def test_only_before(self):
-        assert parting(self.records(), "", before=5)
-        assert not parting(self.records(), "", before=4)
+    def test_only_so_far(self):
+        assert parting(self.records(), "", upto=4)
+        assert not parting(self.records(), "", upto=3)
+
+    def test_of_two_ranks_the_one_in_the_rarer_function_is_odd(self):
+        text = parting(self.records()[:2], "")
+        assert "FSDPModel.predict is collective: rank 1 called it" in text
 
     def test_only_what_all_logs_hold(self):
         records = self.records()
@@ -369,7 +373,7 @@ class TestMismatch:
         text = self.message(calls)
         assert (
             "mixed. FSDPModel.predict is collective: rank 0 called it at train.py:0, ranks 1, 2 "
-            "called FSDPOptimizer.step at train.py:1:\n" in text
+            "called FSDPOptimizer.step at train.py:1" in text
         )
         assert "rank 2: collective 2, all_reduce(float64[4]) at train.py:2 in FSDPOptim" in text
 
@@ -479,14 +483,14 @@ class TestThreadRanks:
             assert isinstance(error, CollectiveTimeoutError)
             assert "ranks [2] did not arrive" in str(error)
             assert "Rank 2: in no collective since collective 1" in str(error)
-        assert sum("cannot complete" in str(error) for error in errors) == 3
+        assert sum("cannot complete" in str(error) for error in errors) == 2
+        assert "barrier is called after a failure: rank" in str(errors[2])
 
     def test_a_rank_of_a_group_is_named_by_the_world(self):
         def body(backend):
             group = backend.split(backend.rank % 2)
-            if backend.rank == 3:
-                return
-            group.barrier() if backend.rank == 1 else backend.barrier()
+            if backend.rank == 1:
+                group.barrier()
 
         found = ends(4, body)
         assert found[1].rank == 3
@@ -494,6 +498,19 @@ class TestThreadRanks:
             "rank 3 left after collective 0 of group 1 (ranks 1, 3), while rank 1 waits in "
             "collective 1, barrier(), of group 1 (ranks 1, 3), called at" in str(found[1])
         )
+
+    def test_an_echo_names_where_the_failure_began(self):
+        def body(backend):
+            pair = backend.split(0 if backend.rank < 2 else None)
+            if backend.rank == 0:
+                backend.receive(2, 1)
+            if backend.rank == 1:
+                pair.barrier()
+
+        found = ends(3, body)
+        assert found[0].rank == 2
+        assert found[1].rank == 2
+        assert "cannot complete: rank 2 left after collective 1, while rank 0" in str(found[1])
 
     def test_a_message_of_a_group_names_the_world_s_rank(self):
         def body(backend):
