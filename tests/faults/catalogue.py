@@ -374,6 +374,25 @@ def one_iteration_less(backend, culprit):
         backend.all_reduce(np.ones(3))
 
 
+@leaves("100")
+def leaves_with_headers_open(backend, culprit):
+    """It issues more than its ring of headers holds, waits for none, and leaves."""
+    works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
+    if backend.rank == culprit:
+        return
+    for number, work in enumerate(works):
+        assert work.wait()[0] == number * backend.world_size
+    backend.all_reduce(np.array([1]))
+
+
+@leaves("1")
+def leaves_without_header_checks(backend, culprit):
+    backend.check_collectives = False
+    backend.barrier()
+    if backend.rank != culprit:
+        backend.all_reduce(LONG.copy())
+
+
 # --------------------------------------------------------------------------------- mismatches
 
 
