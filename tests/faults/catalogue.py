@@ -105,7 +105,12 @@ def raise_before_any_collective(backend, culprit):
     backend.all_reduce(LONG.copy())
 
 
-@raises()
+@fault(
+    errors=PEER, own=("ValueError",), memory=("rank {culprit} failed", "ValueError: boom"),
+    mpi=(
+        *ENDED, "ValueError: boom", "--- last collectives of rank {culprit} ---\n  1: barrier() at",
+    ),
+)  # fmt: skip
 def raise_after_a_collective(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
