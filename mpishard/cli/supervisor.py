@@ -28,7 +28,7 @@ from mpishard.communication.naming import who
 
 __all__ = ["Supervisor"]
 
-_GRACE_SECONDS = 4
+_GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -108,7 +108,7 @@ class Supervisor:
             )
             self._watch(job, self._processes, folder)
         code = job.wait()
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         verdict = self._judge(128 - code if code < 0 else code, folder)
         if self._processes is not None:
             self._processes.close()
@@ -160,7 +160,7 @@ class Supervisor:
             elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
                 self._stopped_for = suspect
                 self._signal_job(signal.SIGTERM)
-                signal.alarm(_GRACE_SECONDS)
+                signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
@@ -199,7 +199,7 @@ class Supervisor:
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
         self._signal_job(self._received[-1])
-        signal.alarm(_GRACE_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
 
     def _kill(self, _number: int, _frame: FrameType | None) -> None:
         self._signal_job(signal.SIGKILL)

@@ -133,6 +133,7 @@ class Ending:
         try:
             claim.bind(f"\0mpishard-report-{os.getuid()}-{os.getppid()}")
         except OSError:
+            claim.close()
             return False
         _kept.append(claim)
         return True

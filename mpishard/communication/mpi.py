@@ -320,6 +320,9 @@ class MPICommunicationBackend(SmallCollectives):
                 try:
                     request = next(steps)
                 except StopIteration as stop:
+                    board = self._joined()[0].board
+                    if board is not None:
+                        board.note_shared_memory()  # a window is the library's
                     return stop.value
                 yield self._keep(request)
 

@@ -284,7 +284,11 @@ class Transport(ABC):
 
     @abstractmethod
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        """A backend for the ranks of this color, by (key, rank), not initialised; or None."""
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+
+        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
+        group exchanges them, by one all_gather.
+        """
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""

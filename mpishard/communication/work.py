@@ -154,8 +154,7 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        group = of_group(self._driver.call_log.group)
-        return f"collective {self.call.sequence}, {self.call},{group and group + ','}"
+        return _name(self.call, self._driver.call_log.group)
 
     @property
     def where(self) -> str:
@@ -167,9 +166,13 @@ class CollectiveWork(Work):
 
 
 def in_call(call: Call, group: str) -> str:
-    """Where a rank waits that waits in ``call`` on the world that is called ``group``."""
-    inside = f",{of_group(group)}" if group else ""
-    return f"in collective {call.sequence}, {call}{inside}, called at {call.place}"
+    """Where a rank waits that waits in ``call`` on the world that reports call ``group``."""
+    return f"in {_name(call, group)} called at {call.place}"
+
+
+def _name(call: Call, group: str) -> str:
+    of = of_group(group)
+    return f"collective {call.sequence}, {call},{of and of + ','}"
 
 
 class Transfer(Work):

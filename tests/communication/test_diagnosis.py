@@ -499,6 +499,19 @@ class TestThreadRanks:
             "collective 1, barrier(), of group 1 (ranks 1, 3), called at" in str(found[1])
         )
 
+    def test_an_echo_names_where_the_failure_began(self):
+        def body(backend):
+            pair = backend.split(0 if backend.rank < 2 else None)
+            if backend.rank == 0:
+                backend.receive(2, 1)
+            if backend.rank == 1:
+                pair.barrier()
+
+        found = ends(3, body)
+        assert found[0].rank == 2
+        assert found[1].rank == 2
+        assert "cannot complete: rank 2 left after collective 1, while rank 0" in str(found[1])
+
     def test_a_message_of_a_group_names_the_world_s_rank(self):
         def body(backend):
             group = backend.split(backend.rank % 2)

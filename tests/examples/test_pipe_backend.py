@@ -224,7 +224,7 @@ def test_nobody_waits_longer_than_was_said(pipes: ModuleType) -> None:
             with pytest.raises(CollectiveTimeoutError, match=r"for a message .* from ranks \[0\]"):
                 backend.receive(0, 1, tag=3)
             backend._pipes.timeout = 0  # for ever
-        backend.send(np.ones(1), 1 - backend.rank)
+        backend.send(np.ones(1), 1 - backend.rank, tag=np.int64(0))  # as good as 0
         return backend.receive(1 - backend.rank, 1)[0]
 
     assert on_threads(pipes, 2, body) == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""What processes of a job do that are stuck, or are sent signals: ``python signal_scenarios.py NAME``.
+"""What processes of a job do that are stuck or sent signals: ``python signal_scenarios.py NAME``.
 
 A rank that says "ready" names its process, and is then as the test wants to find it.
 """
