@@ -25,6 +25,8 @@ anything is communicated, written or changed.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
@@ -60,10 +62,11 @@ class NotInitializedError(CommunicationError):
 class CollectiveMismatchError(CommunicationError):
     """Raised on every rank when the ranks called collectives that do not belong together.
 
-    No data was mixed when it is raised. The message lists each rank's call and where in the
-    script it was made. Cause: a branch that depends on the rank, or arrays whose dtype or shape
-    does. Mend: make the call on all ranks, with the arguments that the collective's table entry
-    says must match.
+    No data was mixed when it is raised. The message lists each rank's call, where in the script it
+    was made and in which function of this package, and names the odd ones out where most ranks
+    agree, or where the ranks parted. Cause: a branch that depends on the rank, or arrays whose
+    dtype or shape does. Mend: make the call on all ranks, with the arguments that the collective's
+    table entry says must match.
     """
 
 
@@ -75,16 +78,27 @@ class PeerError(CommunicationError):
     message : str
         What happened, naming the origin rank and the collective.
     rank : int
-        The rank where the failure began.
+        The rank where the failure began, by its number in the root world: also where the
+        collective is one of a group that was split off, or of an axis of a mesh. -1 where it was
+        a thread that is no rank.
     """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is raised in one process may be told in another.
+        return type(self), (str(self), self.rank), self.__dict__
+
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """Raised when a rank waited longer than the time limit for the others to arrive."""
+    """Raised when a rank waited longer than the time limit for the others to arrive.
+
+    The message names the ranks that did not arrive and what they do instead, with a table of all
+    ranks. In memory every rank that waits in a collective raises it, with the words of the first;
+    under MPI the job ends (exit code 124) with the same words.
+    """
 
 
 class MPIUnavailableError(CommunicationError):

@@ -24,6 +24,7 @@ __all__ = [
     "cuda_aware",
     "cuda_aware_hint",
     "forwarded_variables",
+    "is_debugging",
     "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
@@ -38,6 +39,7 @@ __all__ = [
     "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
     "outside_launcher",
+    "pmi_descriptor",
     "pmix_rank",
     "program_folders",
     "progress_thread",
@@ -109,6 +111,12 @@ def launched_rank() -> int | None:
         if value.isdecimal():
             return int(value)
     return None
+
+
+def pmi_descriptor() -> int | None:
+    """PMI_FD: the descriptor on which this process talks to Hydra, MPICH's launcher."""
+    value = os.environ.get("PMI_FD", "")
+    return int(value) if value.isdecimal() and not is_slurm_step() else None
 
 
 _OF_LAUNCHERS = (
@@ -195,6 +203,11 @@ def log_level() -> str | None:
     if text.lower() not in _LOG_LEVELS:
         raise ValueError(f"MPISHARD_LOG must be one of {', '.join(_LOG_LEVELS)}; got {text!r}")
     return text.lower()
+
+
+def is_debugging() -> bool:
+    """Whether MPISHARD_LOG is ``debug``."""
+    return os.environ.get("MPISHARD_LOG", "").lower() == "debug"
 
 
 def check() -> None:

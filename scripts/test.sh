@@ -7,11 +7,13 @@ usage() {
     cat <<'EOF'
 usage: scripts/test.sh [--full] [pytest arguments]
 
-Makes .venv (the first time only) and runs every layer of the tests, whatever the others say:
+Makes .venv and .venv-openmpi (the first time only) and runs every layer of the tests, whatever the
+others say:
 
     static     ruff, import-linter, mypy --strict, the site of the documentation
     memory     pytest: one process, thread-ranks
-    mpi 2 3 4  the tests that also run on MPI ranks, under mpiexec -n 2, 3 and 4
+    mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
+    openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
     spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
 
 Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
@@ -31,6 +33,7 @@ done
 
 trap 'exit 130' INT
 prepare_environment mpi plot fast test dev docs
+prepare_openmpi
 cd -- "$root"
 set +e # a layer that fails does not keep the others from running
 logs="$(mktemp -d)"
@@ -59,7 +62,7 @@ layer() {
         verdict="FAILED (exit code $code)"
         failed=1
     fi
-    table+="$(printf '%-8s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
+    table+="$(printf '%-9s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
     [ "$name" != static ] || return 0
     [ "$verdict" = 'none selected' ] || tested=1
     closing="$(grep -E '(passed|failed|skipped|deselected|errors?|no tests ran).* in [0-9.]+s' \
@@ -98,6 +101,16 @@ ranks() {
         ${arguments[@]+"${arguments[@]}"} </dev/null
 }
 
+# What differs between MPI libraries is how data travel: models see no more of it than a step does.
+openmpi() {
+    local selected=(tests/communication tests/models/test_equality.py)
+    [ ${#arguments[@]} = 0 ] || selected=("${arguments[@]}")
+    OMP_NUM_THREADS=1 "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
+        --bind-to none -n "$1" "$openmpi_python" -m pytest --with-mpi -m mpi \
+        -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
+        "${selected[@]}" </dev/null
+}
+
 # Their ranks wait most of the time: two jobs at once.
 spawned() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n 2 --dist worksteal -m spawned -o testpaths=tests \
@@ -110,12 +123,15 @@ layer memory memory
 for size in 2 3 4; do
     layer "mpi $size" ranks $size
 done
+for size in 2 3 4; do
+    layer "openmpi $size" openmpi $size
+done
 layer spawned spawned
 
 if [ $tested = 0 ]; then
     failed=1
     failing='no layer has a test that these arguments select'$'\n'
 fi
-printf '\n---- times\n%s%-8s %5d s\n\n' "$table" all $((SECONDS - start))
+printf '\n---- times\n%s%-9s %5d s\n\n' "$table" all $((SECONDS - start))
 printf '%s%s%s' "$passing" "$memory_line" "$failing"
 exit $failed

@@ -14,6 +14,10 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
 ``shared_path`` is one temporary folder that all ranks see.
 
+A test marked ``@pytest.mark.dealt`` has many rows: threads run them all in each of its worlds,
+and of three rows each MPI world runs one, another one for 2, 3 and 4 ranks. Rows marked
+``threads_alone`` are left out under MPI. ``scripts/test.sh --full`` runs them all.
+
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
 stand-in itself. With ``--gpu`` they run on a real GPU, and so do tests that take ``main_device``,
 which is the host otherwise; ``-m gpu`` selects them (scripts/test_gpu.sh).
@@ -24,6 +28,7 @@ and is shown by rank 0, the only one whose output is printed.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import importlib.metadata
 import io
@@ -49,7 +54,8 @@ _VERDICT_BYTES = 8192
 # scripts/test.sh --full sets the variable. Time limits are pytest's: these machines are noisy.
 hypothesis.settings.register_profile("sample", deadline=None)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
-hypothesis.settings.load_profile("full" if os.environ.get("MPISHARD_TEST_FULL") else "sample")
+_is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
+hypothesis.settings.load_profile("full" if _is_full else "sample")
 
 
 class Verdicts:
@@ -140,6 +146,8 @@ def pytest_generate_tests(metafunc):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "in_worlds: runs in memory and under MPI, see in_worlds()")
+    config.addinivalue_line("markers", "dealt: each MPI world runs a third of its rows")
+    config.addinivalue_line("markers", "threads_alone: left out under MPI, but with --full")
     if _is_under_mpi(config):
         from mpi4py import MPI
 
@@ -184,11 +192,18 @@ def pytest_collection_modifyitems(config, items):
     under_mpi = _is_under_mpi(config)
     world_size = config.stash[_verdicts_key].world_size if under_mpi else 1
     kept, left_out = [], []
+    rows = collections.Counter()
     for item in items:
         if item.get_closest_marker("in_worlds") and (
             not under_mpi or item.callspec.params["world_size"] == world_size
         ):
-            item.add_marker(pytest.mark.mpi)
+            number = rows[item.parent, item.originalname]
+            rows[item.parent, item.originalname] += 1
+            is_dealt = under_mpi and not _is_full and item.get_closest_marker("dealt")
+            # A shift after each three: else a parameter of three values would have one in a world.
+            is_mine = not is_dealt or (number + number // 3) % 3 == world_size % 3
+            if is_mine and not item.get_closest_marker("threads_alone"):
+                item.add_marker(pytest.mark.mpi)
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mpishard import settings
+from mpishard.cli.bench_checks import ChecksBenchmark, checks_table
 from mpishard.cli.bench_collectives import (
     KINDS,
     CollectiveBenchmark,
@@ -54,6 +55,13 @@ JSONOption = Annotated[Path | None, typer.Option("--json", help="Write every tim
 class _Model(StrEnum):
     MLP = "mlp"
     GPT = "gpt"
+
+
+class _Sharded(StrEnum):
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    FSDP = "fsdp"
 
 
 class _Checks(StrEnum):
@@ -120,6 +128,28 @@ def collectives(
             write_json(json, {"world_size": backend.world_size, "collectives": rows})
         if plot is not None:
             plot_panels(plot, collective_panels(results))
+
+    _on_ranks(context, measure, ranks, world_size)
+
+
+@bench.command()
+def checks(
+    context: typer.Context,
+    strategy: Annotated[_Sharded, typer.Option(help="How it is trained.")] = _Sharded.FSDP,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each way that count.")] = 30,
+    json: JSONOption = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """What comparing and logging calls costs of a step of examples/train_gpt.py's model."""
+    benchmark = ChecksBenchmark(str(strategy), steps=steps)
+
+    def measure(backend: CommunicationBackend) -> None:
+        result = benchmark.run(backend)
+        if backend.rank == 0:
+            show(checks_table(benchmark, result, backend.world_size))
+            if json is not None:
+                write_json(json, {"world_size": backend.world_size, "checks": result.as_dict()})
 
     _on_ranks(context, measure, ranks, world_size)
 

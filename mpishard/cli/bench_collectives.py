@@ -12,7 +12,7 @@ from rich.table import Table
 from mpishard.cli.bench_peers import GlooGroup
 from mpishard.cli.bench_report import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
-from mpishard.communication.mpi import load_mpi
+from mpishard.communication.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
@@ -29,6 +29,8 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 
 Way = Callable[[], object]
 
+_IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveResult:
@@ -40,8 +42,8 @@ class CollectiveResult:
         One of `KINDS`.
     way : str
         ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
-        ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``memcpy``, a copy of as
-        many bytes by every rank.
+        ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``MPI, in place``, with
+        ``MPI_IN_PLACE``; ``memcpy``, a copy of as many bytes by every rank.
     nbytes : int
         Of the whole array: an all-gather's result, the others' input.
     seconds : tuple of float
@@ -146,7 +148,7 @@ class _Ways:
         zeros = np.zeros_like(array)  # which stay zeros, however often they are added up
         ways: dict[str, Way] = {
             "ours": lambda: backend.all_reduce(array, out=out),
-            "ours, in place": lambda: backend.all_reduce(zeros),
+            _IN_PLACE: lambda: backend.all_reduce(zeros),
         }
         results = {"ours": out}
         mine = self._own_part_of_shared()
@@ -155,7 +157,9 @@ class _Ways:
             ways["ours, shared"] = lambda: backend.all_reduce(mine, out=shared)
             results["ours, shared"] = shared
         if self.mpi is not None:
+            mpi_zeros, in_place = np.zeros_like(array), load_mpi().IN_PLACE
             ways["MPI"] = lambda: self.mpi.Allreduce(array, mpi_out)
+            ways[_MPI_IN_PLACE] = lambda: self.mpi.Allreduce(in_place, mpi_zeros)
             results["MPI"] = mpi_out
         if self.gloo is not None:
             ways["gloo"] = self.gloo.all_reduce(array)
@@ -206,18 +210,24 @@ class _Ways:
 
 
 def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Table:
-    """The results as a table; ratios are to the same collective at the same size."""
+    """The results as a table; ratios are to the same collective at the same size.
+
+    A ratio is the median over the repeats, in each of which the ways took turns; what is done in
+    place is compared with what the library does in place.
+    """
     table = Table(title=f"{counted(world_size, 'rank')}, medians", title_justify="left")
     for column in ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy"):
         table.add_column(column, justify="left" if column in ("collective", "") else "right")
-    medians = {(r.collective, r.nbytes, r.way): Timing(r.seconds).median for r in results}
+    seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
     seen = None
     for result in results:
         key = (result.collective, result.nbytes)
         timing = Timing(result.seconds)
         ratios = [
-            f"{timing.median / medians[*key, other]:.2f}" if (*key, other) in medians else ""
-            for other in ("MPI", "memcpy")
+            f"{np.median(result.seconds / seconds[*key, other]):.2f}"
+            if (*key, other) in seconds
+            else ""
+            for other in (_MPI_IN_PLACE if result.way == _IN_PLACE else "MPI", "memcpy")
         ]
         table.add_row(
             *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),

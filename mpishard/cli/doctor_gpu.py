@@ -96,7 +96,7 @@ def _cupy(driver: _Driver | None) -> tuple[Finding, bool]:
         return Finding("gpu.cupy", Verdict.OK, "not installed, and there is no GPU", None), False
     if not packages:
         text = "not installed, so that models cannot use the GPU"
-        return Finding("gpu.cupy", Verdict.NOTE, text, None, pip_install(fitting)), False
+        return Finding("gpu.cupy", Verdict.NOTE, text, None, pip_install(f"{fitting}[ctk]")), False
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         return Finding(

@@ -30,32 +30,30 @@ _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TR
 
 def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
     """Whether two ranks start, agree on sums, and how fast; where their shared memory is from."""
+    name = "job.round_trip"
     if mpi.launcher is None:
-        yield Finding("job.round_trip", Verdict.OK, "not tried: MPI is not there, see above", None)
+        yield Finding(name, Verdict.OK, "not tried: there is no MPI, or no launcher of it", None)
+        return
+    try:
+        settings.check()
+    except ValueError:
+        yield Finding(name, Verdict.OK, "not tried: ranks refuse the settings, see above", None)
         return
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor_rank"])
-    variables = (
-        _VARIABLES if settings.blas_threads_are_set() else {**_VARIABLES, "OMP_NUM_THREADS": "1"}
-    )
-    answer = ask(command, _LIMIT_SECONDS, variables)
+    answer = ask(command, _LIMIT_SECONDS, _VARIABLES)
     found = answer.found
     if answer.code != 0 or found is None:
         cause = why_it_failed(answer, command)
-        text = f"two ranks do not talk to each other: {cause.text}"
-        yield Finding("job.round_trip", Verdict.PROBLEM, text, None, cause.mend)
+        how = "do not talk to each other" if found is None else "talk, and do not end well"
+        yield Finding(
+            name, Verdict.PROBLEM, f"two ranks {how}: {cause.text}", answer.code, cause.mend
+        )
         return
-    yield Finding(
-        "job.round_trip",
-        Verdict.OK,
-        f"two ranks of {mpi.library} start, agree on sums and end",
-        {"world_size": found["world_size"], "nodes": found["nodes"]},
-    )
-    yield Finding(
-        "job.barrier",
-        Verdict.OK,
-        milliseconds(found["barrier"]),
-        found["barrier"],
-    )
+    text = f"two ranks of {mpi.library} start, agree on sums and end"
+    value = {"world_size": found["world_size"], "nodes": found["nodes"]}
+    yield Finding(name, Verdict.OK, text, value)
+    barrier = found["barrier"]
+    yield Finding("job.barrier", Verdict.OK, milliseconds(barrier), barrier)
     yield _speed(found)
     yield _arena(found)
 

@@ -82,7 +82,7 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         yield Finding(
             "mpi.mpi4py",
             Verdict.PROBLEM,
-            f"{bindings} is installed, and loads no MPI library: {mpi.error}",
+            f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}",
             bindings,
             pip_install("mpich") if not settings.is_slurm_allocation() else _REBUILD,
         )
@@ -105,6 +105,7 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         yield from _levels(mpi.launcher)
 
 
+_UNUSABLE = "mpi4py cannot be used here: "
 _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 
 
@@ -201,7 +202,7 @@ def _levels(launcher: Launcher) -> Iterator[Finding]:
     if found is None:
         cause = why_it_failed(answer, command)
         text = f"one rank alone does not start: {cause.text}"
-        yield Finding("mpi.threads", Verdict.PROBLEM, text, None, cause.mend)
+        yield Finding("mpi.start", Verdict.PROBLEM, text, None, cause.mend)
         return
     yield _thread_level(found["level"])
     text = "no: a rank that dies ends the job"

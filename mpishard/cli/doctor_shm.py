@@ -23,7 +23,7 @@ NEEDED_BYTES = 64 * 2**20
 
 _OF_JOBS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "mpishard-*")
 _STARTING_SECONDS = 60
-_MOST_NAMED = 50
+_MOST_NAMED = 20
 _LIMIT_SECONDS = 10
 
 # Opens, as a rank does, what another process holds.
@@ -134,7 +134,11 @@ def _leftovers() -> Finding:
             "memory.leftovers", Verdict.OK, f"no dead job left anything in {FOLDER}", value
         )
     first = dead[:_MOST_NAMED]
-    more = f"; the line is for the first {len(first)}" if len(first) < len(dead) else ""
+    more = (
+        f"; the line is for the first {len(first)}, then ask again"
+        if len(first) < len(dead)
+        else ""
+    )
     return Finding(
         "memory.leftovers",
         Verdict.NOTE,

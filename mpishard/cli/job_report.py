@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from mpishard import settings
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.call_file import CallFile, RankState
+from mpishard.communication.naming import who
+from mpishard.communication.rank_table import call_text
 
 __all__ = ["JobEnd", "Verdict", "calls_text"]
 
@@ -18,6 +21,9 @@ _HINTS = {
 }
 # With which launchers end the ranks that are left: those say nothing of who went first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
+_BROKEN = 255
+_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
+           signal.SIGILL, signal.SIGFPE)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +43,20 @@ class JobEnd:
     world_size : int
         Number of ranks.
     launcher_code : int
-        Exit code of the launcher. Hydra's is the bare number of a signal, that of several signals
-        at once, and 0 for ``os._exit(0)``.
+        Exit code of the launcher.
     files : mapping of int to CallFile
         The call logs of the ranks, by rank.
     ended : sequence of RankProcess
         The ranks of this machine in the order in which they ended.
     is_local : bool
         Whether all ranks ran on this machine.
+    is_hydra : bool
+        Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
+        several signals at once, and 0 for ``os._exit(0)``.
+    launcher_may_break : bool
+        Whether there are several machines: Hydra ends with 255 where a rank is killed then.
+    starting : set of int
+        Process ids that have called ``init``, where they were ranks on this machine.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
     """
@@ -54,41 +66,46 @@ class JobEnd:
     files: Mapping[int, CallFile]
     ended: Sequence[RankProcess]
     is_local: bool = True
+    is_hydra: bool = False
+    launcher_may_break: bool = False
+    starting: frozenset[int] = frozenset()
     stopped_for: RankProcess | None = None
 
     def judge(self) -> Verdict:
         """The exit code of the job, and what to say.
 
-        A rank that reported a failure has said all. Otherwise the first rank that went without
-        leaving is named.
+        A rank that reported a failure of its own has said all. Otherwise the first rank that went
+        without leaving is named.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        for file in self.files.values():
-            if file.state is RankState.REPORTED:
-                code = file.code or self.launcher_code or settings.EXIT_FAILURE
-                return Verdict(code, self._missing() if code == settings.EXIT_TIMEOUT else ())
-        if not self.files:
+        if not self.files and not self.starting:  # a script without mpishard
             return Verdict(self.launcher_code)
         first = self._first()
+        for file in self.files.values():
+            # A rank that finds another one gone says so, and does not know how it went.
+            if file.state is RankState.REPORTED and (
+                first is None or first.rank == file.rank or file.code == self.launcher_code
+            ):
+                code = file.code or self.launcher_code or settings.EXIT_FAILURE
+                return Verdict(code, self._missing())
         if first is not None:
             return self._blame(first)
         stragglers = [rank for rank in self.files if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
             # Nothing was seen of their end, as on other machines.
-            return Verdict(settings.EXIT_FAILURE, (f"{_ranks(stragglers)} ended without leaving",))
+            return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
         # The launcher's may be those of several ranks at once.
-        return Verdict(own if own is not None and own > 0 else self.launcher_code)
+        code = own if own is not None and own > 0 else self.launcher_code
+        return Verdict(code, self._missing())
 
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
         if self._has_left(process.rank):
             return (process.exit_code or 0) < 0
-        if process.exit_code != 0:
-            return True
-        # Nobody waits for a world of one, nor for a rank of a script without mpishard.
-        return self.world_size > 1 and bool(self.files)
+        # Nobody waits for a world of one; and who waits for a rank that never came says so.
+        return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.files)
 
     def _first(self) -> RankProcess | None:
         """The rank that failed first, where the launcher's code agrees that it did."""
@@ -105,18 +122,27 @@ class JobEnd:
 
     def _agrees(self, number: int) -> bool:
         """Whether the launcher ended with the signal ``number`` of a rank."""
-        # Hydra: or-ed with the SIGKILL of the ranks that it ended for it.
-        of_hydra = (number, number | signal.SIGKILL)
-        return self.launcher_code in (0, 128 + number, *of_hydra)
+        code = self.launcher_code
+        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        if self.is_hydra and code in (number, number | signal.SIGKILL):
+            return True
+        return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code
         if code is None:
-            code = _launchers_word(self.launcher_code)
+            code = self._launchers_word()
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {_how(code)}{self._where(process, code)}{self._others()}",),
         )
+
+    def _launchers_word(self) -> int:
+        """The exit code of a rank, negative for a signal, as the launcher's tells it."""
+        code = self.launcher_code
+        if code > 128:
+            return 128 - code
+        return -code if self.is_hydra and code in _DEADLY else code
 
     def _who(self, process: RankProcess) -> str:
         file = self.files.get(process.rank)
@@ -131,7 +157,8 @@ class JobEnd:
     def _where(self, process: RankProcess, code: int) -> str:
         file = self.files.get(process.rank)
         if file is None:
-            return " before it called mpishard.init()"
+            word = "in" if process.pid in self.starting else "before it called"
+            return f" {word} mpishard.init()"
         if file.state is RankState.LEFT:
             return " after it had left all worlds in good order"
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
@@ -140,23 +167,18 @@ class JobEnd:
         last = file.calls(1)
         if not last:
             return f"{silently} before any collective"
-        call, group = last[0].call, last[0].group
         word = "in" if file.waits == last[0].number else "after"
-        of_group = f" of {group}" if group else ""
-        return f"{silently} {word} collective {call.sequence}{of_group}, {call} at {call.site}"
+        return f"{silently} {word} {call_text(last[0])}"
 
     def _missing(self) -> tuple[str, ...]:
-        """Of ranks for which the others waited in ``init``."""
-        ended = {process.rank: process for process in self.ended}
-        lines = []
-        for rank in range(self.world_size):
-            if rank in self.files or not self.is_local:
-                continue
-            how = ""
-            if rank in ended and ended[rank].exit_code is not None:
-                how = f": its process {ended[rank].pid} {_how(ended[rank].exit_code)}"
-            lines.append(f"rank {rank} never called mpishard.init(){how}")
-        return tuple(lines)
+        """Of ranks for which the others waited in ``init`` until they gave up."""
+        if self.launcher_code != settings.EXIT_TIMEOUT:
+            return ()
+        return tuple(
+            f"{self._who(process)} ended with code 0 before it called mpishard.init()"
+            for process in self.ended
+            if process.rank not in self.files and process.exit_code == 0
+        )
 
     def _has_left(self, rank: int) -> bool:
         return rank in self.files and self.files[rank].state is RankState.LEFT
@@ -167,28 +189,13 @@ def calls_text(file: CallFile) -> str:
     stood = f"{file.state.name.lower()}, {file.count} collectives"
     lines = [f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}: {stood}"]
     for logged in file.calls():
-        of_group = f" of {logged.group}" if logged.group else ""
-        lines.append(
-            f"{logged.number}: collective {logged.call.sequence}{of_group}, {logged.call} "
-            f"at {logged.call.site}, time {logged.time:.6f}"
-        )
+        time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
+        lines.append(f"{time}  {call_text(logged)}")
     return "\n".join(lines) + "\n"
 
 
-def _launchers_word(code: int) -> int:
-    """The exit code of a rank, negative for a signal, as the launcher's tells it."""
-    if code > 128:
-        return 128 - code
-    # Hydra's bare number of a signal: of those that end a process that has gone wrong.
-    deadly = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
-              signal.SIGILL, signal.SIGFPE)  # fmt: skip
-    return -code if code in deadly else code
-
-
-def _how(code: int | None) -> str:
+def _how(code: int) -> str:
     """How a process ended, in words."""
-    if code is None:
-        return "is gone"
     if code >= 0:
         return f"ended with code {code}"
     try:
@@ -196,7 +203,3 @@ def _how(code: int | None) -> str:
     except ValueError:
         return f"was killed by signal {-code}"
     return f"was killed by signal {-code} ({number.name}{_HINTS.get(number, '')})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

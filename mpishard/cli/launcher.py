@@ -124,11 +124,16 @@ class Launcher:
         return self.program.name == "srun"
 
     @property
+    def is_hydra(self) -> bool:
+        """Whether it is the launcher of MPICH and its kin."""
+        return not self.is_slurm and self.library.family is not MPIFamily.OPEN_MPI
+
+    @property
     def rank_variable(self) -> str:
         """The environment variable in which a process that it started finds its rank."""
         if self.is_slurm:
             return "SLURM_PROCID"
-        return "OMPI_COMM_WORLD_RANK" if self.library.family is MPIFamily.OPEN_MPI else "PMI_RANK"
+        return "PMI_RANK" if self.is_hydra else "OMPI_COMM_WORLD_RANK"
 
     def command(
         self,

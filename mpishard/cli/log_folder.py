@@ -7,9 +7,10 @@ from pathlib import Path
 
 from mpishard.communication.call_file import call_files
 
-__all__ = ["check_log_folder", "prepare_log_folder"]
+__all__ = ["CALLS", "check_log_folder", "prepare_log_folder"]
 
-_OF_RANKS = "rank-*"
+CALLS = "calls"
+"""The folder in it that is the job's own: call logs as the ranks write them."""
 
 
 def check_log_folder(folder: Path) -> None:
@@ -22,7 +23,7 @@ def check_log_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
-    for rank, file in call_files(folder).items():
+    for rank, file in call_files(folder / CALLS).items():
         # Of another machine's process nothing is known.
         if file.host == socket.gethostname() and file.is_alive():
             raise ValueError(
@@ -40,7 +41,7 @@ def prepare_log_folder(folder: Path) -> Path | None:
         Where it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    old = [path for path in folder.glob(_OF_RANKS) if path.is_file()]
+    old = [*folder.glob("rank-*.log"), *folder.glob("rank-*.calls.txt"), *folder.glob(CALLS)]
     if not old:
         return None
     number = 1

@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PACKET = 65536  # longest that a page can be: a packet is a page at most
+_LINE_SECONDS = 0.02  # that the rest of a line may take
 _DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -62,35 +63,64 @@ def _copy(log: int, targets: dict[int, int]) -> None:
     waiting = select.epoll()
     for source in targets:
         waiting.register(source, select.EPOLLIN | select.EPOLLET)
-    outputs = {*targets.values(), log}
+    outputs = {target: _Output(target) for target in targets.values()}
+    to_log = _Output(log)
     while targets:
-        for source, event in waiting.poll(maxevents=1):
+        is_held = any(output.held for output in outputs.values())
+        events = waiting.poll(_LINE_SECONDS if is_held else None, maxevents=1)
+        for source, event in events:
+            output = outputs[targets[source]]
+            for other in outputs.values():
+                if other is not output:
+                    other.flush()
             while data := os.read(source, _PACKET):
-                for output in (log, targets[source]):
-                    if output in outputs and not _write(output, data):
-                        outputs.discard(output)  # the disk is full, or nobody reads: go on
+                to_log.write(data)
+                output.write_lines(data)
                 if not event & select.EPOLLHUP:
                     break
             else:
                 waiting.unregister(source)
                 del targets[source]
+        if not events or not targets:
+            for output in outputs.values():
+                output.flush()
+    if to_log.error is not None:
+        outputs[2].write(f"mpishard run: --log-dir: a log is cut off: {to_log.error}\n".encode())
+
+
+class _Output:
+    """Where to copy to. An output that fails is left out: the disk is full, or nobody reads."""
+
+    def __init__(self, handle: int) -> None:
+        self.error: OSError | None = None
+        self.held = b""
+        self._handle = handle
+
+    def write_lines(self, data: bytes) -> None:
+        """Write whole lines, and hold the rest: the launcher mixes the pieces of several ranks."""
+        data = self.held + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self.held = data[end:]
+        self.write(data[:end])
+
+    def flush(self) -> None:
+        """Write what is held."""
+        data, self.held = self.held, b""
+        self.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Write all of it."""
+        try:
+            while data and self.error is None:
+                data = data[os.write(self._handle, data) :]
+        except OSError as error:
+            self.error = error
 
 
 def _close_all_but(kept: set[int]) -> None:
     for handle in {int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - kept:
         with suppress(OSError):  # the one that listed them
             os.close(handle)
-
-
-def _write(target: int, data: bytes) -> bool:
-    try:
-        while data:
-            data = data[os.write(target, data) :]
-    except OSError as error:
-        if target not in (1, 2):
-            os.write(2, f"mpishard run: --log-dir: the log ends here: {error}\n".encode())
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -119,10 +119,8 @@ def prepare_job(
         typer.echo(_announcement(name, launcher, ranks, added), err=True)
         if folder is not None:
             _prepare_log_folder(name, folder)
-        is_local = not machines and not launcher.is_slurm
-        supervisor = Supervisor(
-            f"mpishard {name}", command, ranks, launcher.rank_variable, is_local, folder
-        )
+        host_count = len(machines) or int(launcher.is_slurm)
+        supervisor = Supervisor(f"mpishard {name}", launcher, command, ranks, host_count, folder)
         return supervisor.run(os.environ | added | chosen)
 
     return start

@@ -18,13 +18,17 @@ from types import FrameType
 import typer
 
 from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
+from mpishard.cli.log_folder import CALLS
 from mpishard.cli.rank_processes import RankProcess, RankProcesses
 from mpishard.communication.call_file import RankState, call_files
+from mpishard.communication.library import STARTING
+from mpishard.communication.naming import who
 
 __all__ = ["Supervisor"]
 
-_GRACE_SECONDS = 4
+_GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,23 +51,23 @@ class Supervisor:
     ----------
     name : str
         The command that speaks, such as ``mpishard run``.
+    launcher : Launcher
+        What starts the ranks.
     command : sequence of str
-        The launcher's command line.
+        Its command line.
     world_size : int
         Number of ranks.
-    rank_variable : str
-        The environment variable in which the launcher tells a process its rank.
-    is_local : bool
-        Whether all ranks run on this machine.
+    host_count : int
+        Number of machines that the ranks were given; 0 is this one.
     log_folder : Path, optional
         Where the call logs of a job that failed are kept.
     """
 
     name: str
+    launcher: Launcher
     command: Sequence[str]
     world_size: int
-    rank_variable: str
-    is_local: bool
+    host_count: int
     log_folder: Path | None = None
     _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
@@ -77,7 +81,11 @@ class Supervisor:
         sent, or that ended the first rank that failed; else that rank's own code, and 1 where it
         ended with 0 without a word.
         """
-        folder = self.log_folder or Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        if self.log_folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        else:
+            folder = self.log_folder / CALLS
+            folder.mkdir(exist_ok=True)
         try:
             return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
         finally:
@@ -95,10 +103,12 @@ class Supervisor:
         if self._received:  # while it started
             self._signal_job(self._received[-1])
         if RankProcesses.can_be_watched():
-            self._processes = RankProcesses(job.pid, self.rank_variable, folder, self.world_size)
+            self._processes = RankProcesses(
+                job.pid, self.launcher.rank_variable, folder, self.world_size
+            )
             self._watch(job, self._processes, folder)
         code = job.wait()
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         verdict = self._judge(128 - code if code < 0 else code, folder)
         if self._processes is not None:
             self._processes.close()
@@ -119,14 +129,19 @@ class Supervisor:
                 launcher_code,
                 files,
                 processes.ended if processes is not None else (),
-                self.is_local or (processes is not None and processes.all_seen),
-                self._stopped_for,
+                is_local=not self.host_count or (processes is not None and processes.all_seen),
+                is_hydra=self.launcher.is_hydra,
+                launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
+                starting=_starting(folder),
+                stopped_for=self._stopped_for,
             ).judge()
         for line in verdict.lines:
             self._say(line)
         if verdict.code and self.log_folder is not None:
             for rank, file in files.items():
-                (folder / f"rank-{rank}.calls.txt").write_text(calls_text(file), encoding="utf-8")
+                (self.log_folder / f"rank-{rank}.calls.txt").write_text(
+                    calls_text(file), encoding="utf-8"
+                )
         return verdict
 
     # ------------------------------------------------------------------------------------ watching
@@ -145,7 +160,7 @@ class Supervisor:
             elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
                 self._stopped_for = suspect
                 self._signal_job(signal.SIGTERM)
-                signal.alarm(_GRACE_SECONDS)
+                signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
@@ -154,9 +169,8 @@ class Supervisor:
     def _suspect(processes: RankProcesses, folder: Path) -> RankProcess | None:
         """The first rank that failed, where the others would not be told of it.
 
-        One that ended with a code of its own before it left: Open MPI's launcher and srun end
-        the job for it, Hydra leaves the others to wait. And one that never came to init, where
-        another rank waits in it.
+        One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
+        Hydra may leave the others to wait.
         """
         if not processes.ended:
             return None
@@ -164,11 +178,10 @@ class Supervisor:
         states = {rank: file.state for rank, file in files.items()}
         if RankState.REPORTED in states.values():
             return None
-        waiting = RankState.STARTED in states.values()
         for process in processes.ended:
             if states.get(process.rank) is RankState.LEFT:
                 continue
-            if process.exit_code or (waiting and process.rank not in states):
+            if process.exit_code or process.rank in states:
                 return process
         return None
 
@@ -186,7 +199,7 @@ class Supervisor:
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
         self._signal_job(self._received[-1])
-        signal.alarm(_GRACE_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
 
     def _kill(self, _number: int, _frame: FrameType | None) -> None:
         self._signal_job(signal.SIGKILL)
@@ -203,10 +216,10 @@ class Supervisor:
         for process in asked:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process.pid, signal.SIGQUIT)
-        others = len(running) - len(asked)
+        others = [process for process in running if process not in asked]
         self._say(
-            f"SIGQUIT (Ctrl-\\): {_numbers(asked) or 'no rank'} of this machine asked what it does"
-            + (f"; {others} not yet in mpishard.init()" if others else "")
+            f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
+            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
         )
 
     def _signal_job(self, number: signal.Signals) -> None:
@@ -218,6 +231,7 @@ class Supervisor:
         typer.echo(f"{self.name}: {line}", err=True)
 
 
-def _numbers(processes: Sequence[RankProcess]) -> str:
-    ranks = sorted(process.rank for process in processes)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
+def _starting(folder: Path) -> frozenset[int]:
+    """Process ids of the ranks that have announced themselves in ``folder``."""
+    names = [path.name.removeprefix(STARTING) for path in folder.glob(f"{STARTING}*")]
+    return frozenset(int(name) for name in names if name.isdecimal())

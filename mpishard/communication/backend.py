@@ -441,7 +441,7 @@ class CommunicationBackend(PointToPoint):
             if member._world_ranks is None:
                 mine = np.array([self.world_ranks[self.rank]])
                 member._world_ranks = tuple(member.all_gather(mine).tolist())
-            member._name("")
+            member._name_group("")
         return member  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------- memory

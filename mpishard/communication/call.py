@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from mmap import mmap
@@ -170,6 +170,20 @@ class Call:
         """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
         _HEADER.pack_into(out, start, self.sequence, self.description)
 
+    def to_bytes(self) -> bytes:
+        """The call and where it was made, for whoever sends it as a message of its own."""
+        packed = bytearray(HEADER_BYTES)
+        self.encode(packed)
+        return bytes(packed) + f"{self.line}\n{self.method}\n{self.filename}".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Call:
+        """The call that `to_bytes` wrote."""
+        call = cls.decode(data)
+        line, call.method, call.filename = data[HEADER_BYTES:].decode().split("\n", 2)
+        call.line = int(line)
+        return call
+
     @property
     def description(self) -> bytes:
         """What `encode` writes after the sequence number: the same for every such call."""
@@ -192,7 +206,7 @@ class Call:
         )
 
     @classmethod
-    def decode(cls, data: bytearray | mmap, start: int = 0) -> Call:
+    def decode(cls, data: bytes | bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
             _FIELDS.unpack_from(data, start)
@@ -209,7 +223,12 @@ class Call:
         )
 
 
-def check_calls(calls: Sequence[Call], ranks: Sequence[int] | None = None, group: str = "") -> None:
+def check_calls(
+    calls: Sequence[Call],
+    ranks: Sequence[int] | None = None,
+    group: str = "",
+    parting: Callable[[int], str] = lambda sequence: "",
+) -> None:
     """Refuse calls, one per rank in rank order, that do not belong together.
 
     Parameters
@@ -220,6 +239,8 @@ def check_calls(calls: Sequence[Call], ranks: Sequence[int] | None = None, group
         What messages call these ranks: their numbers in the root world. Default: 0, 1, ..
     group : str
         What messages call this world, where it was split off another.
+    parting : callable
+        What is known of where the ranks went different ways, up to the collective of this number.
 
     Raises
     ------
@@ -247,13 +268,13 @@ def check_calls(calls: Sequence[Call], ranks: Sequence[int] | None = None, group
             )
     what = _difference(calls)[0]
     if what:
-        odd = (differing_methods(by_rank) if what == "kind or order" else "") or differing_calls(
-            by_rank
-        )
+        sentences = [parting(first.sequence), differing_calls(by_rank)]
+        if what == "kind or order" and not sentences[0]:
+            sentences[0] = differing_methods(by_rank)
+        more = "".join(f". {text[0].upper()}{text[1:]}" for text in sentences if text)
         raise CollectiveMismatchError(
             f"the ranks' collectives{of_group(group)} do not match in {what}; no data was mixed"
-            + (f". {odd[0].upper()}{odd[1:]}:" if odd else ":")
-            + f"\n{_listed(by_rank)}"
+            f"{more}:\n{_listed(by_rank)}"
         )
     if first.kind is Kind.ALL_GATHER:
         rows = [call.shape[0] for call in calls if call.shape]
@@ -292,13 +313,16 @@ def advice_on_leaving(waiting: Call, rank: int) -> str:
     )
 
 
-def differing_methods(calls: Mapping[int, Call]) -> str:
+def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
     """Which functions of this package ranks called for the same collective, where they differ.
 
     Parameters
     ----------
     calls : mapping of int to Call
         By world rank.
+    seen : Counter of str, optional
+        How often each function was called before: of two that equally many ranks called, the
+        rarer one is the odd one.
 
     Returns
     -------
@@ -310,7 +334,8 @@ def differing_methods(calls: Mapping[int, Call]) -> str:
         by_method.setdefault(call.method, []).append(rank)
     if len(by_method) < 2:
         return ""
-    rarest = min(filter(None, by_method), key=lambda method: len(by_method[method]))
+    before = seen or Counter()
+    rarest = min(filter(None, by_method), key=lambda m: (len(by_method[m]), before[m]))
     others = [
         f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
         f"at {calls[ranks[0]].site}"

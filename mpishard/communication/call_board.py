@@ -226,12 +226,14 @@ class FileJournal(Journal):
         call.number = self.file.record(call.sequence, call.description, place)
 
     def wait(self, what: Call | MessageWait) -> None:
+        self.awaited = what
         if isinstance(what, MessageWait):
             self.file.wait_for(what)
         else:
             self.file.wait(what.number)
 
     def go_on(self) -> None:
+        self.awaited = None
         self.file.wait(0)
 
     def end(self, state: RankState) -> None:

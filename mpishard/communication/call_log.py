@@ -32,7 +32,8 @@ class Journal:
         self.state = RankState.STARTED
         self._calls: deque[tuple[int, Call, str, float]] = deque(maxlen=settings.CALL_LOG_LENGTH)
         self._count = 0
-        self._waits: Call | MessageWait | None = None
+        self.awaited: Call | MessageWait | None = None
+        """What the rank waits for."""
         self._since = 0.0
 
     def record(self, call: Call, group: str) -> None:
@@ -42,11 +43,11 @@ class Journal:
 
     def wait(self, what: Call | MessageWait) -> None:
         """Say what the rank waits for from now on. A wait that is over soon need not be told."""
-        self._waits, self._since = what, time.time()
+        self.awaited, self._since = what, time.time()
 
     def go_on(self) -> None:
         """Say that the wait is over."""
-        self._waits = None
+        self.awaited = None
 
     def end(self, state: RankState) -> None:
         """Say how the rank stands now."""
@@ -54,7 +55,7 @@ class Journal:
 
     def record_of(self, rank: int, now: float) -> RankRecord:
         """What a diagnosis takes."""
-        waits, since = self._waits, self._since
+        waits, since = self.awaited, self._since
         calls = tuple(LoggedCall(*entry) for entry in tuple(self._calls))
         return RankRecord(
             rank,

@@ -8,6 +8,7 @@ ends at one that waits for nobody, which is the odd one out, or goes round in a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from mpishard.communication.call import differing_calls, differing_methods
@@ -19,6 +20,8 @@ from mpishard.communication.rank_table import call_text, rank_table, seconds_tex
 __all__ = ["describe_stall", "longest_waiting", "parting", "verdict"]
 
 _SENTENCES = 3
+_AGO = "{ago}"
+"""Stands for a time that differs between ranks that otherwise do the same."""
 
 
 def describe_stall(watched: Watched) -> str:
@@ -82,7 +85,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
 
 
-def parting(records: Sequence[RankRecord], group: str, before: int | None = None) -> str:
+def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
     """Where the ranks of ``group`` first called different functions; empty where they did not.
 
     Collectives of one kind and shape go together whatever they are for: ranks that have parted
@@ -94,8 +97,8 @@ def parting(records: Sequence[RankRecord], group: str, before: int | None = None
         One for each rank of the root world.
     group : str
         The world's name.
-    before : int, optional
-        Look only at collectives of numbers below this one.
+    upto : int, optional
+        Look only at collectives of numbers up to this one.
     """
     histories = {
         record.rank: {logged.call.sequence: logged.call for logged in record.calls_of(group)}
@@ -106,12 +109,14 @@ def parting(records: Sequence[RankRecord], group: str, before: int | None = None
     if len(histories) < 2:
         return ""
     common = set.intersection(*(set(calls) for calls in histories.values()))
+    seen = Counter(call.method for calls in histories.values() for call in calls.values())
     for sequence in sorted(common):
-        if before is not None and sequence >= before:
+        if upto is not None and sequence > upto:
             break
-        sentence = differing_methods({rank: calls[sequence] for rank, calls in histories.items()})
+        at_once = {rank: calls[sequence] for rank, calls in histories.items()}
+        sentence = differing_methods(at_once, seen)
         if sentence:
-            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}."
+            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
     return ""
 
 
@@ -152,42 +157,39 @@ def _subject(records: Sequence[RankRecord], verb: str) -> str:
 
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
     """What the odd ones out do, and what follows from it."""
+    waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
     alike: dict[str, list[RankRecord]] = {}
     for record in odd:
-        alike.setdefault(_instead(record, waiting, now), []).append(record)
-    sentences = [
-        f"{who([r.rank for r in same])} {text}." for text, same in list(alike.items())[:_SENTENCES]
-    ]
-    waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
-    if waits:
-        sentences.append(_advice(odd, waits, waiting))
-    return sentences
+        alike.setdefault(_instead(record, waits), []).append(record)
+    sentences = []
+    for text, same in list(alike.items())[:_SENTENCES]:
+        ago = seconds_text(max(0.0, now - r.calls[-1].time) if r.calls else 0.0 for r in same)
+        sentences.append(f"{who([r.rank for r in same])}{text.replace(_AGO, ago)}.")
+    return [*sentences, _advice(odd, waits, waiting)]
 
 
-def _instead(record: RankRecord, waiting: Sequence[RankRecord], now: float) -> str:
-    """What one odd rank does, behind its name; the same for those that do the same."""
-    if not record.is_alive and not record.has_left:
-        return "is gone: its process was killed (out of memory?), or ended without leaving"
-    if record.state is None:
-        return "has not come to init"
-    if record.state is RankState.STARTED:
-        return "is still in init"
+def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
+    """What one odd rank does, behind its name: the same text for those that do the same."""
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {call_text(last)}"
+    if not record.is_alive and not record.has_left:
+        return ": gone, killed (out of memory?) or ended without leaving"
+    if record.state is None:
+        return ": not yet come to init"
+    if record.state is RankState.STARTED:
+        return ": still in init"
     if record.has_left:
-        return f"left {after}"
+        return f" left {after}"
     if record.state is RankState.REPORTED:
-        return f"reported why the job ends, {after}"
+        return f" reported why the job ends, {after}"
     if last is None:
-        return "has called no collective yet: it computes, sleeps or is stuck"
-    waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
+        return ": has called no collective yet: computing, asleep or stuck"
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
-    missing = f" and is {behind} collectives behind" if behind > 1 else ""
-    done = " (it has called that one, and does not wait for it)" if waits and behind <= 0 else ""
+    missing = f", {behind} collectives behind" if behind > 1 else ""
+    done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
     return (
-        f"waits for nobody: in no collective since {call_text(last)}, "
-        f"{seconds_text([max(0.0, now - last.time)])} ago{done}{missing}; it computes, sleeps or "
-        "is stuck"
+        f": in no collective since {call_text(last)}, {_AGO} ago{done}{missing}: computing, asleep "
+        "or stuck"
     )
 
 
@@ -199,8 +201,8 @@ def _advice(
     for group in dict.fromkeys(wait.group for wait in waits):
         sentence = parting(records, group)
         if sentence:
-            return sentence
-    method = waits[0].call.method
+            return f"{sentence}."
+    method = waits[0].call.method if waits else ""
     left = all(record.has_left for record in odd)
     if not method or not (left or any(_last_method(record) != method for record in odd)):
         return ""

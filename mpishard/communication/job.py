@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from mpishard import settings
 from mpishard.communication.arena import at_once, number_nodes, share_memory
@@ -16,22 +14,26 @@ from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.call_file import RankState
 from mpishard.communication.diagnosis import describe_stall, longest_waiting
+from mpishard.communication.ending import Ending, flush_output
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
+from mpishard.communication.rank_table import rank_table
+from mpishard.communication.watchdog import Wait, watchdog
 from mpishard.layout import ShardLayout
 
-__all__ = ["Job"]
+__all__ = ["IN_INIT", "Job"]
 
 _NOTICE_SECONDS = 0.2
-_REPORT_GRACE_SECONDS = 1.0
-_OUTPUT_SECONDS = 0.25
 _DOZE_SECONDS = 1e-3
+_CALLS_SHOWN = 10
 _CORES_FOR_PROGRESS = 2
 
+IN_INIT = "in init() for the other ranks to call it"
 
-class Job:
+
+class Job(Ending):
     """One root world of this process, with every world that was split from it.
 
     Parameters
@@ -43,15 +45,24 @@ class Job:
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        self.mpi = mpi
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
-        self.world_size: int = comm.Get_size()
+        self.mpi = mpi
         self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
-        self._counted_heads = 0.0
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
+        self.progress_thread: ProgressThread | None = None
+        """What moves data while this rank computes, where that is worth a thread."""
+        self._progress_comm: Any = None
+        if self.world_size > 1:
+            watchdog.guard(self)
+        with self.wait(lambda: IN_INIT):
+            self._meet(comm)
 
+    def _meet(self, comm: Any) -> None:
+        """Learn where the other ranks run, and set up what they share."""
+        mpi = self.mpi
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
@@ -66,9 +77,6 @@ class Job:
             self.board.share(node, comm, ranks)
         node.Free()
         self._post_office = self._open_post_office(comm)
-        self.progress_thread: ProgressThread | None = None
-        """What moves data while this rank computes, where that is worth a thread."""
-        self._progress_comm: Any = None
 
     def start_progress(self, comm: Any) -> None:
         """Start the progress thread, where it is wanted, until `leave`. Collective."""
@@ -172,7 +180,7 @@ class Job:
         There is no time limit: another rank may have work of its own to finish. Their collectives
         that this rank takes part in go on meanwhile.
         """
-        self.flush()
+        flush_output()
         if self.board is not None:
             self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
@@ -198,77 +206,36 @@ class Job:
         for group in groups:
             group.free()
         self._groups.clear()
+        watchdog.release(self)
 
-    def fail(self, error: BaseException, where: str) -> NoReturn:
-        """End the job because ``error`` was raised on this rank and nobody caught it."""
-        if isinstance(error, KeyboardInterrupt):
-            self.end(
-                f"mpishard: rank {self.rank} of {self.world_size} was interrupted {where}",
-                settings.EXIT_INTERRUPT,
-            )
-        text = "".join(traceback.format_exception(error)).rstrip()
-        self.end(
-            f"mpishard: rank {self.rank} of {self.world_size} failed {where}; the job ends\n"
-            f"{type(error).__name__}: {error}\n"
-            f"--- traceback of rank {self.rank} ---\n{text}",
-            settings.EXIT_FAILURE,
-        )
+    def wait(self, where: Callable[[], str]) -> Wait:
+        """A context in which this rank waits ``where`` for others, and not for ever."""
+        return watchdog.wait(where, self)
 
-    def mourn_the_dead(self, where: Callable[[], str]) -> None:
-        """End the job if a rank of this node is gone, as after SIGKILL. Looks once a second."""
-        now = time.monotonic()
-        if self.board is None or now - self._counted_heads < 1:
-            return
-        self._counted_heads = now
-        dead = self.board.dead_rank()
-        if dead is not None:
-            self.end(
-                f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or "
-                f"out of memory?), while rank {self.rank} waits {where()}; the job ends",
-                settings.EXIT_FAILURE,
-            )
+    def dead_rank(self) -> int | None:
+        return None if self.board is None else self.board.dead_rank()
 
-    def warn(self, text: str, give_up_after: float) -> None:
-        """Say that this rank has waited for long, and the one that has for longest, why."""
-        then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
-        stall = ""
-        if self.board is not None and longest_waiting(self.board.records()) == self.rank:
-            stall = "\n" + describe_stall(self.board)
-        print(  # noqa: T201
-            f"mpishard: {text}{then if give_up_after else ''}{stall}", file=sys.stderr, flush=True
-        )
+    def describe(self) -> str:
+        if self.board is None:
+            return ""
+        now = time.time()
+        return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
 
-    def give_up(self, text: str) -> NoReturn:
-        """End the job because this rank has waited for too long."""
-        stall = "" if self.board is None else describe_stall(self.board)
-        self.end(
-            f"mpishard: {text}; the job ends (MPISHARD_TIMEOUT)\n{stall}", settings.EXIT_TIMEOUT
-        )
+    def describe_stall(self) -> str:
+        return "" if self.board is None else describe_stall(self.board)
 
-    def end(self, report: str, code: int) -> NoReturn:
-        """Print ``report`` unless a rank of this node has printed one, and end all ranks."""
-        self.flush()
+    def speaks_for_all(self) -> bool:
+        return self.board is None or longest_waiting(self.board.records()) == self.rank
+
+    def claim_report(self, code: int) -> bool:
+        first = super().claim_report(code)
+        return first and (self.board is None or self.board.claim_report(code))
+
+    def close(self, report: str) -> None:
         for reference in tuple(self._groups.values()):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
-        if self.board is None or self.board.claim_report(code):
-            print(report, file=sys.stderr, flush=True)  # noqa: T201
-            # An aborted job's output is lost where the launcher has not read it yet.
-            time.sleep(_OUTPUT_SECONDS)
-        else:
-            # The rank that reports ends this one too.
-            time.sleep(_REPORT_GRACE_SECONDS)
-        self.mpi.COMM_WORLD.Abort(code)
-        # MPICH's may return while the launcher still ends the others.
-        os._exit(code)
-
-    @staticmethod
-    def flush() -> None:
-        """Write out what was printed: an aborted process does not."""
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
 
 
 def _affinity() -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -20,7 +19,9 @@ from mpishard import settings
 from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
 from mpishard.communication.rank_record import RankRecord
+from mpishard.communication.tracebacks import short_traceback
 from mpishard.communication.work import Waitable
+from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from mpishard.communication.letters import Letter
     from mpishard.communication.memory import InMemoryCommunicationBackend
 
-__all__ = ["Absence", "Arrival", "World", "new_world", "split_worlds"]
+__all__ = ["NO_RANK", "Absence", "Arrival", "World", "new_world", "split_worlds"]
+
+
+NO_RANK = -1
+"""The rank of a failure in a thread that is none."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,11 @@ class Failure:
     message: str
     is_timeout: bool = False
     """Whether nobody failed, and a rank waited for too long."""
+
+    def error(self, what: str) -> CollectiveTimeoutError | PeerError:
+        """What another rank raises; ``what`` of it comes of the failure."""
+        text = f"{what}: {self.message}"
+        return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
 
 
 class Meeting:
@@ -92,16 +102,28 @@ class World:
         return Arrival(meeting)
 
     def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
-        """Tell every rank that ``rank``, whose last collective is ``last``, failed."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        """Tell every rank that ``rank``, whose last collective is ``last``, failed.
+
+        What it raised because of another rank is that one's failure.
+        """
         after = f"after collective {last.sequence}, {last}" if last else "before any collective"
         name = self.global_ranks[rank]
+        self._tell(f"rank {name}", name, f"{after}, ", error)
+
+    def fail_in_thread(self, name: str, error: BaseException) -> None:
+        """Tell every rank that a thread that is no rank failed."""
+        self._tell(f"thread {name!r}, which is no rank,", NO_RANK, "", error)
+
+    def _tell(self, who: str, rank: int, after: str, error: BaseException) -> None:
         message = (
-            f"rank {name} failed {after}, with {type(error).__name__}: {error}\n"
-            f"--- traceback of rank {name} ---\n{text}"
+            f"{who} failed {after}with {type(error).__name__}: {error}\n"
+            f"--- traceback of {who} ---\n{short_traceback(error)}"
         )
+        failure = Failure(rank, message)
+        if isinstance(error, PeerError):
+            failure = Failure(error.rank, str(error))
         with self.changed:
-            self.failures.append(Failure(name, message))
+            self.failures.append(failure)
             self.changed.notify_all()
 
     def records(self) -> list[RankRecord]:

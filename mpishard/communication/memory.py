@@ -219,11 +219,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
         world = self._joined()
         if world.failures:
-            failure = world.failures[0]
-            text = f"{work.name} cannot complete: {failure.message}"
-            if failure.is_timeout:
-                raise CollectiveTimeoutError(text)
-            raise PeerError(text, failure.rank)
+            raise world.failures[0].error(f"{work.name} cannot complete")
         absence = work.waitable
         assert isinstance(absence, Absence)
         for local in absence.missing():
@@ -262,7 +258,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
-        return parting(self._joined().records(), self.call_log.group, before=sequence)
+        return parting(self._joined().records(), self.call_log.group, upto=sequence)
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -279,10 +275,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         if world.failures:
             # It need not wait for the rank that failed: that may go on, after abort().
-            failure = world.failures[0]
-            raise PeerError(
-                f"{kind.label} is called after a failure: {failure.message}", failure.rank
-            )
+            raise world.failures[0].error(f"{kind.label} is called after a failure")
         return super()._call(
             kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
         )

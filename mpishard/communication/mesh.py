@@ -190,7 +190,7 @@ class ProcessMesh:
     def _split(self, name: str, *, color: int, key: int) -> CommunicationBackend:
         member = self.world.split(color, key)
         assert member is not None
-        member._name(name)
+        member._name_group(name)
         return member
 
 

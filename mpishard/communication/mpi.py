@@ -1,12 +1,9 @@
-"""Processes as ranks, over MPI: the life of a world, waiting, point to point, sub-worlds.
-
-mpi4py is imported here, when the first backend is made, and nowhere else.
-"""
+"""Processes as ranks, over MPI: the life of a world, waiting, point to point, sub-worlds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +16,10 @@ from mpishard.communication.call import Call, Kind, advice_on_leaving
 from mpishard.communication.call_log import CallLog
 from mpishard.communication.diagnosis import parting
 from mpishard.communication.group import Group
-from mpishard.communication.job import Job
+from mpishard.communication.job import IN_INIT, Job
 from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
+from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Messages
 from mpishard.communication.naming import of_group
@@ -29,34 +27,15 @@ from mpishard.communication.patience import Patience
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
-from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import CommunicationError, MPIUnavailableError, PeerError
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work, in_call
+from mpishard.errors import CommunicationError, PeerError
 
-__all__ = ["MPICommunicationBackend", "load_mpi"]
+__all__ = ["MPICommunicationBackend"]
 
 _QUICK_POLLS = 64
 """Polls before a rank prepares for a longer wait: most short messages have come by then."""
 
 _STIR_EVERY = 8
-
-
-def load_mpi() -> ModuleType:
-    """``mpi4py.MPI``, which starts MPI on first import.
-
-    Raises
-    ------
-    MPIUnavailableError
-        Where mpi4py or the MPI library that it needs is not installed.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise MPIUnavailableError(
-            f"MPI was asked for, and mpi4py cannot be loaded ({error}). Mend: "
-            "pip install 'mpishard[mpi]' brings mpi4py and an MPICH of its own; on a cluster, "
-            "pip install 'mpishard[mpi4py]' with the site's MPI module loaded"
-        ) from error
-    return MPI
 
 
 class MPICommunicationBackend(SmallCollectives):
@@ -128,10 +107,8 @@ class MPICommunicationBackend(SmallCollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            rings = self._comm.allgather(self._job.take_ring())
-            mailbox = self._job.make_mailbox(rings, self._nodes, self._rank)
-            self._group = Group(self._mpi, self._comm.Dup(), mailbox)
-            self._job.start_progress(self._comm)
+            with self._job.wait(lambda: IN_INIT):
+                self._group = self._enter(self._job)
             self._sequence = 0
             self._pending.clear()
         self._messages = Messages(self._group, self.world_ranks)
@@ -142,6 +119,13 @@ class MPICommunicationBackend(SmallCollectives):
                 self.call_log = CallLog(self._job.board.journal)
                 self._job.board.note_shared_memory()
             exit_hooks.install(self)
+
+    def _enter(self, job: Job) -> Group:
+        rings = self._comm.allgather(job.take_ring())
+        mailbox = job.make_mailbox(rings, self._nodes, self._rank)
+        group = Group(self._mpi, self._comm.Dup(), mailbox)
+        job.start_progress(self._comm)
+        return group
 
     def _on_shutdown(self) -> None:
         job, group = self._joined()
@@ -225,63 +209,63 @@ class MPICommunicationBackend(SmallCollectives):
             if work.done:
                 self._forget_done()
                 return
-        patience = Patience(job.crowded, self._look(work))
+        patience = Patience(job.crowded, lambda: self._look_round(work))
         journal = self.call_log.journal
         polls = 0
         journal.wait(work.awaited)
         try:
-            while not work.done:
-                patience.pause()
-                advance()
-                # A mailbox is read without MPI, which is asked to go on with what it has begun.
-                polls += 1
-                if polls % _STIR_EVERY == 0:
-                    job.stir()
+            with job.wait(lambda: work.where):
+                while not work.done:
+                    patience.pause()
+                    advance()
+                    # A mailbox is read without MPI, which is asked to go on with what it began.
+                    polls += 1
+                    if polls % _STIR_EVERY == 0:
+                        job.stir()
         finally:
             journal.go_on()
         self._forget_done()
 
-    def _look(self, work: Work) -> Callable[[float], None]:
-        """What this rank does now and then while it waits for ``work``."""
-        job, group = self._joined()
-        warned = False
-
-        def look(waited: float) -> None:
-            nonlocal warned
-            self._messages.reap()
-            for rank, last in group.departures().items():
-                if _needs(work, rank, last):
-                    group.broken = PeerError(
-                        self._left_text(work, rank, last), self.world_ranks[rank]
-                    )
-                    raise group.broken
-            job.mourn_the_dead(lambda: work.where)
-            warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
-            text = f"rank {job.rank} of {job.world_size} has waited {waited:.0f} s {work.where}"
-            if warn_after and waited > warn_after and not warned:
-                warned = True
-                job.warn(text, give_up_after)
-            if give_up_after and waited > give_up_after:
-                job.give_up(text)
-
-        return look
+    def _look_round(self, work: Work) -> None:
+        """Raise where a rank that ``work`` needs has left."""
+        group = self._talk
+        self._messages.reap()
+        for rank, last in group.departures().items():
+            if _needs(work, rank, last):
+                group.broken = PeerError(self._left_text(work, rank, last), self.world_ranks[rank])
+                raise group.broken
 
     def _left_text(self, work: Work, local: int, last: int) -> str:
         rank, me = self.world_ranks[local], self.world_ranks[self._rank]
         advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
         if isinstance(work, CollectiveWork):
             advice = advice_on_leaving(work.call, rank)
-        parted = self._parting(self._sequence + 1)
+        parted = self._parting(self._sequence)
         return (
             f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
             f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
         )
 
+    @contextmanager
+    def _blocked_in(self, call: Call) -> Iterator[None]:
+        """Say, while MPI holds this rank up, that it waits in ``call``."""
+        journal = self.call_log.journal
+        before = journal.awaited
+        journal.wait(call)
+        try:
+            with self._joined()[0].wait(lambda: in_call(call, self.call_log.group)):
+                yield
+        finally:
+            if before is None:
+                journal.go_on()
+            else:
+                journal.wait(before)
+
     def _parting(self, sequence: int) -> str:
         board = self._joined()[0].board
         if board is None:
             return ""
-        return parting(board.records(), self.call_log.group, before=sequence)
+        return parting(board.records(), self.call_log.group, upto=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
@@ -298,13 +282,14 @@ class MPICommunicationBackend(SmallCollectives):
             # MPI_Comm_split blocks: what was issued before must not need this rank any more.
             yield Condition(lambda: self._pending[0].call is call)
             wishes = headers.integers(4)
-            job.tidy()
             colors = sorted({c for c, *_ in wishes if c >= 0})
             members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            comm = group.comm.Split(
-                self._mpi.UNDEFINED if color is None else colors.index(color),
-                0 if color is None else members.index((key, self._rank)),
-            )
+            with self._blocked_in(call):
+                job.tidy()
+                comm = group.comm.Split(
+                    self._mpi.UNDEFINED if color is None else colors.index(color),
+                    0 if color is None else members.index((key, self._rank)),
+                )
         if color is None:
             return None
         child = MPICommunicationBackend(comm)
@@ -313,7 +298,8 @@ class MPICommunicationBackend(SmallCollectives):
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        child._group = Group(self._mpi, comm, mailbox)
+        with self._blocked_in(call):
+            child._group = Group(self._mpi, comm, mailbox)
         return child
 
     # ------------------------------------------------------------------------------------- memory
@@ -325,7 +311,8 @@ class MPICommunicationBackend(SmallCollectives):
             yield Condition(lambda: self._pending[0].call is call)
             group = self._talk
             if group.node is None:
-                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
+                with self._blocked_in(call):
+                    group.node = group.comm.Split(self._nodes[self._rank], self._rank)
             steps = share_memory(
                 self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
             )
@@ -333,6 +320,9 @@ class MPICommunicationBackend(SmallCollectives):
                 try:
                     request = next(steps)
                 except StopIteration as stop:
+                    board = self._joined()[0].board
+                    if board is not None:
+                        board.note_shared_memory()  # a window is the library's
                     return stop.value
                 yield self._keep(request)
 

@@ -17,6 +17,9 @@ gather             gather
 scatter            scatter of lengths              scatter
 all_to_all         all-to-all of shapes            all-to-all
 =================  ==============================  =====================
+
+On one node reductions and all_gather are messages from rank to rank instead
+(`mpishard.communication.pairwise_collectives`).
 """
 
 from __future__ import annotations
@@ -152,7 +155,8 @@ class MPICollectives(PairwiseCollectives):
                         return out
             if _overlap_askew(array, out):
                 array = array.copy()
-            flat, piece = array.reshape(-1), result[starts[self.rank] :][: sizes[self.rank]]
+            flat = result if array is out else array.reshape(-1)
+            piece = result[starts[self.rank] :][: sizes[self.rank]]
             if self._sends_pairwise or self._is_large(array.nbytes):
                 yield from self._pairwise_reduce(
                     first, flat, sizes, call.operation, piece, (second, result)
@@ -447,4 +451,6 @@ class MPICollectives(PairwiseCollectives):
 
 def _overlap_askew(array: Array, out: Array) -> bool:
     """Whether two arrays of one shape share memory and are not the same."""
+    if array is out:
+        return False
     return bool(np.may_share_memory(array, out)) and not same_start(array, out)

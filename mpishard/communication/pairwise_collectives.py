@@ -1,10 +1,10 @@
 """Collectives by messages, on one node and of what is large: each rank sends each other its part.
 
-On a node a message is a copy, and what a collective costs is copies and waits. The library's
-nonblocking collectives go through schedules of their own, which take half as long again as the
-messages that they consist of. Here the messages are posted as they are, a large piece as several:
-while one is combined the next ones come, and what is combined goes on to the others while it is
-still in the cache.
+On a node a message is a copy, and what a collective costs is copies and waits. The libraries'
+nonblocking collectives go through schedules of their own, which took 1.2 to 3.5 times as long as
+the messages that they consist of (1 MiB, 2 ranks, MPICH 5.0.2 and Open MPI 5.0.11). Here the
+messages are posted as they are, a large piece as several: while one is combined the next ones come,
+and what is combined goes on to the others while it is still in the cache.
 
 Between nodes a message is the network's, and a piece would travel once to each rank of the other
 node: there `mpishard.communication.mpi_collectives` leaves it to the library, which knows the way,
@@ -105,8 +105,10 @@ class PairwiseCollectives(SharedCollectives):
         in the result; that may be ``array`` itself, for where a part goes was sent before.
         """
         pieces = split_up(array, sizes)
-        wholes = split_up(gather[1], sizes) if gather is not None else []
-        length, others = max(sizes), self.world_size - 1
+        wholes = pieces
+        if gather is not None and gather[1] is not array:
+            wholes = split_up(gather[1], sizes)
+        others, length = self._others, max(sizes)
         chunk = max(1, CHUNK_BYTES // array.itemsize)
         step = chunk * max(1, SCRATCH_BYTES // (chunk * array.itemsize * self.world_size))
         gathering = []
@@ -114,13 +116,14 @@ class PairwiseCollectives(SharedCollectives):
         for low in range(0, length, step):
             parts = [slice(at, at + chunk) for at in range(low, min(low + step, length), chunk)]
             own = pieces[self.rank][low : low + step]
-            buffer = self._take_beside(array, own.nbytes * others)
-            room = buffer[: own.nbytes * others].view(array.dtype).reshape(others, own.size)
-            incoming = dict(zip(self._others, room, strict=True))
+            nbytes = own.nbytes * len(others)
+            buffer = self._take_beside(array, nbytes)
+            room = buffer[:nbytes].view(array.dtype).reshape(len(others), own.size)
+            incoming = dict(zip(others, room, strict=True))
             exchanges = [
                 self._exchange(
                     turn,
-                    {rank: pieces[rank][part] for rank in self._others},
+                    {rank: pieces[rank][part] for rank in others},
                     {rank: a[part.start - low : part.stop - low] for rank, a in incoming.items()},
                 )
                 for part in parts
@@ -143,8 +146,8 @@ class PairwiseCollectives(SharedCollectives):
                     gathering.append(
                         self._exchange(
                             gather[0],
-                            dict.fromkeys(self._others, combined),
-                            {rank: wholes[rank][part] for rank in self._others},
+                            dict.fromkeys(others, combined),
+                            {rank: wholes[rank][part] for rank in others},
                         )
                     )
             self._give_back(buffer)
@@ -155,9 +158,9 @@ class PairwiseCollectives(SharedCollectives):
     def _pairwise_gather(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
         """Send this rank's part of flat ``out`` to all, and receive theirs."""
         synchronize(out)
-        pieces = split_up(out, sizes)
-        outgoing = dict.fromkeys(self._others, pieces[self.rank])
-        yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in self._others})
+        others, pieces = self._others, split_up(out, sizes)
+        outgoing = dict.fromkeys(others, pieces[self.rank])
+        yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in others})
 
     @staticmethod
     def _is_large(nbytes: int) -> bool:
@@ -226,16 +229,13 @@ class PairwiseCollectives(SharedCollectives):
     def _exchange(
         self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
     ) -> PendingAll:
-        """Post a message to, and one from, each rank that has elements to send or to receive."""
-        comm, requests = turn.comm, []
-        for rank, array in incoming.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Irecv(spec, rank, _TAG))
-        for rank, array in outgoing.items():
-            if array.size:
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                requests.append(comm.Isend(spec, rank, _TAG))
+        """Post a message to, and one from, each rank whose flat array has elements."""
+        group, comm, requests = self._talk, turn.comm, []
+        for post, arrays in ((comm.Irecv, incoming), (comm.Isend, outgoing)):
+            for rank, array in arrays.items():
+                if array.size:
+                    spec = [array.view(np.uint8), array.size, group.element(array.itemsize)]
+                    requests.append(post(spec, rank, _TAG))
         return self._keep_all(requests, outgoing, incoming)
 
 

@@ -1,4 +1,4 @@
-"""How an MPI rank waits: spin, let others run, doze; look round, warn, and in the end give up."""
+"""How an MPI rank waits: spin, let others run, doze, and look round now and then."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Patience:
     crowded : bool
         Whether the node has more ranks than cores.
     look : callable
-        Called about 20 times a second with the seconds waited. It may raise.
+        Called about 20 times a second. It may raise. For how long is the watchdog's business.
     """
 
     __slots__ = ("_crowded", "_doze", "_look", "_looked", "_polls", "_start")
 
-    def __init__(self, crowded: bool, look: Callable[[float], None]) -> None:
+    def __init__(self, crowded: bool, look: Callable[[], None]) -> None:
         self._crowded = crowded
         self._look = look
         self._polls = 0
@@ -68,4 +68,4 @@ class Patience:
         self._doze = waited > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            self._look(waited)
+            self._look()

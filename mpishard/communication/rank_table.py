@@ -91,8 +91,7 @@ def _entry(record: RankRecord, now: float, calls: int) -> _Entry:
     text, time = _standing(record, now)
     shown = record.calls[-calls:] if calls else ()
     lines = tuple(
-        f"    {c.call.sequence}: {c.call} at {c.call.place}" + (f" ({c.group})" if c.group else "")
-        for c in shown
+        f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}" for c in shown
     )
     return _Entry((record.rank,), text, (time,), lines)
 
@@ -102,7 +101,7 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {_literal(call_text(last))}"
     if not record.is_known:
-        return "on another node, whose call logs cannot be read from here", 0.0
+        return "on another node, whose call log cannot be read from here", 0.0
     if record.state is None:
         return "has not come to init", 0.0
     if record.has_left:
@@ -116,9 +115,9 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     if record.waited:
         return f"waits {{time}} {_literal(_awaited(record))}", record.waited
     if last is None:
-        return "has called no collective yet: computes, sleeps or is stuck", 0.0
+        return "has called no collective yet: computing, asleep or stuck", 0.0
     where = _literal(call_text(last))
-    text = f"in no collective since {where}, {{time}} ago: computes, sleeps or is stuck"
+    text = f"in no collective since {where}, {{time}} ago: computing, asleep or stuck"
     return text, max(0.0, now - last.time)
 
 

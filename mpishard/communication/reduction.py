@@ -182,8 +182,6 @@ class TreeReducer:
             return
         xp = array_namespace(out)
         dtype = accumulation_dtype(out.dtype)
-        step = min(length, chunk_length(out))
-        depth = (count - 1).bit_length()
         narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
         combine = _combiner(xp, operation, dtype)
         # Where ``out`` aliases an input that a later round still reads, work lands in scratch
@@ -196,6 +194,8 @@ class TreeReducer:
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 combine(left, right, out=out)
             return
+        step = min(length, chunk_length(out))
+        depth = (count - 1).bit_length()
         buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for start in range(0, length, step):

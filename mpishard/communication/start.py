@@ -11,10 +11,12 @@ import threadpoolctl
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.communication import exit_hooks
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.launcher import launcher_name, not_launched_error
+from mpishard.communication.library import load_mpi
 from mpishard.communication.memory import InMemoryCommunicationBackend
-from mpishard.communication.mpi import MPICommunicationBackend, load_mpi
+from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.threads import current_backend
 from mpishard.errors import CommunicationError
@@ -26,6 +28,8 @@ _logger = logging.getLogger("mpishard")
 # One process is one rank of one MPI world: this is a fact of the process and not of a thread.
 _process_backend: CommunicationBackend | None = None
 _blas_threads: int | None = None
+
+exit_hooks.install_before_init()
 
 
 def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
 
 import threadpoolctl
@@ -15,6 +18,7 @@ import threadpoolctl
 from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.recording import record_if_asked
+from mpishard.communication.tracebacks import is_internal
 from mpishard.errors import NotInitializedError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]
@@ -28,6 +32,8 @@ current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
 
 _numbers = itertools.count()
 _LISTEN_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+_INTERRUPT_SECONDS = 2.0
 
 
 @functools.cache
@@ -69,7 +75,12 @@ def run_in_threads(
     ValueError
         For a world below 1.
     Exception
-        The first failure, with a note that names its rank. The others were told, and have ended.
+        The first failure, with a note that names its rank. The others were told, and have ended;
+        one that has not after 5 seconds, because it sleeps or computes, is left alone: a second
+        note says where it is, and its next collective raises `PeerError`. An exception that
+        nobody catches in any other thread of the process is such a failure, too, as under MPI.
+    KeyboardInterrupt
+        After Ctrl-C. The ranks are told, and given 2 seconds.
 
     Examples
     --------
@@ -97,11 +108,13 @@ class _ThreadWorld:
             InMemoryCommunicationBackend(rank, world_size, self.environment, timeout=timeout)
             for rank in range(world_size)
         ]
-        self.failures: list[tuple[int, BaseException]] = []
+        self.failures: list[tuple[str, BaseException]] = []
+        """Where and what, in order; where is a rank, or another thread."""
+        self._threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[InMemoryCommunicationBackend], None]) -> None:
         """Call ``body`` on every rank; when all have ended, raise the first failure."""
-        threads = [
+        self._threads = [
             threading.Thread(
                 target=self._run_rank, args=(backend, body), name=f"rank-{rank}", daemon=True
             )
@@ -110,17 +123,40 @@ class _ThreadWorld:
         try:
             for backend in self.backends:
                 backend.initialize()
-            with _one_blas_thread(len(threads)):
-                for thread in threads:
+            with _one_blas_thread(len(self._threads)), _hear_other_threads(self):
+                for thread in self._threads:
                     thread.start()
-                for thread in threads:
-                    _join(thread)
+                self._join()
         except BaseException as error:  # Ctrl-C reaches the thread that joins
             _tell(error, self.backends)
+            self._wait_until(time.monotonic() + _INTERRUPT_SECONDS)
+            self._name_running(error)
             raise
         finally:
             InMemoryCommunicationBackend.clear_environment(self.environment)
         self._raise_first()
+
+    def fail_in_thread(self, name: str, error: BaseException) -> None:
+        """Take ``error``, which nobody caught in a thread that is no rank, for the ranks'."""
+        self.failures.append((f"in thread {name!r}, which is no rank", error))
+        for backend in self.backends:
+            with suppress(NotInitializedError):
+                backend._joined().fail_in_thread(name, error)
+                return
+
+    def _running(self) -> list[threading.Thread]:
+        return [thread for thread in self._threads if thread.is_alive()]
+
+    def _join(self) -> None:
+        """Return when all ranks have ended, or one has failed and the others had time to hear."""
+        while (running := self._running()) and not self.failures:
+            # Ctrl-C in the instant before a wait without limit is only heard when that is over.
+            running[0].join(_LISTEN_SECONDS)
+        self._wait_until(time.monotonic() + _GRACE_SECONDS)
+
+    def _wait_until(self, deadline: float) -> None:
+        for thread in self._running():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_rank(
         self,
@@ -132,7 +168,7 @@ class _ThreadWorld:
             record_if_asked(backend)
             body(backend)
         except BaseException as error:  # noqa: BLE001 - raised below, by the caller
-            self.failures.append((backend.rank, error))
+            self.failures.append((f"on rank {backend.rank} of {len(self.backends)}", error))
             _tell(error, [backend])
         else:
             backend.shutdown()
@@ -142,10 +178,19 @@ class _ThreadWorld:
         if self.failures:
             # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
             voices = [f for f in self.failures if not isinstance(f[1], PeerError)]
-            rank, first = (voices or self.failures)[0]
+            where, first = (voices or self.failures)[0]
             if len(self.backends) > 1:
-                first.add_note(f"raised on rank {rank} of {len(self.backends)}")
+                first.add_note(f"raised {where}")
+            self._name_running(first)
             raise first
+
+    def _name_running(self, error: BaseException) -> None:
+        """Note on ``error`` which ranks have not ended, and where they are."""
+        frames = sys._current_frames()
+        for rank, thread in enumerate(self._threads):
+            frame = frames.get(thread.ident or 0)
+            if thread.is_alive() and frame is not None:
+                error.add_note(f"rank {rank} still runs, at {_place(frame)}")
 
 
 def _tell(error: BaseException, backends: Sequence[InMemoryCommunicationBackend]) -> None:
@@ -156,8 +201,47 @@ def _tell(error: BaseException, backends: Sequence[InMemoryCommunicationBackend]
             return
 
 
-def _join(thread: threading.Thread) -> None:
-    # Ctrl-C in the instant before a wait without limit is only heard when the wait is over.
-    thread.join(_LISTEN_SECONDS)
-    while thread.is_alive():
-        thread.join(_LISTEN_SECONDS)
+def _place(frame: FrameType) -> str:
+    """The line of the user's that ``frame`` was called from."""
+    inner: FrameType | None = frame
+    while inner is not None and is_internal(inner.f_code.co_filename):
+        inner = inner.f_back
+    frame = inner or frame
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
+
+
+# Which thread a thread was started by is not known: an exception in one is all worlds' that run.
+_worlds: list[_ThreadWorld] = []
+_worlds_lock = threading.Lock()
+_previous: list[Callable[[threading.ExceptHookArgs], object]] = []
+
+
+@contextmanager
+def _hear_other_threads(world: _ThreadWorld) -> Iterator[None]:
+    """Hand exceptions that nobody catches in a thread to ``world`` as well."""
+    with _worlds_lock:
+        _worlds.append(world)
+        if len(_worlds) == 1:
+            _previous.append(threading.excepthook)
+            threading.excepthook = _uncaught
+    try:
+        yield
+    finally:
+        with _worlds_lock:
+            _worlds.remove(world)
+            if not _worlds:
+                previous = _previous.pop()
+                if threading.excepthook is _uncaught:
+                    threading.excepthook = previous
+
+
+def _uncaught(args: threading.ExceptHookArgs) -> None:
+    with _worlds_lock:
+        worlds, previous = tuple(_worlds), tuple(_previous)
+    if args.exc_value is not None and args.exc_type is not SystemExit:
+        name = "unknown" if args.thread is None else args.thread.name
+        for world in worlds:
+            world.fail_in_thread(name, args.exc_value)
+    for hook in previous:
+        if hook is not threading.__excepthook__:  # run_in_threads raises it: shown once is enough
+            hook(args)

@@ -32,7 +32,7 @@ from mpishard.communication.reduction import (
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import CollectiveMismatchError, NotInitializedError
+from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
@@ -41,8 +41,21 @@ __all__ = ["Transport"]
 class Transport(ABC):
     """Identity, life cycle, and what a subclass must give.
 
-    A subclass gives ``_steps_<collective>`` generators, `_drive`, `_send`, `_steps_receive`, and
-    the two life-cycle hooks. `CommunicationBackend` builds the public collectives on them.
+    A subclass gives what is abstract here: `rank`, `world_size`, `abort`, the two life-cycle
+    hooks, ``_steps_<collective>`` generators, `_drive`, `_send` and `_steps_receive`.
+    `CommunicationBackend` builds the public collectives on them. It may give `nodes`,
+    `_steps_send` and `_steps_allocate_shared`, and ``_rank_is_process = False`` for threads.
+
+    For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
+    contributions in the one tree; ``_count_<collective>``, which book the bytes sent;
+    ``_sequence``, the number of this rank's last collective; ``_is_root``, false for a world that
+    was split off; and ``group``, the name of this world, the same on its ranks alone.
+
+    A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
+    returns the collective's result, which nobody else's arrays share memory with. Its arguments
+    have been checked on this rank alone: before it uses what others sent it hands all ranks'
+    calls, in rank order, to `_verify`. It is run for a world of one, too. After it has returned
+    the caller may change ``array``.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -196,7 +209,7 @@ class Transport(ABC):
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
-    def _name(self, purpose: str) -> None:
+    def _name_group(self, purpose: str) -> None:
         """Let reports say what this group, which was split off another, is for."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
@@ -204,48 +217,78 @@ class Transport(ABC):
     # -------------------------------------------------------------------------- for the transport
 
     @abstractmethod
-    def _on_initialize(self) -> None: ...
+    def _on_initialize(self) -> None:
+        """Enter the world. Also called for a world that `_steps_split` returns."""
 
     @abstractmethod
-    def _on_shutdown(self) -> None: ...
+    def _on_shutdown(self) -> None:
+        """Leave in good order: tell the others, and see that what was sent goes out.
 
-    @abstractmethod
-    def _drive(self, work: Work) -> None:
-        """Advance pending collectives and messages, oldest first, until ``work`` is done.
-
-        All of them are advanced, not only ``work``, so that ranks may wait in different orders.
+        Where this is the root, the worlds that were split from it end with it.
         """
 
     @abstractmethod
-    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps: ...
+    def _drive(self, work: Work) -> None:
+        """Wait until ``work`` is done.
+
+        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
+        that were split from one another, so that ranks may wait in different orders.
+
+        Raises
+        ------
+        PeerError
+            Where a rank that ``work`` waits for has failed or left.
+        CollectiveTimeoutError
+            Where one has not arrived in time.
+        """
+
+    @abstractmethod
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        """Combine all ranks' arrays into ``out``, which may be ``array``; return ``out``."""
 
     @abstractmethod
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
-    ) -> Steps: ...
+    ) -> Steps:
+        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
+
+        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
+        float32.
+        """
 
     @abstractmethod
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps: ...
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
 
     @abstractmethod
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps: ...
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        """The root's array: itself there, elsewhere in ``array`` or a new one."""
 
     @abstractmethod
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
-    ) -> Steps: ...
+    ) -> Steps:
+        """A new array of this rank's rows; ``counts`` is None beside the root, which knows."""
 
     @abstractmethod
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps: ...
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        """All ranks' rows, a new array, on the root; None elsewhere."""
 
     @abstractmethod
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps: ...
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
 
     @abstractmethod
-    def _steps_barrier(self, call: Call) -> Steps: ...
+    def _steps_barrier(self, call: Call) -> Steps:
+        """End when every rank has called it."""
 
     @abstractmethod
-    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps: ...
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+
+        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
+        group exchanges them, by one all_gather.
+        """
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         """Zeroed bytes that this rank's node shares, or None; here, where no node shares any."""
@@ -254,7 +297,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        """Send a copy; do not wait."""
+        """Send a copy; do not wait, not even where the receiver has left."""
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
         """Send ``array``, which stays as it is until this ends; here, where a copy is made."""
@@ -265,9 +308,11 @@ class Transport(ABC):
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
-        """Take the next message that no earlier receive of (source, tag) takes.
+        """Take the next message that no earlier receive of (source, tag) takes; a new array.
 
-        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it.
+        ``dtype`` is None where the caller takes any; given, memory may be ready ahead of it. A
+        message that `refuse_other_message` refuses stays for the next receive, and so does the
+        place in line where the generator is closed.
         """
 
     # ------------------------------------------------------------------------------------ shared
@@ -306,16 +351,10 @@ class Transport(ABC):
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
-        try:
-            check_calls(calls, self.world_ranks, self.call_log.group)
-        except CollectiveMismatchError as error:
-            parted = self._parting(calls[self.rank].sequence)
-            if not parted:
-                raise
-            raise CollectiveMismatchError(f"{error}\n{parted}") from None
+        check_calls(calls, self.world_ranks, self.call_log.group, self._parting)
 
     def _parting(self, sequence: int) -> str:
-        """Where the ranks went different ways before collective ``sequence``, as far as is known.
+        """Where the ranks went different ways, up to collective ``sequence``, as far as is known.
 
         Here, where no rank knows of the others' earlier collectives, empty.
         """

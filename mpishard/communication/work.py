@@ -18,7 +18,7 @@ from mpishard.communication.naming import of_group
 from mpishard.communication.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
-__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -154,16 +154,25 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        group = of_group(self._driver.call_log.group)
-        return f"collective {self.call.sequence}, {self.call},{group and group + ','}"
+        return _name(self.call, self._driver.call_log.group)
 
     @property
     def where(self) -> str:
-        return f"in {self.name} called at {self.call.place}"
+        return in_call(self.call, self._driver.call_log.group)
 
     @property
     def awaited(self) -> Call:
         return self.call
+
+
+def in_call(call: Call, group: str) -> str:
+    """Where a rank waits that waits in ``call`` on the world that reports call ``group``."""
+    return f"in {_name(call, group)} called at {call.place}"
+
+
+def _name(call: Call, group: str) -> str:
+    of = of_group(group)
+    return f"collective {call.sequence}, {call},{of and of + ','}"
 
 
 class Transfer(Work):

@@ -1,20 +1,24 @@
 """``mpishard bench``: figures are there and add up; no test looks at how large a time is."""
 
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from mpishard.cli import app
-from mpishard.cli.bench_collectives import CollectiveBenchmark
+from mpishard.cli.bench_checks import ChecksBenchmark
+from mpishard.cli.bench_collectives import CollectiveBenchmark, CollectiveResult, collective_table
 from mpishard.cli.bench_report import bytes_text, counted, milliseconds, parse_bytes, write_json
 from mpishard.cli.bench_step import StepBenchmark
 from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.testing.worlds import in_worlds
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "16", "--layers", "3", "--batch", "4", "--steps", "2", "--warmup", "1",
          "--unit-size", "200"]  # fmt: skip
 FEW = ["--sizes", "8B,1KiB", "--repeats", "2"]
@@ -78,6 +82,49 @@ def test_collectives(tmp_path):
     assert plot.stat().st_size < 150_000
 
 
+def test_ratios_are_those_of_one_repeat():
+    """What disturbs a repeat disturbs both ways; and in place is compared with in place."""
+    times = {"ours": (1, 8, 300), "ours, in place": (9, 9, 9), "MPI": (1, 4, 100),
+             "MPI, in place": (3, 3, 3)}  # fmt: skip
+    rows = [CollectiveResult("all_reduce", way, 2**20, t) for way, t in times.items()]
+    ratios = collective_table(rows, 2).columns[6]
+    assert list(ratios.cells) == ["2.00", "3.00", "1.00", "0.75"]
+
+
+def test_checks(tmp_path):
+    path = tmp_path / "checks.json"
+    ended = bench("checks", "--steps", 1, "--world-size", 2, "--json", path)
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(path.read_text())["checks"]
+    title = " ".join(ended.stdout.split("┏")[0].split())
+    assert title.startswith("GPT, 4 layers of width 128, fsdp, 2 ranks: ")
+    assert title.endswith(f"a step, {found['collectives']} collectives in it")
+    assert found["limit"] == 0.02
+    assert found["record_share"] > 0
+    assert found["header_share"] > 0
+    assert [len(times) for times in found["steps"].values()] == [1, 1, 1]
+
+
+@in_worlds(1, 2)
+def test_checks_leave_the_backend_as_it_was(backend):
+    log = backend.call_log
+    result = ChecksBenchmark("ddp", layers=1, width=8, heads=2, context=4, steps=2).run(backend)
+    assert backend.call_log is log
+    assert backend.check_collectives
+    before = max(call.sequence for call in log)
+    backend.barrier()
+    assert [call.sequence for call in log][-1] == before + 1
+    assert result.collectives > 0
+    assert all(seconds > 0 for seconds in result.record_seconds)
+
+
+def test_checks_are_measured_on_the_example_s_model():
+    settings = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["DEFAULTS"]
+    benchmark = ChecksBenchmark()
+    for name in ("layers", "width", "heads", "context", "batch"):
+        assert getattr(benchmark, name) == settings[name], name
+
+
 def no_constant(name):
     raise AssertionError(f"{name} is no JSON")
 
@@ -123,7 +170,8 @@ def test_ways_give_the_sum(backend, dtype):
     ]
     ways = {result.way for result in rows[0]}
     assert {"ours", "memcpy"} <= ways
-    assert ("MPI" in ways) == (type(backend).__name__ == "MPICommunicationBackend")
+    over_mpi = type(backend).__name__ == "MPICommunicationBackend"
+    assert ways >= {"MPI", "MPI, in place"} if over_mpi else not ways & {"MPI", "MPI, in place"}
     # Every rank has the same times: those of the slowest.
     times = np.array([result.seconds for row in rows for result in row]).reshape(-1)
     assert (backend.all_gather(times[None]) == times).all()

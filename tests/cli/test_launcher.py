@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpishard.cli.hosts import Host
 from mpishard.cli.launcher import (
     Launcher,
     MPIFamily,
@@ -121,17 +122,23 @@ def test_srun_inside_an_allocation_only(bare_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     launcher = find_launcher(MPICH)
     assert launcher.program == srun
-    command = launcher.command(4, ["python", "a.py"], hosts=["n1", "n2"])
+    command = launcher.command(4, ["python", "a.py"], hosts=[Host("n1", 2), Host("n2", 2)])
     assert command[:3] == [str(srun), "-n", "4"]
     assert "--nodelist=n1,n2" in command
+    assert "--export=ALL" in command
     assert command[-2:] == ["python", "a.py"]
+    with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun deals the ranks"):
+        launcher.command(4, ["p"], hosts=[Host("n1", 1), Host("n2", 3)])
 
 
 def test_hydra_command():
     launcher = Launcher(Path("/opt/mpiexec"), MPICH)
     assert launcher.command(3, ["p"]) == ["/opt/mpiexec", "-n", "3", "p"]
-    assert launcher.command(3, ["p"], hosts=["a", "b"], variables=["X"]) == (
+    assert launcher.command(3, ["p"], hosts=[Host("a", 2), Host("b", 2)], variables=["X"]) == (
         ["/opt/mpiexec", "-n", "3", "-hosts", "a,b", "-ppn", "2", "p"]
+    )
+    assert launcher.command(3, ["p"], hosts=[Host("a", 1), Host("b", 2)]) == (
+        ["/opt/mpiexec", "-n", "3", "-hosts", "a:1,b:2", "p"]
     )
 
 
@@ -142,9 +149,17 @@ def test_open_mpi_command(monkeypatch, user):
     here = launcher.command(3, ["p"])
     assert ("--allow-run-as-root" in here) == (user == 0)
     assert here[here.index("--map-by") + 1] == ":OVERSUBSCRIBE"
-    there = launcher.command(3, ["p"], hosts=["a", "b"], variables=["OMP_NUM_THREADS"])
-    assert there[there.index("--host") + 1] == "a:2,b:2"
+    hosts = [Host("a", 1), Host("b", 2)]
+    there = launcher.command(3, ["p"], hosts=hosts, variables=["OMP_NUM_THREADS"])
+    assert there[there.index("--host") + 1] == "a:1,b:2"
     assert there[-3:] == ["-x", "OMP_NUM_THREADS", "p"]
+
+
+def test_where_a_process_finds_its_rank():
+    assert Launcher(Path("/opt/mpiexec"), MPICH).rank_variable == "PMI_RANK"
+    assert Launcher(Path("/opt/mpiexec"), INTEL).rank_variable == "PMI_RANK"
+    assert Launcher(Path("/opt/mpiexec"), OPEN_MPI).rank_variable == "OMPI_COMM_WORLD_RANK"
+    assert Launcher(Path("/opt/srun"), OPEN_MPI).rank_variable == "SLURM_PROCID"
 
 
 def test_usable_cores():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
+from mpishard.cli.launcher import Launcher, MPILibrary
+
+# The package's `run` is the command.
+run_module = sys.modules["mpishard.cli.run"]
 
 RANKS = """
 import os, sys
@@ -29,6 +34,35 @@ from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     END
 time.sleep(60)
+"""
+
+ENDS = """
+import os, signal, sys
+print("before init", file=sys.stderr)
+if "EARLY" in sys.argv and os.environ["PMI_RANK"] == "1":
+    raise ValueError("boom")
+import mpishard, numpy as np
+from mpishard import settings
+from mpishard.communication.mapped_files import library_files
+backend = mpishard.init()
+backend.all_reduce(np.ones(4))
+if backend.rank == 1:
+    os.write(1, f"left {settings.job_folder()} {' '.join(library_files())}\\n".encode())
+    END
+backend.barrier()
+if backend.rank == 1:
+    LAST
+"""
+
+ASKED = """
+import os, signal, threading
+import mpishard
+backend = mpishard.init()
+asked = threading.Event()
+signal.signal(signal.SIGQUIT, lambda *_: asked.set())
+os.write(1, b"ready\\n")
+asked.wait()
+print(f"rank {backend.rank} heard", os.environ["A"], os.environ["B"])
 """
 
 WAITS = """
@@ -116,6 +150,76 @@ def test_ends_with_the_code_of_the_rank_that_failed(script, end, codes):
     assert time.monotonic() - started < 15
 
 
+PLACE = r"collective 1, all_reduce\(SUM, float64\[4\]\), at .*a script.py:10"
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_names_the_first_that_was_killed_and_keeps_its_log(script, tmp_path):
+    text = ENDS.replace("END", "os.kill(os.getpid(), 9)").replace("LAST", "pass")
+    code, out, error = run("-n", "2", "--log-dir", str(tmp_path / "my logs"), script(text))
+    assert code == 137, error
+    (line,) = re.findall(r"^mpishard run: rank .*", error, re.MULTILINE)
+    words = r"was killed by signal 9 \(SIGKILL; out of memory\?\) after"
+    assert re.search(rf"rank 1 \(process \d+ on .*\) {words} {PLACE}; the others were", line)
+    _, folder, *shared = re.search(r"left.*", out).group().split(" /")
+    assert folder.endswith("my logs/calls")
+    assert shared
+    assert not [path for path in shared if Path(f"/{path}").exists()]
+    for rank in (0, 1):
+        calls = (tmp_path / "my logs" / f"rank-{rank}.calls.txt").read_text()
+        assert calls.startswith(f"rank {rank} of 2, process ")
+        assert re.search(rf"  {PLACE}\n", calls)
+    log = (tmp_path / "my logs" / "rank-1.log").read_text()
+    assert re.fullmatch(r"before init\nleft .*\n", log)
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_a_rank_that_vanishes_with_code_0_fails_the_job(script):
+    text = ENDS.replace("END", "os._exit(0)").replace("LAST", "pass")
+    code, out, error = run("-n", "2", script(text))
+    assert code == 1
+    assert re.search(r"rank 1 .*(ended with code 0 without leaving|is gone)", error)
+    assert not Path(re.search(r"left (\S+)", out).group(1)).exists()
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_a_rank_that_leaves_well_has_its_own_code(script):
+    text = ENDS.replace("END", "pass").replace("LAST", "sys.exit(3)")
+    code, _, error = run("-n", "2", "--hosts", "localhost", script(text))
+    assert code == 3
+    assert "mpishard run: rank" not in error
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_a_rank_that_fails_before_mpi_starts_ends_the_job(script, tmp_path):
+    logs = tmp_path / "my logs"
+    text = ENDS.replace("END", "pass").replace("LAST", "pass")
+    code, _, error = run("-n", "2", "--log-dir", str(logs), script(text), "EARLY")
+    assert code == 1
+    assert error.count("ValueError: boom") == 1
+    assert re.search(r"rank 1 .*(ended with code 1 before it called mpishard.init|failed)", error)
+    log = (logs / "rank-1.log").read_text()
+    assert log.startswith("before init\nTraceback")
+    assert "ValueError: boom" in log
+    assert (logs / "rank-0.log").read_text().startswith("before init\n")
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_ranks_that_are_asked_go_on(script):
+    job = start("-n", "2", "--env", "A=b c", "--env", "B", script(ASKED), B="d")
+    assert job.stdout.readline() == job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGQUIT)
+    out, error = job.communicate(timeout=50)
+    assert job.returncode == 0, error
+    assert sorted(out.splitlines()) == ["rank 0 heard b c d", "rank 1 heard b c d"]
+    assert "mpishard run: SIGQUIT (Ctrl-\\) went to ranks 0, 1\n" in error
+
+
 @pytest.mark.spawned
 @pytest.mark.usefixtures("needs_mpi")
 @pytest.mark.parametrize(
@@ -152,6 +256,10 @@ def is_running(pid):
         (["-n", "2", "nowhere.py"], "there is no script nowhere.py"),
         (["-n", "2", "--hosts", "a,,b", "SCRIPT"], "--hosts has an empty name: 'a,,b'"),
         (["-n", "1", "--hosts", "a,b", "SCRIPT"], "names 2 machines for 1 ranks"),
+        (["-n", "4", "--hosts", "a:1,b:2", "SCRIPT"], "has 3 slots for 4 ranks"),
+        (["-n", "1", "--env", "=x", "SCRIPT"], "--env takes NAME or NAME=VALUE; got '=x'"),
+        (["-n", "1", "--env", "NOT_SET_AT_ALL", "SCRIPT"], "there is no such variable"),
+        (["-n", "1", "--log-dir", "SCRIPT", "SCRIPT"], "--log-dir must be a folder"),
         (["-n", "two", "SCRIPT"], "Invalid value for '-n'"),
         (["SCRIPT"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument"),
@@ -164,6 +272,33 @@ def test_refuses(script, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch, tmp_path):
+    commands = []
+
+    def supervise(supervisor, environment):
+        commands.append((supervisor.command, environment))
+        return 0
+
+    library = MPILibrary("Open MPI v5.0.11")
+    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
+    monkeypatch.setattr(
+        run_module, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
+    )
+    monkeypatch.setattr(run_module.Supervisor, "run", supervise)
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
+    monkeypatch.setenv("MY_OWN", "here")
+    options = ["--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
+    result = CliRunner().invoke(app, ["run", "-n", "3", *options, script("")])
+    assert result.exit_code == 0, result.output
+    ((command, environment),) = commands
+    names = [after for word, after in pairwise(command) if word == "-x"]
+    assert len(names) == len(set(names))
+    assert {"MINE", "MPISHARD_TIMEOUT", "MPISHARD_JOB_FOLDER", "PATH"} < set(names)
+    assert "MY_OWN" not in names
+    assert environment["MINE"] == "x=y"
+    assert "rank-${OMPI_COMM_WORLD_RANK}.log" in command
 
 
 @pytest.mark.spawned

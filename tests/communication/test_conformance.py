@@ -124,7 +124,9 @@ def test_the_reference_tree_is_the_documented_one():
 @in_worlds(2, 3)
 def test_long_pieces_go_in_rounds(backend, monkeypatch):
     """The scratch of a reduction is bounded; a small bound here makes many rounds."""
-    monkeypatch.setattr("mpishard.communication.mpi_collectives.SCRATCH_BYTES", 100)
+    for module in ("mpi_collectives", "pairwise_collectives"):
+        monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
+    monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
     CommunicationConformance().check_all_reduce(backend)
     CommunicationConformance().check_reduce_scatter(backend)
     CommunicationConformance().check_async_orders(backend)
@@ -166,7 +168,9 @@ def test_scratch_that_is_kept_is_told(backend):
 
 def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
     compared = []
-    monkeypatch.setattr("mpishard.communication.transport.check_calls", compared.append)
+    monkeypatch.setattr(
+        "mpishard.communication.transport.check_calls", lambda *given: compared.append(given)
+    )
     with InMemoryCommunicationBackend(0, 1, "compared with nobody") as backend:
         backend.all_reduce(np.ones(3))
         backend.all_gather(np.ones(3))

@@ -1,16 +1,12 @@
 """The parts of the MPI backend that need no MPI."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard import settings
-from mpishard.communication import call_board
 from mpishard.communication.call import DTYPES, Call, Kind
-from mpishard.communication.call_board import CallBoard, SharedCallLog
 from mpishard.communication.header import INLINE_BYTES, ROW_BYTES, Headers, make_row
 from mpishard.communication.job import _cores_per_rank
 from mpishard.communication.lanes import Lane, ScratchPool
@@ -112,48 +108,6 @@ def test_the_reducer_is_the_naive_tree(world, name, operation, seed):
 )
 def test_cores_per_rank(ranks, expected):
     assert _cores_per_rank(ranks[0], ranks) == expected
-
-
-class OneProcess:
-    """The part of a communicator that a board needs."""
-
-    Get_rank = staticmethod(lambda: 0)
-    bcast = staticmethod(lambda value: value)
-    Barrier = staticmethod(lambda: None)
-
-
-class TestCallBoard:
-    def test_shows_the_last_calls_of_each_rank(self):
-        board = CallBoard(OneProcess, [1])
-        log = SharedCallLog(board, "ranks 0, 1")
-        assert "rank 1: no collective yet" in board.table(3)
-        for number in range(1, settings.CALL_LOG_LENGTH + 6):
-            call = Call.describe(number, Kind.ALL_REDUCE, np.ones((2, 3)))
-            call.filename, call.line = "train.py", number
-            log.record(call, None)
-        lines = board.table(3, count=2).splitlines()
-        assert lines[0] == "  rank 0: on another node"
-        assert lines[1] == "  rank 1:"
-        assert lines[2:4] == [
-            f"    collective {n}, all_reduce(float64[2, 3]), at train.py:{n} (ranks 0, 1)"
-            for n in (settings.CALL_LOG_LENGTH + 4, settings.CALL_LOG_LENGTH + 5)
-        ]
-
-    def test_long_paths_keep_their_end(self):
-        board = CallBoard(OneProcess, [0])
-        call = Call.describe(1, Kind.BARRIER, None)
-        call.filename, call.line = "/very/long" * 40 + "/train.py", 12
-        board.record(call, "")
-        assert board.table(1).endswith("/train.py:12")
-
-    def test_one_reports(self):
-        board = CallBoard(OneProcess, [0])
-        assert board.claim_report()
-        assert not board.claim_report()
-        assert board.dead_rank() is None
-        board._write(0, call_board._PROCESS, 2**22 + 1)  # beyond any process number
-        if Path("/proc/self").is_dir():
-            assert board.dead_rank() == 0
 
 
 class TestPatience:

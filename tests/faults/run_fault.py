@@ -1,4 +1,7 @@
-"""One rank of a job that goes wrong: ``run_fault.py NAME CULPRIT [SECONDS BEFORE IT]``."""
+"""One rank of a job that goes wrong: ``run_fault.py NAME CULPRIT [SECONDS BEFORE IT]``.
+
+``run_fault.py --threads NAME RANKS CULPRIT`` runs all ranks as threads, and prints complaints.
+"""
 
 import os
 import sys
@@ -8,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from catalogue import FAULTS
+from jobs import thread_complaints
 
 import mpishard
 
@@ -15,6 +19,10 @@ NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def main():
+    if sys.argv[1] == "--threads":
+        wrong = thread_complaints(FAULTS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]))
+        print("\n".join(wrong))
+        os._exit(bool(wrong))  # a rank that sleeps would be waited for
     fault, culprit = FAULTS[sys.argv[1]], int(sys.argv[2])
     rank = next(int(os.environ[name]) for name in NAMES if name in os.environ)
     if rank == culprit and len(sys.argv) > 3:

@@ -7,17 +7,12 @@ and the line.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import zlib
-from contextlib import suppress
 
 import pytest
-
 from catalogue import FAULTS
-from jobs import complaints, launch, wheels
-
-from mpishard import run_in_threads
+from jobs import complaints, launch, thread_complaints, wheels
 
 IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 SHARE = 3  # of the faults on Open MPI, whose launcher takes a second: one in so many
@@ -34,35 +29,8 @@ def test_threads(name, ranks, monkeypatch):
     fault, culprit = FAULTS[name], ranks - 1
     for variable, value in fault.variables.items():
         monkeypatch.setenv(variable, value)
-    ends: dict[int, BaseException | None] = {}
-
-    def body(backend):
-        try:
-            fault.body(backend, culprit)
-        except BaseException as error:
-            ends[backend.rank] = error
-            raise
-        ends[backend.rank] = None
-
-    def start():
-        with suppress(BaseException):  # each rank's own is looked at below
-            run_in_threads(ranks, body, timeout=1.0 if fault.stalls else 20.0)
-
-    started = time.monotonic()
-    thread = threading.Thread(target=start, daemon=True)
-    thread.start()
-    thread.join(25)
-    assert not thread.is_alive(), "it hung"
-    assert time.monotonic() - started < 20
-    own = ends.pop(culprit, None)
-    if fault.own:
-        assert type(own).__name__ in fault.own, repr(own)
-    assert sorted(ends) == [rank for rank in range(ranks) if rank != culprit]
-    for rank, error in ends.items() if fault.errors else ():
-        assert type(error).__name__ in fault.errors, f"rank {rank}: {error!r}"
-    said = "\n".join([str(error) for error in (*ends.values(), own)])
-    for words in fault.memory:
-        assert words.format(culprit=culprit, ranks=ranks) in said
+    wrong = thread_complaints(fault, ranks, culprit)
+    assert not wrong, "\n".join(wrong)
 
 
 def _is_drawn(name: str) -> bool:

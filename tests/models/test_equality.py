@@ -64,6 +64,19 @@ def sample(world_size: int) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in rows]
 
 
+def of_all_pairs_but_models(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Those rows of a sample, for MPI: all pairs meet but those with a model, and every model."""
+    chosen, met = [], set()
+    for row in rows:
+        values = dict(zip(FACTORS, row, strict=True))
+        kind = values.pop("kind")
+        new = {*combinations(values.items(), 2), kind} - met
+        if new:
+            chosen.append(row)
+        met |= new
+    return chosen
+
+
 def matrix() -> list[Any]:
     rows = [
         (w, *row) for w in WORLDS for row in (product(*FACTORS.values()) if is_full else sample(w))
@@ -72,7 +85,13 @@ def matrix() -> list[Any]:
         rows += [(w, *row) for w in (6, 7, 9, 16) for row in sample(w)]
     missing = importlib.util.find_spec("autograd") is None
     skipped = pytest.mark.skipif(missing, reason="pip install 'mpishard[autograd]'")
-    return [pytest.param(*row, marks=skipped if "autograd" in row else ()) for row in rows]
+    under_mpi = {(w, *row) for w in WORLDS for row in of_all_pairs_but_models(sample(w))}
+
+    def marks(row: tuple[Any, ...]) -> list[Any]:
+        is_left_out = not is_full and row not in under_mpi
+        return [skipped] * ("autograd" in row) + [pytest.mark.threads_alone] * is_left_out
+
+    return [pytest.param(*row, marks=marks(row)) for row in rows]
 
 
 by_path = pytest.mark.parametrize("path", FACTORS["path"], indirect=True)
@@ -114,6 +133,7 @@ def test_equals_sequential_training(
 
 
 @pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
+@pytest.mark.dealt
 @in_worlds(3)
 def test_on_a_gpu(
     backend: Any, problems: Any, kind: str, strategy: str, offload: Sequence[str], gpu: Any
@@ -128,6 +148,10 @@ def test_the_sample_has_every_pair(world_size: int) -> None:
         values = list(FACTORS.values())
         assert {(row[i], row[j]) for row in rows} == set(product(values[i], values[j]))
     assert len(rows) < 60  # of 1440; no fewer than 40 can have all kinds with all rules
+    some = of_all_pairs_but_models(rows)
+    assert {row[2] for row in some} == set(FACTORS["kind"])
+    for i, j in combinations((0, 1, 3, 4), 2):
+        assert {(row[i], row[j]) for row in some} == set(product(values[i], values[j]))
     assert rows == sample(world_size) != sample(world_size + 1)
 
 
@@ -198,6 +222,7 @@ def bits_on_threads(problems: Any, kind: str, world_size: int, path: str) -> Any
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "tied", "conv", "dropout", "function"])
 @by_path
+@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_same_bits_in_every_run_on_every_backend_path_and_strategy(
     backend: Any, problems: Any, kind: str, path: str, bits_on_threads: Any

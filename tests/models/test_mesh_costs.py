@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ AXES = ("pipeline", "tensor", "data")
 MESHES = {
     2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
     3: [(3, 1, 1), (1, 3, 1)],
-    4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)],
-    8: [(2, 2, 2), (1, 2, 4), (4, 2, 1)],
+    4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 1, 4)],
+    8: [(2, 2, 2)] + [(1, 2, 4), (4, 2, 1)] * bool(os.environ.get("MPISHARD_TEST_FULL")),
 }
 CASES = [(world, mesh) for world, given in MESHES.items() for mesh in given]
 by_mesh = pytest.mark.parametrize(("world_size", "mesh"), CASES)
@@ -95,6 +96,7 @@ def cross_entropy_bytes(backend: CommunicationBackend, model: Any, micro_batches
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_batches: int) -> None:
     model, optimizer = build(
@@ -119,6 +121,7 @@ def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_ba
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_fully_sharded_data_gathers_for_each_micro_batch(
     backend: Any, mesh: Any, micro_batches: int
@@ -159,6 +162,7 @@ def test_tied_embeddings_add_one_all_reduce_of_their_gradient(backend: Any, mesh
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @by_mesh
+@pytest.mark.dealt
 @in_worlds()
 def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> None:
     model, _ = build(backend, mesh, data_parallel_strategy=strategy, micro_batch_count=2)

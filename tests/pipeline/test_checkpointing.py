@@ -62,6 +62,7 @@ MESHES = [
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.dealt
 @in_worlds(1, 2)
 def test_the_bits_are_those_of_kept_activations(backend, kind, name):
     for sizes, choices in MESHES:

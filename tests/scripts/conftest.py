@@ -21,6 +21,8 @@ case "$*" in
     *version_info\\ *) exit 0 ;;
     *ensurepip*) exit "${ENSUREPIP:-0}" ;;
     *_base_executable*) echo "$0" ;;
+    "-m venv --without-pip -- "*) mkdir -p "$5/bin" && cp "$0" "$5/bin/python" ;;
+    *purelib*) mkdir -p "$(dirname "$0")/../lib" && echo "$(dirname "$0")/../lib" ;;
     "-m venv -- "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     *"pip --disable-pip-version-check install"*) exit "${PIP:-0}" ;;
     *"import mpi4py.MPI"*) [ -z "${NO_MPI:-}" ] || { echo "cannot load MPI"; exit 1; } ;;
@@ -72,6 +74,11 @@ class Machine:
         script = f"{self.repository}/scripts/environment.sh"
         command = 'set -euo pipefail; . "$0"; prepare_environment "$@"; echo "$python"'
         return self.run("bash", "-c", command, script, *extras, **variables)
+
+    def prepare_openmpi(self) -> subprocess.CompletedProcess[str]:
+        script = f"{self.repository}/scripts/environment.sh"
+        command = 'set -euo pipefail; . "$0"; prepare_openmpi; echo "$openmpi_python"'
+        return self.run("bash", "-c", command, script)
 
     def calls(self, part: str) -> list[str]:
         return [line for line in self.calls_file.read_text().splitlines() if part in line]

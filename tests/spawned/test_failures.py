@@ -185,19 +185,23 @@ def test_where_the_launcher_lets_them_survivors_name_the_rank_that_is_gone(scena
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("scenario", "waits"),
-    [("hang", "in collective 2, all_reduce(SUM, float64[5000])"),
-     ("hang_in_receive", "for a message with tag 5 from rank 1")],
+    ("scenario", "waits", "says"),
+    [("hang", "in collective 2, all_reduce(SUM, float64[5000])",
+      "Rank 1: in no collective since collective 1, barrier(), at "),
+     ("hang_in_receive", "for a message with tag 5 from rank 1",
+      "call a collective and exchange messages in different orders")],
 )  # fmt: skip
-def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits):
+def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
     ended = job(scenario, 2, MPISHARD_TIMEOUT="2", MPISHARD_WARN_AFTER="1")
     assert ended.code == 124, ended
     assert 2 < ended.seconds < 10, ended
     assert f"rank 0 of 2 has waited 1 s {waits}" in ended.err, ended
     assert "the job ends (MPISHARD_TIMEOUT)" in ended.err, ended
-    table = ended.err.split("Last collectives of each rank:")[1]
-    assert "rank 0:" in table, ended
-    assert "rank 1:\n    collective 1, barrier(), at " in table, ended
+    report = ended.err.split("the job ends (MPISHARD_TIMEOUT)")[1]
+    said, _, table = report.partition("What each rank does, and its last collectives:")
+    assert says in said, ended
+    assert f"rank 0: waits 2.0 s {waits}" in table, ended
+    assert "    1: barrier() at " in table.split("rank 1: ")[1], ended
 
 
 @needs_mpi

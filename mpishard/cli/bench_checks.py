@@ -1,0 +1,202 @@
+"""``mpishard bench checks``: what a step of the GPT example pays for checked and logged calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mpishard import nn
+from mpishard.cli.bench_report import counted, milliseconds
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.call import Call
+from mpishard.communication.call_log import CallLog, Journal
+from mpishard.distributed import as_distributed
+from mpishard.observe import Timing, time_alternately, time_chain
+from mpishard.optimizers import AdamW
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["LIMIT", "ChecksBenchmark", "ChecksResult", "checks_table"]
+
+LIMIT = 0.02
+"""The part of a step that checks and call log may take."""
+
+_VOCABULARY = 256
+_AS_IS, _NO_CHECKS, _NO_LOG = "as it is", "without checks", "without call log"
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksResult:
+    """What was measured, in seconds of rank 0 where nothing else is said.
+
+    Parameters
+    ----------
+    steps : dict of str to tuple of float
+        Each step as it is, without checks, and without call log: measured in turn.
+    collectives : int
+        Number of collectives in a step.
+    record_seconds : tuple of float
+        What the call log took of each step, measured in the step.
+    header_seconds : tuple of float
+        Of a collective that is a header and nothing else, by the slowest rank. That is more than
+        the check: the header goes there and back, and the call is logged.
+    """
+
+    steps: dict[str, tuple[float, ...]]
+    collectives: int
+    record_seconds: tuple[float, ...]
+    header_seconds: tuple[float, ...]
+
+    @property
+    def step(self) -> float:
+        """Median of a step as it is, in seconds."""
+        return Timing(self.steps[_AS_IS]).median
+
+    @property
+    def record_share(self) -> float:
+        """The part of a step that the call log takes."""
+        return Timing(self.record_seconds).median / self.step
+
+    @property
+    def header_share(self) -> float:
+        """The part of a step that headers would take if each were waited for: a bound."""
+        return self.collectives * Timing(self.header_seconds).median / self.step
+
+    def difference(self, without: str) -> float:
+        """What a step takes more than ``without``: median over pairs that follow each other."""
+        ratios = np.array(self.steps[_AS_IS]) / np.array(self.steps[without])
+        return float(np.median(ratios)) - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        shares = {"record_share": self.record_share, "header_share": self.header_share}
+        differences = {f"step / {w} - 1": self.difference(w) for w in (_NO_CHECKS, _NO_LOG)}
+        return asdict(self) | shares | differences | {"limit": LIMIT}
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksBenchmark:
+    """The model of ``examples/train_gpt.py``, and how often it is stepped.
+
+    Parameters
+    ----------
+    strategy : str
+        A `DistributedStrategy`; the example's is ``fsdp``.
+    layers, width, heads, context : int
+        Size of the model.
+    batch : int
+        Sequences of a step, of all ranks together.
+    steps : int
+        How often each way is stepped.
+    """
+
+    strategy: str = "fsdp"
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch: int = 16
+    steps: int = 30
+
+    def run(self, backend: CommunicationBackend) -> ChecksResult:
+        """Measure. Collective; ends with the backend as it was."""
+        step = self._stepper(backend)
+        time_chain(step, 1, warmup=2)
+        log, checks = backend.call_log, backend.check_collectives
+        seconds: dict[str, list[float]] = {_AS_IS: [], _NO_CHECKS: [], _NO_LOG: []}
+        clocked = _ClockedLog(log)
+        recorded = []
+        try:
+            for _ in range(self.steps):
+                for way, times in seconds.items():
+                    backend.check_collectives = way != _NO_CHECKS
+                    backend.call_log = _NoLog(Journal()) if way == _NO_LOG else log
+                    times.extend(time_chain(step, 1).seconds)
+            backend.check_collectives = True
+            backend.call_log = clocked
+            for _ in range(self.steps):
+                clocked.seconds, clocked.count = 0.0, 0
+                step()
+                recorded.append(clocked.seconds)
+        finally:
+            backend.call_log, backend.check_collectives = log, checks
+        (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
+        return ChecksResult(
+            {way: tuple(times) for way, times in seconds.items()},
+            clocked.count,
+            tuple(recorded),
+            header.seconds,
+        )
+
+    def build_model(self) -> nn.Model:
+        """The model, as yet without arrays."""
+        return nn.GPT(
+            vocabulary_size=_VOCABULARY,
+            context_length=self.context,
+            width=self.width,
+            heads=self.heads,
+            layers=self.layers,
+        )
+
+    def _stepper(self, backend: CommunicationBackend) -> Callable[[], object]:
+        config = ShardingConfiguration(backend)
+        sharded = as_distributed(self.build_model(), config, self.strategy)
+        rule = AdamW(3e-3, beta2=0.99, weight_decay=0.1, clip_global_norm=1.0)
+        optimizer = as_distributed(rule, config, self.strategy)
+        rows = -(-self.batch // backend.world_size)
+        generator = np.random.default_rng(backend.rank)
+        tokens = generator.integers(0, _VOCABULARY, (rows, self.context + 1))
+        x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        return lambda: optimizer.step(sharded, x, y)
+
+
+class _NoLog(CallLog):
+    """A call log that notes nothing."""
+
+    def record(self, call: Call, frame: FrameType | None) -> None:
+        pass
+
+
+class _ClockedLog(CallLog):
+    """A call log that counts, and clocks, what another one notes."""
+
+    def __init__(self, log: CallLog) -> None:
+        super().__init__(log.journal, log.group)
+        self._log = log
+        self.seconds = 0.0
+        self.count = 0
+
+    def record(self, call: Call, frame: FrameType | None) -> None:
+        start = time.perf_counter()
+        self._log.record(call, frame)
+        self.seconds += time.perf_counter() - start
+        self.count += 1
+
+
+def checks_table(benchmark: ChecksBenchmark, result: ChecksResult, world_size: int) -> Table:
+    """The result as a table; percentages are of the step."""
+    title = (
+        f"GPT, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
+        f"{benchmark.strategy}, {counted(world_size, 'rank')}: {milliseconds(result.step)} a step, "
+        f"{result.collectives} collectives in it"
+    )
+    table = Table(title=title, title_justify="left", min_width=len(title) + 2)
+    for column in ("", "a collective", "a step", "of the step", "limit"):
+        table.add_column(column, justify="right" if column else "left")
+    record, header = Timing(result.record_seconds).median, Timing(result.header_seconds).median
+    count = max(1, result.collectives)
+    for name, seconds, share in (
+        ("call log, clocked in the step", record / count, result.record_share),
+        ("header alone, there and back", header, result.header_share),
+    ):
+        table.add_row(name, milliseconds(seconds), milliseconds(seconds * count), f"{share:.2%}")
+    both = result.record_share + result.header_share
+    table.add_row("both, at most", "", "", f"{both:.2%}", f"{LIMIT:.0%}")
+    for without in (_NO_CHECKS, _NO_LOG):
+        table.add_row(f"a step / one {without}", "", "", f"{result.difference(without):+.2%}")
+    return table

@@ -1,0 +1,55 @@
+"""Tracebacks for users: their own frames, and of this package only the last."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from pathlib import Path
+
+from mpishard import settings
+
+__all__ = ["is_internal", "short_traceback"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in frames\n')
+
+
+def short_traceback(error: BaseException) -> str:
+    """The traceback of ``error`` and of what caused it, without the frames inside mpishard.
+
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    if not settings.is_debugging():
+        _shorten(shown)
+    text = "".join(shown.format()).rstrip()
+    return _LEFT_OUT.sub(
+        lambda found: f"  ... {found[1]} frame{'s' * (found[1] != '1')} inside mpishard\n", text
+    )
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a file is this package's own."""
+    return filename.startswith(_PACKAGE)
+
+
+def _shorten(shown: traceback.TracebackException) -> None:
+    kept: list[traceback.FrameSummary] = []
+    left_out = 0
+    for number, frame in enumerate(shown.stack, 1):
+        if is_internal(frame.filename) and number < len(shown.stack):
+            left_out += 1
+            continue
+        if left_out:
+            kept.append(_count(left_out))
+            left_out = 0
+        kept.append(frame)
+    shown.stack = traceback.StackSummary.from_list(kept)
+    for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        if other is not None:
+            _shorten(other)
+
+
+def _count(left_out: int) -> traceback.FrameSummary:
+    return traceback.FrameSummary("<left out>", left_out, "frames", lookup_line=False, line="")

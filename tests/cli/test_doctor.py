@@ -1,0 +1,368 @@
+"""``mpishard doctor``: the machine, NumPy, shared memory, made up; and one whole report."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import (
+    app,
+    doctor_host,
+    doctor_numpy,
+    doctor_packages,
+    doctor_probe,
+    doctor_shm,
+)
+from mpishard.cli.doctor_finding import Finding, Verdict, examined
+from mpishard.cli.doctor_probe import Answer, ask, python_command
+from mpishard.cli.doctor_report import as_json, show_findings, summary
+
+OK, NOTE, PROBLEM = Verdict
+
+
+def by_name(findings):
+    found = {finding.name: finding for finding in findings}
+    assert all((f.mend is None) == (f.verdict is OK) for f in found.values()), found
+    return found
+
+
+# ------------------------------------------------------------------------------------------- probes
+
+
+def test_an_answer_is_found_among_noise():
+    answer = ask(python_command("print('noise'); answer([1, None]); print('more')"), 30)
+    assert (answer.code, answer.found) == (0, [1, None])
+    failed = ask(python_command("raise SystemExit('all is lost')"), 30)
+    assert (failed.code, failed.found, failed.reason) == (1, None, "all is lost")
+    killed = ask(python_command("import os; os.kill(os.getpid(), 7)"), 30)
+    assert killed.reason == "signal 7 (Bus error) ended it"
+
+
+# A child in the program's process group; one in a session of its own, that the program ends when
+# it is asked to, as a launcher does; and a program that is deaf.
+CHILD = """
+import os, signal, subprocess, sys, time
+kind, folder = sys.argv[1:]
+def end(*_): child.kill(); child.wait(); sys.exit()
+if kind == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(sleeps, start_new_session=kind == "elsewhere")
+if kind == "elsewhere":
+    signal.signal(signal.SIGTERM, end)
+open(folder + "/new", "w").write(str(child.pid))
+os.rename(folder + "/new", folder + "/pid")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["group", "elsewhere", "deaf"])
+def test_what_takes_too_long_ends_with_all_that_it_started(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(doctor_probe, "_GRACE_SECONDS", 0.3 if kind == "deaf" else 30)
+    for limit in (1, 5, 25):  # busy machines take long to start a program
+        answer = ask(python_command(CHILD, kind, str(tmp_path)), limit)
+        assert answer.code is None
+        assert answer.reason == f"it did not end within {limit} s"
+        if (tmp_path / "pid").exists():
+            break
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_probe_is_outside_the_launchers_job(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("MPICH_NO_LOCAL", "1")
+    code = "import os; answer([os.environ.get(n) for n in ('PMI_RANK', 'MPICH_NO_LOCAL', 'X')])"
+    assert ask(python_command(code), 30).found == ["1", "1", None]  # nobody's launcher
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert ask(python_command(code), 30, {"X": "3"}).found == [None, "1", "3"]
+    assert ask(python_command(code), 30, {"MPICH_NO_LOCAL": None}).found == [None, None, None]
+
+
+def test_what_raises_is_a_finding():
+    def look():
+        yield Finding("host.python", OK, "3")
+        raise ZeroDivisionError("oh")
+
+    first, second = examined("host", look)
+    assert first.name == "host.python"
+    assert (second.name, second.verdict) == ("host.error", NOTE)
+    assert "ZeroDivisionError: oh" in second.text
+
+
+# ------------------------------------------------------------------------------------------ machine
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cores"),
+    [
+        ({"a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, "0::/a/b", 1.5),
+        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "200000 100000"}, "0::/a/b", 2),
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu/j/cpu.cfs_quota_us": "50000", "cpu/j/cpu.cfs_period_us": "100000"}, "3:cpu:/j", 0.5),
+        ({"cpu/j/cpu.cfs_quota_us": "-1", "cpu/j/cpu.cfs_period_us": "100000"}, "3:cpu:/j", None),
+        ({"cpu/cpu.cfs_quota_us": "1", "cpu/cpu.cfs_period_us": "2"}, "4:memory:/j", None),
+    ],
+)
+def test_cores_of_a_control_group(tmp_path, files, own, cores):
+    write(tmp_path, {**files, "own": own})
+    assert doctor_host.core_quota(tmp_path, tmp_path / "own") == cores
+
+
+def test_memory_of_a_control_group(tmp_path):
+    unlimited = doctor_host.available_memory(tmp_path, tmp_path / "own")
+    write(tmp_path, {"own": "0::/j", "j/memory.max": "5000", "j/memory.current": "2000"})
+    assert doctor_host.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
+    assert unlimited is None or unlimited[0] > 2**24
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+
+
+def test_fewer_cores_than_threads_would_think(monkeypatch):
+    monkeypatch.setattr(doctor_host, "core_quota", lambda: 2.5)
+    monkeypatch.setattr(doctor_host, "usable_cores", lambda: 8)
+    found = by_name(doctor_host.look_at_host())["host.cores"]
+    assert (found.verdict, found.mend) == (NOTE, "export OMP_NUM_THREADS=2")
+
+
+@pytest.mark.parametrize(("hard", "mend"), [(2**20, "ulimit -n 4096"), (256, "limits.conf")])
+def test_few_open_files(monkeypatch, hard, mend):
+    monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda _: (256, hard))
+    found = by_name(doctor_host.look_at_host())["host.open_files"]
+    assert found.verdict is NOTE
+    assert mend in found.mend
+
+
+# -------------------------------------------------------------------------------------------- NumPy
+
+HASWELL = {
+    "internal_api": "openblas", "version": "0.3", "filepath": "/l.so", "architecture": "Haswell",
+    "num_threads": 2, "user_api": "blas",
+}  # fmt: skip
+
+
+def rates(float32):
+    return {"1": {"float32": float32, "float64": float32 / 2}}
+
+
+def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda loaded: "SkylakeX")
+    asked = answers(doctor_numpy, HASWELL, rates(122), rates(235))
+    found = by_name(doctor_numpy.look_at_numpy(quick=False))
+    assert asked[2][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
+    assert found["numpy.kernel"].mend == "export OPENBLAS_CORETYPE=SkylakeX"
+    assert "235 instead of 122 GFLOP/s" in found["numpy.kernel"].text
+    assert "122 and 61 GFLOP/s on 1 thread" in found["numpy.speed"].text
+
+
+@pytest.mark.parametrize(("without", "verdict"), [(110, OK), (500, NOTE)])
+def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    own = {**HASWELL, "architecture": "SkylakeX"}
+    asked = answers(doctor_numpy, HASWELL, rates(100), own, rates(without))
+    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.kernel"]
+    assert [variables for _, variables in asked[2:]] == [{"OPENBLAS_CORETYPE": None}] * 2
+    assert found.verdict is verdict
+    assert found.mend == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
+
+
+def test_more_threads_than_cores(monkeypatch, answers):
+    monkeypatch.setattr(doctor_numpy, "usable_cores", lambda: 2)
+    monkeypatch.setattr(doctor_numpy, "core_quota", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    answers(doctor_numpy, {**HASWELL, "internal_api": "mkl", "num_threads": 8})
+    found = by_name(doctor_numpy.look_at_numpy(quick=True))
+    assert found["numpy.threads"].mend == "export OMP_NUM_THREADS=2"
+    assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
+    assert "numpy.speed" not in found
+
+
+def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
+    answers(doctor_numpy, None)
+    assert by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
+    answers(doctor_numpy, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
+    found = by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.blas"]
+    assert found.verdict is PROBLEM
+    assert "libgfortran" in found.text
+
+
+# ------------------------------------------------------------------------------------ shared memory
+
+
+def test_leftovers_are_old_unmapped_and_of_jobs(tmp_path):
+    folder, processes = tmp_path / "shm", tmp_path / "proc"
+    names = ["mpich_shm_dead_0", "mpich_shm_live_0", "sm_segment.new", "mpishard-arena-x", "other"]
+    write(folder, dict.fromkeys(names, "x"))
+    for name in names:
+        if name != "sm_segment.new":  # a file's status changes with its times: see below
+            os.utime(folder / name, (0, 0))
+    inode = (folder / "mpich_shm_live_0").stat().st_ino
+    # The same file under another name's inode is another file.
+    maps = (
+        "7f00-7f01 rw-s 00000000 00:18 1 /dev/shm/mpich_shm_dead_0 (deleted)\n"
+        f"7f01-7f02 rw-s 00000000 00:18 {inode}                 {folder}/mpich_shm_live_0\n"
+        "7f02-7f03 rw-p 00000000 00:00 0 [heap]\n7f03-7f04 rw-p 00000000 00:00 0\n"
+    )
+    write(processes, {"12/maps": maps, "self/maps": ""})
+    now = time.time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_shm.time, "time", lambda: now + 120)
+        os.utime(folder / "sm_segment.new", (now + 100, now + 100))
+        dead = doctor_shm.leftovers(folder, processes)
+    assert [path.name for path in dead] == ["mpich_shm_dead_0", "mpishard-arena-x"]
+
+
+def test_leftovers_are_named_in_the_line_that_removes_them(monkeypatch, tmp_path):
+    write(tmp_path, {f"mpich_shm_{number}_0": "12345" for number in range(25)})
+    dead = sorted(tmp_path.glob("mpich*"))
+    monkeypatch.setattr(doctor_shm, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_shm, "leftovers", lambda: dead)
+    found = by_name(doctor_shm.look_at_shared_memory())["memory.leftovers"]
+    assert len(found.value["files"]) == 25
+    subprocess.run(["sh", "-c", found.mend], check=True)
+    assert len(list(tmp_path.iterdir())) == 5  # the line is for the first 20
+
+
+@pytest.mark.parametrize(
+    ("free", "writable", "verdict"),
+    [(2**30, True, OK), (2**24, True, NOTE), (2**30, False, PROBLEM)],
+)
+def test_a_folder_that_is_small_or_closed(monkeypatch, tmp_path, free, writable, verdict, answers):
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(doctor_shm, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_shm, "free_bytes", lambda: free)
+    if not writable:
+        monkeypatch.setattr(doctor_shm.tempfile, "TemporaryFile", refuse)
+    answers(doctor_shm, "mpishard")
+    found = by_name(doctor_shm.look_at_shared_memory())
+    assert found["memory.folder"].verdict is verdict
+    assert found["memory.memfd"].verdict is OK
+
+
+def test_memory_that_others_cannot_open(monkeypatch, answers):
+    answers(doctor_shm, Answer(1, "", "PermissionError: /proc/1/fd/3\n", 10))
+    found = by_name(doctor_shm.look_at_shared_memory())["memory.memfd"]
+    assert (found.verdict, found.value) == (NOTE, False)
+    assert "PermissionError" in found.text
+
+
+# ------------------------------------------------------------------------------------------- report
+def test_packages(monkeypatch, answers):
+    monkeypatch.setattr(doctor_packages, "version", {"numba": "0.61", "h5py": "3"}.__getitem__)
+    monkeypatch.setattr(doctor_packages, "PackageNotFoundError", KeyError)
+    answers(doctor_packages, Answer(1, "", "ImportError: Numba needs NumPy 2.2\n", 1))
+    found = by_name(doctor_packages.look_at_packages())
+    assert found["packages.h5py"].value == "3"
+    assert found["packages.jax"].value is None
+    assert found["packages.numba"].verdict is NOTE
+    assert "Numba needs NumPy 2.2" in found["packages.numba"].text
+
+
+def test_lines_for_people(capsys):
+    long = "/a/folder/with/a/name/that/is/long/enough/to/be/wrapped/if/it/were/wrapped/" + "x" * 40
+    findings = [
+        Finding("host.python", OK, "3.11 " + "word " * 20),
+        Finding("mpi.mpiexec", NOTE, "a stranger", None, f"export PATH={long}"),
+        Finding("mpi.library", PROBLEM, long, None, "pip install"),
+    ]
+    assert show_findings(iter(findings)) == findings
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Python and this machine"
+    assert lines[1].startswith("  ok       python        3.11 word")
+    assert f"           mend: export PATH={long}" in lines  # to be copied whole
+    assert f"  problem  library       {long}" in lines
+    assert all(len(line) <= 80 for line in lines if long not in line)
+    assert lines.count("MPI") == 1
+    assert lines[-1] == "1 problem (mpi.library), 1 note (mpi.mpiexec)"
+
+
+def test_json_counts():
+    report = json.loads(
+        as_json([Finding("a.b", NOTE, "t", {"x": 1}, "m"), Finding("a.c", OK, "u")])
+    )
+    assert (report["schema"], report["problems"], report["notes"]) == (1, 0, 1)
+    assert report["findings"][0] == {
+        "name": "a.b", "verdict": "note", "text": "t", "value": {"x": 1}, "mend": "m",
+    }  # fmt: skip
+    assert summary([]) == "0 problems, 0 notes"
+
+
+def test_one_rank_speaks_under_a_launcher(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.output) == (0, "")
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(NOTE, 0), (PROBLEM, 1)])
+def test_exit_code(monkeypatch, verdict, code):
+    import mpishard.cli.doctor  # noqa: F401
+
+    module = sys.modules["mpishard.cli.doctor"]
+    monkeypatch.setattr(
+        module, "_findings", lambda quick: iter([Finding("host.x", verdict, "t", None, "m")])
+    )
+    for options in (["--json"], ["--quick"]):
+        assert CliRunner().invoke(app, ["doctor", *options]).exit_code == code
+
+
+# ---------------------------------------------------------------------------------------- processes
+
+
+def environment(**extra):
+    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)} | extra
+
+
+@pytest.mark.spawned
+def test_the_whole_report():
+    job = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mpishard", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        env=environment(),
+        check=False,
+    )
+    report = json.loads(job.stdout)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert len(found) == len(report["findings"])
+    assert not [name for name in found if name.endswith(".error")]
+    for finding in report["findings"]:
+        assert finding.keys() == {"name", "verdict", "text", "value", "mend"}
+        assert finding["verdict"] in {"ok", "note", "problem"}
+        assert (finding["mend"] is None) == (finding["verdict"] == "ok"), finding
+    assert job.returncode == (1 if report["problems"] else 0)
+    assert {name.partition(".")[0] for name in found} == {
+        "host", "numpy", "mpi", "memory", "job", "gpu", "slurm", "packages",
+    }  # fmt: skip
+    assert found["numpy.speed"]["value"]["1"]["float32"] > 0.1
+    # The probes printed their imports into files of their own.
+    assert "mpi4py.MPI" not in job.stderr
+    if "mpi.launcher" in found and found["mpi.launcher"]["value"]:
+        assert found["mpi.threads"]["value"] == "MULTIPLE"
+        assert found["job.round_trip"]["value"] == {"world_size": 2, "nodes": 1}
+        assert found["job.all_reduce"]["value"]["messages"].keys() == {"8", "1048576", "67108864"}
+        assert found["job.arena"]["value"]["taken"] is not None

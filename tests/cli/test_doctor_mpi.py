@@ -1,0 +1,365 @@
+"""``mpishard doctor``: what it makes of MPI, GPUs and SLURM, most of them made up."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpishard.cli import (
+    doctor_causes,
+    doctor_gpu,
+    doctor_host,
+    doctor_job,
+    doctor_mpi,
+    doctor_shm,
+    doctor_slurm,
+)
+from mpishard.cli.doctor_causes import why_it_failed
+from mpishard.cli.doctor_finding import Verdict
+from mpishard.cli.doctor_mpi import MPIInstallation, look_at_mpi
+from mpishard.cli.doctor_probe import Answer, answer_line, ask, python_command
+from mpishard.cli.launcher import Launcher, MPIFamily, MPILibrary
+from mpishard.communication import arena
+
+OK, NOTE, PROBLEM = Verdict
+MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
+OPEN_MPI = MPILibrary("Open MPI v5.0.11, ident: 5.0.11")
+HYDRA_SAYS = "HYDRA build details:\n    Version:    5.0.2"
+OPEN_MPI_SAYS = "mpiexec (Open MPI) 5.0.11"
+
+
+def by_name(findings):
+    found = {finding.name: finding for finding in findings}
+    assert all((f.mend is None) == (f.verdict is OK) for f in found.values()), found
+    return found
+
+
+def environment(**extra):
+    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)} | extra
+
+
+# ---------------------------------------------------------------------------------------------- MPI
+
+
+def test_a_strangers_launcher_first_on_path(programs, answers):
+    stranger = programs("mpiexec", OPEN_MPI_SAYS)
+    own = Path("/opt/mpich/bin/mpiexec")
+    asked = answers(doctor_mpi, {"level": "MULTIPLE", "agrees": True})
+    found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
+    assert found["mpi.mpiexec"].verdict is NOTE
+    assert f"{stranger}, is Open MPI, and mpi4py loads MPICH 5.0.2" in found["mpi.mpiexec"].text
+    assert found["mpi.mpiexec"].mend == f'export PATH={own.parent}:"$PATH"'
+    assert "mpi.mpirun" not in found
+    assert found["mpi.ulfm"].value is False  # its launcher ends the job
+    assert asked[0][0][:3] == [str(own), "-n", "1"]
+    programs("mpiexec", HYDRA_SAYS)
+    answers(doctor_mpi, {"level": "FUNNELED", "agrees": True})
+    found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
+    assert found["mpi.mpiexec"].verdict is OK
+    assert "MPI_THREAD_FUNNELED and not MULTIPLE" in found["mpi.threads"].text
+
+
+@pytest.mark.parametrize("knows_ulfm", [True, False])
+def test_open_mpi_as_root(monkeypatch, programs, knows_ulfm, answers):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    mpi = MPIInstallation(OPEN_MPI, Launcher(programs("mpiexec", OPEN_MPI_SAYS), OPEN_MPI))
+    level = {"level": "MULTIPLE", "agrees": True}
+    refused = Answer(1, "", "unrecognized option --with-ft\n", 20)
+    asked = answers(doctor_mpi, *([level] if knows_ulfm else [refused, level]))
+    found = by_name(look_at_mpi(mpi))
+    assert found["mpi.launcher"].mend == (
+        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    )
+    assert asked[0][0][1:3] == ["--with-ft", "ulfm"]
+    assert found["mpi.ulfm"].value is knows_ulfm
+
+
+def test_mpi_that_is_not_there(monkeypatch, programs):
+    mpi = MPIInstallation(None, None, "mpi4py cannot be used here: ImportError: libmpi.so.40")
+    found = by_name(look_at_mpi(mpi))
+    if "mpi.mpi4py" in found and found["mpi.mpi4py"].value is not None:
+        assert found["mpi.mpi4py"].verdict is PROBLEM
+        assert "no MPI: ImportError: libmpi.so.40" in found["mpi.mpi4py"].text
+
+    def missing(_):
+        raise doctor_mpi.PackageNotFoundError
+
+    monkeypatch.setattr(doctor_mpi, "version", missing)
+    found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
+    assert (found.verdict, found.mend[-24:]) == (NOTE, "pip install mpi4py mpich")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")  # where ranks are wanted, with the site's own MPI
+    found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
+    assert (found.verdict, found.mend[-18:]) == (PROBLEM, "pip install mpi4py")
+    (job,) = doctor_job.look_at_a_job(mpi)
+    assert job.text.startswith("not tried")
+
+
+# What the libraries really say.
+SAID = {
+    "root": "prterun has detected an attempt to run as root.\nYou can override\n",
+    "bus": "=   EXIT CODE: 7\nYOUR APPLICATION ENDED WITH THE EXIT STRING: Bus error (signal 7)",
+    "read-only": "UCX  ERROR   shm_open(file_name=/ucx_shm flags=0xc2) failed: Read-only file",
+    "crash": "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)\n",
+    "world": "mpishard.errors.MPIUnavailableError: the library sees a world of one. Mend: start\n",
+    "name": "getaddrinfo failed: Name or service not known\n",
+    "busy": "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n",
+    "plugin": "srun: error: Invalid MPI type 'pmi9', --mpi=list for acceptable types\n",
+    "other": "Traceback\n  File x\nValueError: the sum is wrong\n=====\nBAD TERMINATION\n=====\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "mend"),
+    [
+        ("root", "refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
+        ("bus", "no room there", "shm"),
+        ("read-only", "may not write", "shm"),
+        ("world", "each rank found itself alone", "mpishard doctor --quick"),
+        ("name", "has no address", "/etc/hosts"),
+        ("busy", "no cores left", "export SLURM_OVERLAP=1"),
+        ("plugin", "has not the plugin", "unset SLURM_MPI_TYPE"),
+        ("other", "ValueError: the sum is wrong", "mpiexec -n 2 p"),
+        ("crash", "Segmentation fault (signal 11)", "mpiexec -n 2 p"),
+    ],
+)
+def test_causes(monkeypatch, said, text, mend):
+    monkeypatch.setattr(doctor_causes, "free_bytes", lambda: 2**33)
+    cause = why_it_failed(Answer(1, "", SAID[said], 30), ["mpiexec", "-n", "2", "p"])
+    assert text in cause.text
+    assert mend in cause.mend
+
+
+def test_a_crash_with_little_shared_memory_is_for_want_of_it(monkeypatch):
+    monkeypatch.setattr(doctor_causes, "free_bytes", lambda: 16 * 2**20)
+    cause = why_it_failed(Answer(11, "", SAID["crash"], 30), ["mpiexec"])
+    assert "/dev/shm" in cause.text
+    late = why_it_failed(Answer(None, "", "", 30), ["mpiexec", "p"])
+    assert late == ("it did not end within 30 s", "mpiexec p")
+
+
+def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers):
+    mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
+    answers(doctor_job, Answer(1, "", SAID["other"], 30))
+    found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
+    assert found.verdict is PROBLEM
+    assert "do not talk to each other: ValueError" in found.text
+    answers(doctor_job, Answer(11, answer_line({}), "", 30))
+    found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
+    assert (found.verdict, "do not end well" in found.text) == (PROBLEM, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "works", "taken", "verdict", "mend"),
+    [
+        ("auto", ["file", "window"], "file", OK, None),
+        ("off", ["memfd"], None, NOTE, "unset MPISHARD_ARENA"),
+        ("memfd", ["file"], None, NOTE, "unset MPISHARD_ARENA"),
+        ("auto", [], None, NOTE, doctor_shm.larger_folder()),
+    ],
+)
+def test_where_shared_memory_is_from(
+    monkeypatch, programs, variable, works, taken, verdict, mend, answers
+):
+    monkeypatch.setenv("MPISHARD_ARENA", variable)
+    mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
+    reply = {
+        "world_size": 2, "nodes": 1, "barrier": 2e-6, "arena": None,
+        "messages": {str(nbytes): 1e-3 for nbytes in doctor_job.SIZES},
+        "sources": {source: source in works for source in doctor_job.SOURCES},
+    }  # fmt: skip
+    answers(doctor_job, reply)
+    found = by_name(doctor_job.look_at_a_job(mpi))
+    assert found["job.arena"].value["taken"] == taken
+    assert (found["job.arena"].verdict, found["job.arena"].mend) == (verdict, mend)
+    assert "64 MiB 1.00 ms (67 GB/s)" in found["job.all_reduce"].text
+
+
+def test_sources_are_those_of_the_arena():
+    assert tuple(arena._SOURCES) == doctor_job.SOURCES
+
+
+def test_settings_that_ranks_refuse(monkeypatch, programs):
+    monkeypatch.setenv("MPISHARD_ARENA", "heap")
+    found = by_name(doctor_host.look_at_host())["host.settings"]
+    assert (found.verdict, found.mend) == (PROBLEM, "unset MPISHARD_ARENA")
+    mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
+    (job,) = doctor_job.look_at_a_job(mpi)
+    assert "not tried" in job.text
+
+
+# --------------------------------------------------------------------------------------------- GPUs
+
+NO_MPI = MPIInstallation()
+SMI = "NVIDIA H200, 143771 MiB, 580.1\n| NVIDIA-SMI 580.1   CUDA Version: 13.0 |"
+
+
+class Installed:
+    def __init__(self, name, version):
+        self.name, self.version = name, version
+
+
+def with_cupy(monkeypatch, *packages):
+    found = [Installed("numpy", "2"), *(Installed(name, "13.6") for name in packages)]
+    monkeypatch.setattr(doctor_gpu, "distributions", lambda: found)
+
+
+def test_a_gpu_without_cupy(monkeypatch, programs):
+    with_cupy(monkeypatch)
+    programs("nvidia-smi", SMI)
+    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=False))
+    assert "1 GPU: NVIDIA H200, 143771 MiB; driver 580.1, CUDA 13" in found["gpu.driver"].text
+    assert found["gpu.cupy"].verdict is NOTE
+    assert found["gpu.cupy"].mend.endswith("-m pip install 'cupy-cuda13x[ctk]'")
+    assert found["gpu.cuda_aware"].text == "not tested: no GPU"
+
+
+def test_no_gpu(monkeypatch, programs):
+    with_cupy(monkeypatch)
+    assert {f.verdict for f in doctor_gpu.look_at_gpus(NO_MPI, quick=False)} == {OK}
+    programs("nvidia-smi", "NVIDIA-SMI has failed", code=9)
+    assert by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
+
+
+def test_cupy_twice_and_cupy_that_does_not_compute(monkeypatch, programs, answers):
+    programs("nvidia-smi", SMI)
+    with_cupy(monkeypatch, "cupy-cuda12x", "cupy-cuda13x")
+    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    assert found.verdict is PROBLEM
+    assert "pip uninstall -y cupy-cuda12x && " in found.mend
+    with_cupy(monkeypatch, "cupy-cuda12x")
+    driver = [Answer(0, SMI, "", 1)] * 2
+    broken = Answer(1, "", "ImportError: libnvrtc.so.12: cannot open\n", 60)
+    answers(doctor_gpu, *driver, broken)
+    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    assert "libnvrtc.so.12" in found.text
+    assert "uninstall -y cupy-cuda12x" in found.mend
+    assert found.mend.endswith("install 'cupy-cuda13x[ctk]'")
+
+
+RIGHT, WRONG = True, False
+CRASH = Answer(139, "", SAID["crash"], 30)
+
+
+@pytest.mark.parametrize(
+    ("replies", "variable", "verdict", "mend"),
+    [
+        ([RIGHT] * 5, None, NOTE, "export MPISHARD_CUDA_AWARE=1"),
+        ([RIGHT] * 5, "1", OK, None),
+        ([CRASH] * 5, None, OK, None),
+        ([RIGHT, CRASH, RIGHT, RIGHT, RIGHT], "1", PROBLEM, "unset MPISHARD_CUDA_AWARE"),
+        # mpishard reduces by itself, and sends from host memory.
+        ([CRASH, RIGHT, RIGHT, RIGHT, WRONG], "1", OK, None),
+    ],
+)
+def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verdict, mend, answers):
+    launcher = Launcher(programs("mpiexec", HYDRA_SAYS), MPICH)
+    programs("nvidia-smi", SMI)
+    with_cupy(monkeypatch, "cupy-cuda13x")
+    if variable:
+        monkeypatch.setenv("MPISHARD_CUDA_AWARE", variable)
+    cupy = {"runtime": 13000, "driver": 13000, "memory": [2**37]}
+    asked = answers(doctor_gpu, *[Answer(0, SMI, "", 1)] * 2, cupy, *replies)
+    found = by_name(doctor_gpu.look_at_gpus(MPIInstallation(MPICH, launcher), quick=False))
+    assert found["gpu.cupy"].text == "cupy-cuda13x 13.6 computes on 1 GPU (128 GiB)"
+    assert [command[-1] for command, _ in asked[3:]] == list(doctor_gpu._OPERATIONS)
+    assert (found["gpu.cuda_aware"].verdict, found["gpu.cuda_aware"].mend) == (verdict, mend)
+    works = [reply is RIGHT for reply in replies]
+    assert list(found["gpu.cuda_aware"].value.values()) == works
+
+
+# -------------------------------------------------------------------------------------------- SLURM
+
+NEW = (
+    "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n"
+    "specific pmix plugin versions available: pmix_v4,pmix_v5"
+)
+OLD = "srun: MPI types are...\nsrun: cray_shasta\nsrun: pmi2\nsrun: none"
+
+
+def test_plugins():
+    assert doctor_slurm.listed_plugins(NEW) == ["none", "pmi2", "pmix", "pmix_v4", "pmix_v5"]
+    assert doctor_slurm.listed_plugins(OLD) == ["cray_shasta", "pmi2", "none"]
+    fitting = doctor_slurm.fitting_plugins
+    assert fitting(MPIFamily.OPEN_MPI, ["pmi2", "pmix"]) == ["pmix"]
+    assert fitting(MPIFamily.MPICH, ["none", "pmi2", "cray_shasta"]) == ["cray_shasta", "pmi2"]
+    assert fitting(MPIFamily.INTEL, ["none"]) == []
+
+
+@pytest.mark.parametrize(
+    ("library", "listed", "default", "chosen", "verdict", "mend"),
+    [
+        (MPICH, NEW, "none", None, NOTE, "export SLURM_MPI_TYPE=pmi2"),
+        (MPICH, NEW, "pmi2", None, OK, None),
+        (OPEN_MPI, NEW, "pmi2", None, NOTE, "export SLURM_MPI_TYPE=pmix"),
+        (OPEN_MPI, NEW, "pmi2", "pmix_v5", OK, None),
+        (OPEN_MPI, OLD, "pmi2", None, PROBLEM, "--no-binary mpi4py mpi4py"),
+        (MPICH, "", "none", None, NOTE, "srun --mpi=list"),
+    ],
+)
+def test_the_plugin_of_a_cluster(
+    monkeypatch, programs, library, listed, default, chosen, verdict, mend
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    if chosen:
+        monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
+    programs("srun", listed)
+    programs("scontrol", f"Configuration data\nMpiDefault              = {default}\nX = 1")
+    found = by_name(doctor_slurm.look_at_slurm(MPIInstallation(library)))
+    assert found["slurm.allocation"].value == "17"
+    assert found["slurm.plugin"].verdict is verdict
+    assert (found["slurm.plugin"].mend or "").endswith(mend or "")
+
+
+def test_an_allocation_without_srun(monkeypatch, programs):
+    assert next(doctor_slurm.look_at_slurm(NO_MPI)).verdict is OK
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert by_name(doctor_slurm.look_at_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
+
+
+# NumPy as CuPy, and ranks that try every operation in one job: on GPUs each has its own.
+FAKE_CUPY = """
+from numpy import *
+class cuda:
+    class Device:
+        def __init__(self, number): assert number == 0
+        def use(self): pass
+    class runtime:
+        def getDeviceCount(): return 1
+    class stream:
+        def synchronize(): pass
+    def get_current_stream(): return cuda.stream
+def asnumpy(array): return array
+"""
+TRY_ALL = """
+import sys, cupy
+from mpishard.cli import doctor_cuda_rank, doctor_gpu
+for operation in doctor_gpu._OPERATIONS:
+    sys.argv[1:] = [operation]
+    doctor_cuda_rank.main()
+right = cupy.asnumpy
+cupy.asnumpy = lambda array: right(array) + 1
+doctor_cuda_rank.main()
+"""
+
+
+@pytest.mark.spawned
+def test_operations_on_memory_that_mpi_can_read(tmp_path):
+    pytest.importorskip("mpi4py")
+    mpiexec = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.skip("needs mpiexec")
+    (tmp_path / "cupy.py").write_text(FAKE_CUPY)
+    variables = {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    job = ask([mpiexec, "-n", "2", *python_command(TRY_ALL)], 40, environment(**variables))
+    assert job.code == 0, job
+    said = [line for line in job.out.splitlines() if line.startswith("mpishard doctor: ")]
+    assert [line.endswith("true") for line in said] == [True] * 5 + [False]

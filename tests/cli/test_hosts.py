@@ -1,0 +1,43 @@
+"""What --hosts may say."""
+
+import pytest
+
+from mpishard.cli.hosts import Host, parse_hosts, slots_are_even
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "slots"),
+    [
+        ("", 4, {}),
+        ("a", 4, {"a": 4}),
+        ("a,b", 4, {"a": 2, "b": 2}),
+        ("a, b", 5, {"a": 3, "b": 3}),
+        ("a:1,b", 4, {"a": 1, "b": 3}),
+        ("a,b:2,c", 6, {"a": 2, "b": 2, "c": 2}),
+        ("a:4,b:8", 6, {"a": 4, "b": 8}),
+    ],
+)
+def test_deals_the_ranks(text, ranks, slots):
+    assert parse_hosts(text, ranks) == [Host(name, n) for name, n in slots.items()]
+
+
+def test_even_slots():
+    assert slots_are_even(parse_hosts("a,b", 4))
+    assert not slots_are_even(parse_hosts("a:1,b", 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("a,,b", 4, "has an empty name: 'a,,b'"),
+        ("a,b", 1, "names 2 machines for 1 ranks"),
+        ("a:0", 1, "takes NAME or NAME:SLOTS, with 1 slot or more; got a:0"),
+        ("a:two", 2, "got a:two"),
+        ("a:", 2, "got a:"),
+        ("a:1,b:2", 4, "has 3 slots for 4 ranks"),
+        ("a:4,b", 4, "leaves no rank of 4 for b: the others take 4"),
+    ],
+)
+def test_refuses(text, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        parse_hosts(text, ranks)

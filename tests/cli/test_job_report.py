@@ -1,0 +1,174 @@
+"""Who is named for the end of a job, and its exit code, from what launchers say of it."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.rank_processes import RankProcess
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.call_file import CallFile, RankState, encode_place
+from mpishard.communication.reduction import ReductionOperation
+
+KILLED, ENDED, TERMINATED = signal.SIGKILL, 0, signal.SIGTERM
+
+
+def exits(code):
+    """The wait status of a process that ends by itself."""
+    return code << 8
+
+
+def file_of(rank, state=RankState.RUNNING, code=0, calls=2, world_size=3):
+    file = CallFile.unshared(rank, world_size)
+    for sequence in range(1, calls + 1):
+        call = Call.describe(
+            sequence, Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM
+        )
+        call.filename, call.line = "train.py", 33
+        file.record(sequence, call.description, encode_place(call, ""))
+    file.end(state, code)
+    return file
+
+
+def job(launcher_code, *ended, states=None, **known):
+    """A job of 3 ranks: ``ended`` are pairs (rank, wait status) in the order of the ends."""
+    states = {} if states is None else states
+    files = {rank: file_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
+    known = {"files": files, "is_hydra": True} | known
+    processes = [RankProcess(rank, 4000 + rank, status, True) for rank, status in ended]
+    return JobEnd(3, launcher_code, ended=processes, **known)
+
+
+@pytest.mark.parametrize("launcher_code", [9, 137], ids=["Hydra", "Open MPI and srun"])
+def test_names_the_first_that_was_killed(launcher_code):
+    ends = (1, KILLED), (0, KILLED), (2, KILLED)
+    verdict = job(launcher_code, *ends, is_hydra=launcher_code == 9).judge()
+    assert verdict.code == 137
+    (line,) = verdict.lines
+    host = file_of(0).host
+    assert line == (
+        f"rank 1 (process 4001 on {host}) was killed by signal 9 (SIGKILL; out of memory?) "
+        "after collective 2, all_reduce(SUM, float64[4]), at train.py:33; the others were ended "
+        "for it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher_code", "status", "code", "words"),
+    [
+        (11, signal.SIGSEGV, 139, "signal 11 (SIGSEGV)"),
+        (6 | 9, signal.SIGABRT, 134, "signal 6 (SIGABRT)"),  # Hydra: or-ed with the others'
+        (7, signal.SIGBUS, 135, "signal 7 (SIGBUS; shared memory full?)"),
+        (9, exits(7), 7, "ended with code 7 without leaving"),  # Hydra tells the others' SIGKILL
+        (7, exits(7), 7, "ended with code 7 without leaving"),
+        (0, ENDED, 1, "ended with code 0 without leaving"),  # os._exit(0): Hydra is content
+        (3, None, 3, "ended with code 3"),  # an older system does not tell
+        (9, None, 137, "signal 9"),
+    ],
+)
+def test_code_of_the_first_that_failed_under_hydra(launcher_code, status, code, words):
+    verdict = job(launcher_code, (1, status), (0, KILLED), (2, KILLED)).judge()
+    assert verdict.code == code
+    assert verdict.lines[0].startswith("rank 1 ")
+    assert words in verdict.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("launcher_code", "status", "code", "words"),
+    [
+        (139, signal.SIGSEGV, 139, "signal 11 (SIGSEGV)"),
+        (7, exits(7), 7, "ended with code 7 without leaving"),
+        (1, ENDED, 1, "ended with code 0 without leaving"),
+        (137, None, 137, "signal 9"),
+        (9, None, 9, "ended with code 9"),
+    ],
+)
+def test_code_of_the_first_that_failed_under_open_mpi(launcher_code, status, code, words):
+    ends = (1, status), (0, TERMINATED), (2, TERMINATED)
+    verdict = job(launcher_code, *ends, is_hydra=False).judge()
+    assert verdict.code == code
+    assert verdict.lines[0].startswith("rank 1 ")
+    assert words in verdict.lines[0]
+
+
+def test_those_that_the_launcher_ended_for_an_abort_are_not_blamed():
+    # MPI_Abort(5): Hydra kills the rank that called it together with the others.
+    assert job(5, (0, KILLED), (1, KILLED), (2, KILLED)).judge() == Verdict(5)
+    # Open MPI lets it end by itself, at times after others.
+    verdict = job(5, (0, TERMINATED), (1, exits(5)), (2, TERMINATED)).judge()
+    assert verdict.code == 5
+    assert verdict.lines[0].startswith("rank 1 ")
+
+
+def test_a_report_stands():
+    states = {1: (RankState.REPORTED, 1)}
+    ends = (0, KILLED), (2, KILLED), (1, exits(1))
+    assert job(1, *ends, states=states).judge() == Verdict(1)
+    assert job(143, (0, TERMINATED), states={1: (RankState.REPORTED, 143)}).judge().code == 143
+    # It said that rank 0 is gone, and not how it went.
+    verdict = job(139, (0, signal.SIGSEGV), (1, TERMINATED), states=states).judge()
+    assert verdict.code == 139
+    assert verdict.lines[0].startswith("rank 0 ")
+
+
+def test_ranks_that_left_have_codes_of_their_own():
+    left = dict.fromkeys(range(3), (RankState.LEFT,))
+    ends = (0, ENDED), (1, exits(3)), (2, exits(4))
+    assert job(3 | 4, *ends, states=left).judge() == Verdict(3)
+    assert job(0, (0, ENDED), (1, ENDED), (2, ENDED), states=left).judge() == Verdict(0)
+    verdict = job(11, (0, ENDED), (1, signal.SIGSEGV), states=left).judge()
+    assert verdict.code == 139
+    assert "after it had left all worlds in good order" in verdict.lines[0]
+
+
+def test_before_and_in_init():
+    files = {0: file_of(0)}
+    line = job(1, (2, exits(1)), files=files).judge().lines[0]
+    assert line.startswith("rank 2 (process 4002) ended with code 1 before it called mpishard.init")
+    line = job(9, (2, KILLED), files={}, starting=frozenset({4002})).judge().lines[0]
+    assert "was killed by signal 9 (SIGKILL; out of memory?) in mpishard.init()" in line
+    files = {0: file_of(0, RankState.STARTED), 2: file_of(2, calls=0)}
+    assert "in mpishard.init();" in job(9, (0, KILLED), files=files).judge().lines[0]
+    assert "before any collective" in job(9, (2, KILLED), files=files).judge().lines[0]
+
+
+def test_those_that_others_waited_for_in_init_are_named():
+    files = {0: file_of(0, RankState.REPORTED, 124)}
+    verdict = job(124, (1, ENDED), (0, exits(124)), (2, KILLED), files=files).judge()
+    assert verdict.code == 124
+    assert verdict.lines == (
+        "rank 1 (process 4001) ended with code 0 before it called mpishard.init()",
+    )
+
+
+def test_a_script_without_mpishard_keeps_the_launchers_code():
+    assert job(9, (1, KILLED), files={}).judge() == Verdict(9)
+    assert job(0, (1, ENDED), files={}).judge() == Verdict(0)
+
+
+def test_on_several_machines_a_signal_may_be_the_launchers():
+    assert job(9, (1, KILLED), is_local=False).judge() == Verdict(9)
+    line = job(255, (1, signal.SIGSEGV), is_local=False, launcher_may_break=True).judge().lines[0]
+    assert "signal 11" in line
+    verdict = job(0, is_local=False).judge()
+    assert (verdict.code, verdict.lines) == (1, ("ranks 0-2 ended without leaving",))
+
+
+def test_a_world_of_one_may_end_as_it_likes():
+    one = JobEnd(1, 0, {0: file_of(0, world_size=1)}, [RankProcess(0, 4000, ENDED, True)])
+    assert one.judge() == Verdict(0)
+
+
+def test_the_rank_for_which_the_job_was_ended():
+    culprit = RankProcess(2, 4002, exits(1), True)
+    verdict = job(143, (2, exits(1)), files={}, stopped_for=culprit).judge()
+    assert verdict.code == 1
+    assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
+
+
+def test_a_call_log_can_be_read():
+    lines = calls_text(file_of(1)).splitlines()
+    assert lines[0].startswith("rank 1 of 3, process ")
+    assert lines[0].endswith("running, 2 collectives")
+    assert lines[2].endswith("  collective 2, all_reduce(SUM, float64[4]), at train.py:33")

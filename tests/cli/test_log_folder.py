@@ -1,0 +1,42 @@
+"""The folder of --log-dir: nothing of an earlier job is lost."""
+
+import pytest
+
+from mpishard.cli.log_folder import CALLS, check_log_folder, prepare_log_folder
+from mpishard.communication.call_file import CallFile
+
+
+def leave_logs(folder, text):
+    (folder / CALLS).mkdir(parents=True)
+    (folder / CALLS / "rank-0.calls").write_text(text)
+    (folder / "rank-0.log").write_text(text)
+    (folder / "rank-0.calls.txt").write_text(text)
+
+
+def test_earlier_logs_are_moved_aside(tmp_path):
+    folder = tmp_path / "a" / "logs"
+    assert prepare_log_folder(folder) is None
+    (folder / "notes.txt").write_text("mine")
+    for number, text in enumerate(("first", "second"), start=1):
+        leave_logs(folder, text)
+        check_log_folder(folder)
+        aside = prepare_log_folder(folder)
+        assert aside == folder / f"earlier-{number}"
+        for name in ("rank-0.log", "rank-0.calls.txt", f"{CALLS}/rank-0.calls"):
+            assert (aside / name).read_text() == text
+            assert not (folder / name).exists()
+    assert (folder / "earlier-1" / "rank-0.log").read_text() == "first"
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(ValueError, match=r"--log-dir must be a folder, and .*logs is a file"):
+        check_log_folder(tmp_path / "logs")
+
+
+def test_the_folder_of_a_running_job_is_refused(tmp_path):
+    (tmp_path / CALLS).mkdir()
+    CallFile.create(tmp_path / CALLS / "rank-2.calls", 2, 4)
+    with pytest.raises(ValueError, match=r"belongs to a job that still runs: its rank 2 is proc"):
+        check_log_folder(tmp_path)

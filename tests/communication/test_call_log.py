@@ -1,0 +1,397 @@
+"""What a rank says of itself, where its peers can read it: files, places, functions, waits."""
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import run_in_threads, settings
+from mpishard.communication import call_board, mapped_files
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.call_board import CallBoard, FileJournal
+from mpishard.communication.call_file import CallFile, MessageWait, RankState, call_files
+from mpishard.communication.call_log import CallLog
+from mpishard.communication.rank_table import rank_table
+
+
+class Node:
+    """A communicator over boards that are shared one after the other, as ranks would at once."""
+
+    def __init__(self, size):
+        self.size = size
+        self.folder = None
+        self.errors = [""] * size
+
+    def of(self, rank):
+        return Seat(self, rank)
+
+
+class Seat:
+    def __init__(self, node, rank):
+        self.node, self.rank = node, rank
+
+    def bcast(self, value):
+        if self.rank == 0:
+            self.node.folder = value
+        return self.node.folder
+
+    def allgather(self, value):
+        return [value if rank == self.rank else "" for rank in range(self.node.size)]
+
+
+def shared(world_size, monkeypatch):
+    """Boards of one node. Rank 0 comes last to what is done when all have opened the files."""
+    boards = [CallBoard(rank, world_size) for rank in range(world_size)]
+    node, ranks = Node(world_size), range(world_size)
+    seats = [node.of(rank) for rank in ranks]
+    folder = seats[0].bcast(boards[0]._choose_folder())
+    for board in boards:
+        board._make_file(folder)
+    monkeypatch.setattr(CallBoard, "_make_file", lambda self, folder: None)
+    monkeypatch.setattr(CallBoard, "_choose_folder", lambda self: folder)
+    for rank in reversed(ranks):
+        boards[rank].share(seats[rank], seats[rank], ranks)
+    return boards
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("MPISHARD_JOB_FOLDER", raising=False)
+    return folder
+
+
+def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE):
+    call = Call.describe(number, kind, np.ones((2, 3)))
+    call.filename, call.line, call.method = "train.py", line, method
+    return call
+
+
+class TestFiles:
+    def test_peers_read_each_other_and_nothing_stays_behind(self, temporary, monkeypatch):
+        boards = shared(3, monkeypatch)
+        assert list(temporary.iterdir()) == []
+        log = CallLog(boards[1].journal, "tensor group 4 (ranks 1, 2)")
+        for number in range(1, settings.CALL_LOG_LENGTH + 6):
+            log.record(a_call(number, number), None)
+        for board in boards:
+            records = board.records()
+            assert [len(r.calls) for r in records] == [0, settings.CALL_LOG_LENGTH, 0]
+            last = records[1].calls[-1]
+            assert (last.call.sequence, last.group) == (261, "tensor group 4 (ranks 1, 2)")
+            assert last.call.place == "train.py:261"
+            assert records[1].last_of("tensor group 4 (ranks 1, 2)") == 261
+
+    def test_the_files_of_a_job_s_folder_stay(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+        early = CallBoard(1, 2)
+        assert call_files(tmp_path)[1].state is RankState.STARTED
+        assert early.records()[0].state is None
+        assert early.records()[0].is_known
+        boards = shared(2, monkeypatch)
+        boards[0].journal.end(RankState.RUNNING)
+        assert call_files(tmp_path)[0].state is RankState.RUNNING
+        assert boards[1].records()[0].state is RankState.RUNNING
+        assert (tmp_path / "rank-0.calls").exists()
+
+    def test_ranks_of_other_nodes_are_read_where_the_folder_is_theirs_too(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+        here, elsewhere = CallBoard(0, 3), CallBoard(1, 3)
+        seat = Node(3).of(0)
+        here.share(seat, seat, [0])
+        elsewhere.journal.end(RankState.RUNNING)
+        assert [record.is_known for record in here.records()] == [True, True, False]
+        assert here.records()[1].state is RankState.RUNNING
+
+    def test_a_folder_that_this_node_has_not_is_none(self, temporary, monkeypatch):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(temporary / "on another node"))
+        boards = shared(2, monkeypatch)
+        assert all(record.is_known for record in boards[1].records())
+        assert list(temporary.iterdir()) == []
+
+    def test_a_world_that_begins_again_leaves_the_old_file_to_its_readers(self, tmp_path):
+        path = tmp_path / "rank-0.calls"
+        old = CallFile.create(path, 0, 2)
+        reader = CallFile.open(path)
+        new = CallFile.create(path, 0, 2)
+        new.end(RankState.RUNNING)
+        old.end(RankState.LEFT)
+        assert reader.state is RankState.LEFT
+        assert [p.name for p in tmp_path.iterdir()] == ["rank-0.calls"]
+
+    def test_without_files_training_goes_on_and_one_rank_says_so(
+        self, temporary, monkeypatch, caplog
+    ):
+        def full(handle, start, length):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        boards = [CallBoard(rank, 2) for rank in range(2)]
+        node = Node(2)
+        with caplog.at_level(logging.WARNING, "mpishard"):
+            for board in boards:
+                seat = node.of(board.rank)
+                monkeypatch.setattr(board, "_choose_folder", lambda: Path(temporary))
+                monkeypatch.setattr(call_board.shutil, "rmtree", lambda folder: None)
+                board.share(seat, seat, range(2))
+        assert len(caplog.records) == 1
+        assert "rank 0 could not keep a file" in caplog.text
+        assert "No space left" in caplog.text
+        assert [path.name for path in temporary.iterdir()] == []
+        CallLog(boards[1].journal).record(a_call(1), None)
+        assert len(boards[1].records()[1].calls) == 1
+        assert not boards[1].records()[0].is_known
+        assert boards[1].dead_rank() is None
+        assert boards[1].claim_report(1)
+
+    def test_that_one_rank_has_no_file_is_heard_by_all(self, temporary, monkeypatch):
+        board = CallBoard(1, 2)
+        seat = Node(2).of(1)
+        seat.node.folder = temporary
+        monkeypatch.setattr(seat, "allgather", lambda value: ["no space", value], raising=False)
+        board.share(seat, seat, range(2))
+        assert not board.records()[0].is_known
+
+
+class TestReports:
+    def test_one_rank_reports_and_says_with_which_code(self, temporary, monkeypatch):
+        boards = shared(2, monkeypatch)
+        assert boards[1].claim_report(124)
+        assert not boards[1].claim_report(1)
+        assert not boards[0].claim_report(1)
+        assert boards[0].records()[1].state is RankState.REPORTED
+        assert boards[0]._files[1].code == 124
+
+    def test_who_is_about_to_report_keeps_the_others_silent(self, temporary, monkeypatch):
+        boards = shared(2, monkeypatch)
+        fcntl.flock(boards[1]._lock, fcntl.LOCK_EX)
+        assert not boards[0].claim_report(1)
+
+    def test_a_report_of_another_node_counts_where_the_folder_is_shared(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+        here, elsewhere = CallBoard(0, 2), CallBoard(1, 2)
+        seat = Node(2).of(0)
+        here.share(seat, seat, [0])
+        elsewhere.journal.end(RankState.REPORTED)
+        assert not here.claim_report(1)
+
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
+    def test_a_process_that_is_gone_is_dead_unless_it_left(self, temporary, monkeypatch):
+        boards = shared(2, monkeypatch)
+        assert boards[0].dead_rank() is None
+        monkeypatch.setattr(boards[0]._files[1], "pid", 2**22 + 1)  # beyond any process number
+        assert boards[0].dead_rank() == 1
+        assert not boards[0].records()[1].is_alive
+        boards[1].journal.end(RankState.LEAVING)  # and never got out
+        assert boards[0].dead_rank() == 1
+        boards[1].journal.end(RankState.LEFT)
+        assert boards[0].dead_rank() is None
+
+    def test_a_process_number_that_nobody_sees_says_nothing(self, temporary, monkeypatch):
+        monkeypatch.setattr(CallFile, "is_alive", lambda self: False)
+        assert shared(2, monkeypatch)[0].dead_rank() is None
+
+
+def test_waits_are_read_as_they_were_written(temporary, monkeypatch):
+    boards = shared(2, monkeypatch)
+    log = CallLog(boards[1].journal)
+    first, second = a_call(1), a_call(2)
+    log.record(first, None)
+    log.record(second, None)
+    assert boards[0].records()[1].waits is None
+    boards[1].journal.wait(first)  # issued before the second, and waited for after it
+    assert boards[0].records()[1].waits.call == first
+    message = MessageWait(0, 7, True, "pipeline group 3 (ranks 0, 1)")
+    boards[1].journal.wait(message)
+    record = boards[0].records()[1]
+    assert record.waits == message
+    assert record.waited < 60
+    boards[1].journal.go_on()
+    assert boards[0].records()[1].waits is None
+    assert not boards[0].records()[1].waited
+
+
+class TestPlaces:
+    def calls_of(self, body, world_size=2):
+        def run(backend):
+            body(backend)
+            return [(call.kind.label, call.method) for call in backend.call_log]
+
+        return run_in_threads(world_size, run)[0]
+
+    def test_the_user_s_own_collectives_have_no_method(self):
+        def body(backend):
+            backend.barrier()
+            backend.all_reduce_async(np.ones(3)).wait()
+            assert backend.split(0) is not None
+
+        assert self.calls_of(body) == [("barrier", ""), ("all_reduce", ""), ("split", "")]
+
+    def test_a_method_is_named_as_the_user_s_object_has_it(self, monkeypatch):
+        monkeypatch.setenv("MPISHARD_ARENA", "off")
+        x, y = np.ones((4, 3)), np.ones((4, 1))
+        seen = {}
+
+        def body(backend):
+            model = ms.as_distributed(ms.nn.MLP([3, 1], seed=0), backend)
+            optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend)
+            before = len(backend.call_log)
+            for name, call in {
+                "FSDPOptimizer.step": lambda: optimizer.step(model, x, y),
+                "FSDPModel.predict": lambda: model.predict(x),
+                "FSDPModel.unsharded": lambda: model.unsharded().__enter__(),
+            }.items():
+                call()
+                calls = list(backend.call_log)
+                if backend.rank == 0:
+                    seen[name] = {c.method for c in calls[before:]}
+                assert {Path(c.filename).name for c in calls[before:]} == {"test_call_log.py"}
+                before = len(calls)
+
+        run_in_threads(2, body)
+        assert seen == {name: {name} for name in seen}
+
+    def test_functions_and_constructors(self, tmp_path):
+        def body(backend):
+            ms.ProcessMesh(backend, tensor=2, data=1, order=("tensor", "data", "pipeline"))
+            model = ms.as_distributed(ms.nn.MLP([3, 1], seed=0), backend, "ddp")
+
+            ms.checkpoint.save(tmp_path / "saved", model)
+
+        assert list(dict.fromkeys(method for _, method in self.calls_of(body))) == [
+            "ProcessMesh", "as_distributed", "checkpoint.save"
+        ]  # fmt: skip
+
+    def test_one_line_that_calls_two_functions(self):
+        def body(backend):
+            order = ("tensor", "data", "pipeline")
+            for call in (backend.barrier, partial(ms.ProcessMesh, backend, 1, 2, 1, order=order)):
+                call()
+
+        assert self.calls_of(body) == [("barrier", ""), *[("split", "ProcessMesh")] * 3]
+
+
+class TestGroups:
+    def test_ranks_of_groups_by_their_numbers_in_the_world(self):
+        def body(backend):
+            assert backend.world_ranks == tuple(range(6))
+            assert backend.call_log.group == ""
+            odd = backend.split(backend.rank % 2, key=-backend.rank)
+            inner = odd.split(0 if odd.rank < 2 else None)
+            return (
+                odd.world_ranks,
+                odd.call_log.group,
+                inner and (inner.world_ranks, inner.call_log.group),
+            )
+
+        found = run_in_threads(6, body)
+        assert found[1] == ((5, 3, 1), "group 1 (ranks 1, 3, 5)", None)
+        assert found[3] == (
+            (5, 3, 1),
+            "group 1 (ranks 1, 3, 5)",
+            ((5, 3), "group 1.1 (ranks 3, 5)"),
+        )
+        assert found[0][0] == (4, 2, 0)
+
+    def test_axes_of_a_mesh_are_named(self):
+        def body(backend):
+            mesh = ms.ProcessMesh(backend, pipeline=2, tensor=2, data=2)
+            return [(g.world_ranks, g.call_log.group.split(" group")[0])
+                    for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.replica)]  # fmt: skip
+
+        assert run_in_threads(8, body)[3] == [
+            ((3, 7), "pipeline"),
+            ((1, 3), "tensor"),
+            ((2, 3), "data"),
+            ((1, 3, 5, 7), "replica"),
+        ]
+
+    def test_a_backend_that_says_nothing_of_them_is_asked_once(self, monkeypatch):
+        """One that somebody else wrote: its groups exchange what they are."""
+        steps = ms.InMemoryCommunicationBackend._steps_split
+
+        def silent(self, call, color, key):
+            member = yield from steps(self, call, color, key)
+            if member is not None:
+                member._world_ranks = None
+            return member
+
+        monkeypatch.setattr(ms.InMemoryCommunicationBackend, "_steps_split", silent)
+
+        def body(backend):
+            odd = backend.split(backend.rank % 2)
+            return odd.world_ranks, odd.split(0, key=-odd.rank).world_ranks
+
+        assert run_in_threads(4, body)[1] == ((1, 3), (3, 1))
+
+
+def test_the_journal_of_a_thread_holds_all_its_worlds():
+    def body(backend):
+        group = backend.split(0)
+        group.barrier()
+        backend.barrier()
+        record = backend.call_log.journal.record_of(backend.rank, time.time())
+        return [(c.number, c.call.kind.label, c.group) for c in record.calls]
+
+    name = "group 1 (ranks 0, 1)"
+    assert run_in_threads(2, body)[1] == [
+        (1, "split", ""), (2, "barrier", name), (3, "barrier", ""),
+    ]  # fmt: skip
+
+
+def test_a_journal_says_how_its_rank_stands():
+    backend = ms.InMemoryCommunicationBackend(0, 1, "a journal")
+    journal = backend.call_log.journal
+    assert journal.state is RankState.STARTED
+    with backend:
+        assert journal.state is RankState.RUNNING
+    assert journal.state is RankState.LEFT
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
+def test_only_files_with_a_library_s_name_are_its_own():
+    script = (
+        "import mmap, os, sys\n"
+        "from mpishard.communication.mapped_files import library_files\n"
+        "for name in sys.argv[1:]:\n"
+        "    with open(name, 'wb+') as f:\n"
+        "        f.truncate(4096)\n"
+        "        globals()[name] = mmap.mmap(f.fileno(), 4096)\n"
+        "os.remove(sys.argv[2])\n"
+        "print(*library_files())\n"
+    )
+    number = os.getpid()
+    names = [f"/dev/shm/{name}_{number}" for name in ("mpich_shm", "mpich_shm_gone", "dataset")]
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", script, *names], capture_output=True, text=True, check=True
+        )
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)
+    assert ended.stdout.split() == [names[0]]
+    assert mapped_files._NAMES.match("sm_segment.vm.0.f42c0001.1")
+
+
+def test_a_long_path_keeps_its_end():
+    journal = FileJournal(CallFile.unshared(0, 1))
+    call = a_call(1)
+    call.filename = "/very/long" * 40 + "/train.py"
+    CallLog(journal).record(call, None)
+    assert rank_table([journal.record_of(0, 0.0)], 0.0).endswith("/train.py:1")

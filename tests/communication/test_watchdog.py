@@ -1,0 +1,321 @@
+"""What the watchdog does at which moment, told the time; the jobs are in tests/spawned."""
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from mpishard.communication import ending as ending_module
+from mpishard.communication.ending import Ending
+from mpishard.communication.signals import SignalPipe
+from mpishard.communication.tracebacks import short_traceback
+from mpishard.communication.watchdog import Watchdog
+
+
+class Heard(Ending):
+    """Writes down how the job would have ended."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.ends = []
+        self.warnings = []
+        self.dead = None
+
+    def end(self, report, code):
+        self.ends.append((code, report))
+
+    def warn(self, waited, where, give_up_after):
+        self.warnings.append((waited, where, give_up_after))
+
+    def dead_rank(self):
+        return self.dead
+
+    def describe_stall(self):
+        return "rank 1 sleeps"
+
+    def describe(self):
+        return "  rank 0: its last collectives"
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    monkeypatch.setenv("MPISHARD_WARN_AFTER", "30")
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "300")
+    return monkeypatch
+
+
+@pytest.fixture
+def dog(monkeypatch):
+    """A watchdog whose thread does not run: the test says what time it is."""
+    made = Watchdog()
+    monkeypatch.setattr(made, "start", lambda: None)
+    return made
+
+
+def test_a_long_wait_is_said_once_and_given_up(dog, limits):
+    heard = Heard()
+    with dog.wait(lambda: "in collective 7", heard) as wait:
+        dog.look(wait.since + 29)
+        assert heard.warnings == []
+        dog.look(wait.since + 31)
+        dog.look(wait.since + 299)
+        assert [(w, g) for _, w, g in heard.warnings] == [("in collective 7", 300.0)]
+        assert heard.ends == []
+        dog.look(wait.since + 301)
+    ((code, report),) = heard.ends
+    assert code == 124
+    assert "rank 0 of 2 has waited 301 s in collective 7; the job ends" in report
+    assert report.endswith("\nrank 1 sleeps")
+
+
+def test_a_wait_that_is_over_counts_no_more(dog, limits):
+    heard = Heard()
+    with dog.wait(lambda: "here", heard) as wait:
+        pass
+    dog.look(wait.since + 1000)
+    assert heard.warnings == heard.ends == []
+
+
+def test_what_takes_time_by_itself_may_take_it(dog, limits):
+    heard = Heard()
+    with dog.wait(lambda: "here", heard, slack=10) as wait:
+        dog.look(wait.since + 39)
+        assert heard.warnings == []
+        dog.look(wait.since + 41)
+        dog.look(wait.since + 309)
+        assert len(heard.warnings) == 1
+        assert heard.ends == []
+        dog.look(wait.since + 311)
+        assert len(heard.ends) == 1
+
+
+def test_zero_is_never(dog, limits):
+    limits.setenv("MPISHARD_WARN_AFTER", "0")
+    limits.setenv("MPISHARD_TIMEOUT", "0")
+    heard = Heard()
+    with dog.wait(lambda: "here", heard) as wait:
+        dog.look(wait.since + 1e6)
+    assert heard.warnings == heard.ends == []
+
+
+def test_a_rank_that_is_gone_is_seen_while_this_one_computes(dog, limits):
+    heard = Heard()
+    dog.guard(heard)
+    dog.look(1.0)
+    assert heard.ends == []
+    heard.dead = 1
+    dog.look(2.0)
+    ((code, report),) = heard.ends
+    assert code == 1
+    assert "rank 1 of 2 is gone (killed, or out of memory?), seen by rank 0 while it" in report
+    dog.release(heard)
+    dog.look(3.0)
+    assert len(heard.ends) == 1
+
+
+def test_sigterm_says_what_the_rank_did(dog, limits, monkeypatch):
+    monkeypatch.setattr(ending_module, "_LAUNCHER_SECONDS", 0.0)
+    heard = Heard()
+    dog.guard(heard)
+    with dog.wait(lambda: "in collective 7", heard):
+        dog.hear(signal.SIGTERM, 0.0)
+    ((code, report),) = heard.ends
+    assert code == 143
+    did = "while it waited in collective 7"
+    assert report == f"mpishard: rank 0 of 2 was sent SIGTERM {did}; the job ends"
+
+
+def test_ctrl_c_is_left_to_a_main_thread_that_makes_steps(dog, limits):
+    heard = Heard()
+    dog.guard(heard)
+    dog.hear(signal.SIGINT, 10.0)
+    dog.look(11.0)
+    dog.look(13.0)  # another step than that of `hear`
+    dog.look(20.0)
+    assert heard.ends == []
+
+
+def test_ctrl_c_ends_the_job_where_the_main_thread_makes_none(dog, limits):
+    heard = Heard()
+    dog.guard(heard)
+
+    def from_another_thread():
+        dog.hear(signal.SIGINT, 10.0)
+        dog.look(11.0)
+        assert heard.ends == []
+        dog.look(12.1)
+
+    thread = threading.Thread(target=from_another_thread)
+    thread.start()
+    thread.join()  # where this thread is stuck
+    ((code, report),) = heard.ends
+    assert code == 130
+    assert report.startswith("mpishard: rank 0 of 2 was interrupted while it")
+
+
+def test_sigquit_prints_and_goes_on(dog, limits, capsys):
+    heard = Heard()
+    dog.guard(heard)
+    with dog.wait(lambda: "in collective 7", heard) as wait:
+        dog.hear(signal.SIGQUIT, wait.since + 4)
+    shown = capsys.readouterr().err
+    assert "rank 0 of 2 was sent SIGQUIT, and goes on\n  waits in collective 7, for 4.0 s" in shown
+    assert "  rank 0: its last collectives" in shown
+    assert "MainThread 0x" in shown
+    assert heard.ends == []
+
+
+def test_the_thread_looks_hears_and_ends(limits):
+    dog, heard = Watchdog(), Heard()
+    looked, described = threading.Event(), threading.Event()
+    heard.dead_rank = looked.set
+    heard.describe = lambda: described.set() or ""
+    dog.guard(heard)
+    dog.guard(heard)
+    try:
+        assert looked.wait(20)
+        assert "mpishard-watchdog" in {thread.name for thread in threading.enumerate()}
+        os.kill(os.getpid(), signal.SIGQUIT)
+        assert described.wait(20)
+    finally:
+        dog.release(heard)
+        dog.release(heard)
+    assert "mpishard-watchdog" not in {thread.name for thread in threading.enumerate()}
+    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# ------------------------------------------------------------------------------------- signals
+
+
+@pytest.fixture
+def pipe():
+    made = SignalPipe()
+    yield made
+    made.restore()
+
+
+def test_signals_of_ours_are_heard_and_given_back(pipe):
+    pipe.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert pipe.wait(20) == {signal.SIGTERM}
+    assert pipe.wait(0) == set()
+    pipe.wake()
+    assert pipe.wait(20) == set()
+    pipe.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_of_the_user_s_stays(pipe):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("theirs"))
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        pipe.install()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["theirs"]
+        pipe.restore()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wakeup_descriptor_of_another_s_stays_and_signals_are_heard(pipe, when):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        if when == "before":
+            signal.set_wakeup_fd(write)
+        pipe.install()
+        if when == "after":
+            signal.set_wakeup_fd(write)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert os.read(read, 10) == bytes([signal.SIGTERM])
+        assert pipe.wait(20) == {signal.SIGTERM}
+        pipe.restore()
+        assert signal.set_wakeup_fd(-1) == write
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(read)
+        os.close(write)
+
+
+def test_on_another_thread_signals_are_left_alone(pipe):
+    thread = threading.Thread(target=pipe.install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# -------------------------------------------------------------------------------------- ending
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux sockets")
+def test_one_process_of_a_launcher_reports(monkeypatch):
+    monkeypatch.setattr(ending_module, "_kept", [])
+    monkeypatch.setattr(os, "getppid", lambda: 10**9)  # not that of a real job
+    assert Ending(0, 2).claim_report(1)
+    assert not Ending(1, 2).claim_report(1)
+    for claim in ending_module._kept:
+        claim.close()
+    assert Ending(1, 2).claim_report(1)
+    for claim in ending_module._kept:
+        claim.close()
+
+
+def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, tmp_path):
+    monkeypatch.setattr(ending_module, "_FUSE_SECONDS", 0.0)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with (tmp_path / "theirs").open("wb+") as file:
+        monkeypatch.setenv("PMI_FD", str(file.fileno()))
+        ending_module._abort(1)
+        file.seek(0)
+        assert file.read() == b""
+
+
+def test_the_launcher_is_told_in_its_words(monkeypatch):
+    import socket
+
+    monkeypatch.setattr(ending_module, "_FUSE_SECONDS", 0.0)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    launcher, rank = socket.socketpair()
+    with launcher, rank:
+        monkeypatch.setenv("PMI_FD", str(rank.fileno()))
+        ending_module._abort(124)
+        assert launcher.recv(100) == b"cmd=abort exitcode=124\n"
+
+
+# ---------------------------------------------------------------------------------- tracebacks
+
+
+def failing():
+    import numpy as np
+
+    import mpishard
+
+    try:
+        mpishard.run_in_threads(1, lambda backend: backend.all_reduce([1]))
+    except TypeError as error:
+        raise KeyError("theirs") from error
+    return np
+
+
+def test_of_this_package_the_last_frame_is_shown(monkeypatch):
+    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+    with pytest.raises(KeyError) as caught:
+        failing()
+    text = short_traceback(caught.value)
+    assert "in failing" in text
+    assert "in <lambda>" in text
+    assert "The above exception was the direct cause" in text
+    assert text.count("frames inside mpishard\n") == 2
+    assert "arrays.py" in text
+    assert text.count("threads.py") == 0
+    assert "raised on" not in text
+    monkeypatch.setenv("MPISHARD_LOG", "debug")
+    assert "threads.py" in short_traceback(caught.value)

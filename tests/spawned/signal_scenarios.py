@@ -1,0 +1,134 @@
+"""What processes of a job do that are stuck or sent signals: ``python signal_scenarios.py NAME``.
+
+A rank that says "ready" names its process, and is then as the test wants to find it.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
+import numpy as np
+
+from mpishard import settings
+from mpishard.communication import library
+
+LONG = 60
+RANK = settings.launched_rank()
+
+
+def say_ready():
+    sys.stdout.write(f"ready {os.getpid()}\n")  # in one piece, whatever the other rank prints
+    sys.stdout.flush()
+
+
+def stuck_in_mpi():
+    """A call that returns when somebody sends to this rank, and that makes no step of Python."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.recv(tag=1)
+
+
+def init_on_one_rank():
+    library.START_SECONDS = 0.0
+    if RANK == 1:
+        time.sleep(LONG)
+    mpishard.init()
+
+
+def init_on_one_rank_where_mpi_runs():
+    from mpi4py import MPI
+
+    assert MPI.Is_initialized()
+    if RANK == 1:
+        time.sleep(LONG)
+    mpishard.init()
+
+
+def raises_before_init():
+    if RANK == 1:
+        raise ValueError("boom before init")
+    if sys.argv[2] == "inits":
+        mpishard.init()
+    time.sleep(LONG)
+
+
+def raises_in_a_thread_before_init():
+    if RANK == 1:
+        thread = threading.Thread(target=np.ones(3).reshape, args=(2,))
+        thread.start()
+        time.sleep(LONG)
+    mpishard.init()
+
+
+def raises_after_shutdown():
+    with mpishard.init() as backend:
+        rank = backend.rank
+    if rank == 1:
+        raise ValueError("boom after shutdown")
+    time.sleep(1)
+    print("saved", flush=True)
+
+
+def aborts_from_a_thread():
+    backend = mpishard.init()
+    backend.barrier()
+    if RANK == 1:
+        error = RuntimeError("a reason of its own")
+        threading.Thread(target=backend.abort, args=(error,)).start()
+        stuck_in_mpi()
+    backend.barrier()
+
+
+def sleeps():
+    backend = mpishard.init()
+    backend.barrier()
+    say_ready()
+    if RANK == 0:
+        time.sleep(LONG)
+    backend.barrier()
+
+
+def goes_on_when_asked():
+    """Rank 1 is stuck until the file appears; a pool that ends its own processes ends no rank."""
+    from mpi4py import MPI
+
+    backend = mpishard.init()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]
+    backend.barrier()
+    say_ready()
+    if RANK == 1:
+        stuck_in_mpi()
+    else:
+        while not Path(sys.argv[2]).exists():
+            time.sleep(0.02)
+        MPI.COMM_WORLD.send(None, 1, tag=1)
+    backend.barrier()
+    print("went on", flush=True)
+
+
+def all_are_stuck():
+    backend = mpishard.init()
+    backend.barrier()
+    say_ready()
+    stuck_in_mpi()
+
+
+def loss_of_nan():
+    backend = mpishard.init()
+    model = mpishard.as_distributed(mpishard.nn.MLP([4, 2], seed=0), backend)
+    x = np.full((2, 4), np.nan if RANK == 1 else 1.0)
+    try:
+        model.train(x, np.ones((2, 2)))
+    except mpishard.errors.NonFiniteLossError:
+        print("raised on rank", RANK, flush=True)
+        time.sleep(0.3)  # so that the other has said so, too, when the job ends
+        raise
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
