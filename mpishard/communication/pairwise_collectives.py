@@ -158,9 +158,9 @@ class PairwiseCollectives(SharedCollectives):
     def _pairwise_gather(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
         """Send this rank's part of flat ``out`` to all, and receive theirs."""
         synchronize(out)
-        pieces = split_up(out, sizes)
-        outgoing = dict.fromkeys(self._others, pieces[self.rank])
-        yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in self._others})
+        others, pieces = self._others, split_up(out, sizes)
+        outgoing = dict.fromkeys(others, pieces[self.rank])
+        yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in others})
 
     @staticmethod
     def _is_large(nbytes: int) -> bool:

@@ -520,7 +520,7 @@ def is_stuck_in_mpi_of_its_own(backend, culprit):
     backend.all_reduce(LONG.copy())
 
 
-@fault(code=124, mpi=("init", "the job ends"), stalls=True, before_init=True)
+@fault(code=124, mpi=("has waited", "the job ends"), stalls=True, before_init=True)
 def init_on_all_but_one(rank, culprit):
     if rank == culprit:
         time.sleep(FOREVER)
@@ -630,7 +630,7 @@ def raise_before_init(rank, culprit):
     mpishard.init().barrier()
 
 
-@fault(code=124, mpi=("init", "the job ends"), stalls=True, before_init=True)
+@fault(code=124, mpi=("has waited", "the job ends"), stalls=True, before_init=True)
 def exit_before_init(rank, culprit):
     if rank == culprit:
         sys.exit(0)
