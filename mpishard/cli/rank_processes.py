@@ -49,6 +49,11 @@ class RankProcess:
         """Its exit code, or minus the signal that ended it; None where that is not known."""
         return None if self.status is None else os.waitstatus_to_exitcode(self.status)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send the process a signal, if it still runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def catches(self, number: signal.Signals) -> bool:
         """Whether the process does something of its own when it is sent the signal."""
         try:

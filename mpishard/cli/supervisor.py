@@ -203,24 +203,27 @@ class Supervisor:
 
     def _kill(self, _number: int, _frame: FrameType | None) -> None:
         self._signal_job(signal.SIGKILL)
+        # Hydra gives each rank a session of its own.
+        for process in self._running():
+            process.send(signal.SIGKILL)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         """Ask the ranks of this machine what they do. The job goes on."""
-        running = (
-            []
-            if self._processes is None
-            else [process for process in self._processes.ranks.values() if not process.has_ended]
-        )
+        running = self._running()
         # Unprepared, as before init, a process would end of it.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
         for process in asked:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(process.pid, signal.SIGQUIT)
+            process.send(signal.SIGQUIT)
         others = [process for process in running if process not in asked]
         self._say(
             f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
             + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
         )
+
+    def _running(self) -> list[RankProcess]:
+        """The ranks of this machine that have not ended."""
+        known = {} if self._processes is None else self._processes.ranks
+        return [process for process in known.values() if not process.has_ended]
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:

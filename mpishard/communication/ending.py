@@ -55,7 +55,7 @@ class Ending:
             f"mpishard: {self.name} failed {where}; the job ends\n"
             f"{type(error).__name__}: {error}\n"
             f"--- traceback of rank {'?' if self.rank is None else self.rank} ---\n"
-            f"{short_traceback(error)}",
+            f"{short_traceback(error)}{_below(self.last_calls())}",
             settings.EXIT_FAILURE,
         )
 
@@ -111,6 +111,10 @@ class Ending:
 
     def describe(self) -> str:
         """What this rank did last; several lines, or nothing."""
+        return ""
+
+    def last_calls(self) -> str:
+        """The last collectives of this rank; several lines, or nothing."""
         return ""
 
     def describe_stall(self) -> str:

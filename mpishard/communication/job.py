@@ -17,6 +17,7 @@ from mpishard.communication.diagnosis import describe_stall, longest_waiting
 from mpishard.communication.ending import Ending, flush_output
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
+from mpishard.communication.naming import of_group
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
 from mpishard.communication.rank_table import rank_table
@@ -28,6 +29,7 @@ __all__ = ["IN_INIT", "Job"]
 _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
 _CALLS_SHOWN = 10
+_CALLS_OF_A_FAILURE = 3
 _CORES_FOR_PROGRESS = 2
 
 IN_INIT = "in init() for the other ranks to call it"
@@ -220,6 +222,15 @@ class Job(Ending):
             return ""
         now = time.time()
         return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
+
+    def last_calls(self) -> str:
+        if self.board is None:
+            return ""
+        calls = self.board.journal.record_of(self.rank, time.time()).calls[-_CALLS_OF_A_FAILURE:]
+        if not calls:
+            return ""
+        lines = [f"  {c.number}: {c.call}{of_group(c.group)} at {c.call.place}" for c in calls]
+        return "\n".join([f"--- last collectives of rank {self.rank} ---", *lines])
 
     def describe_stall(self) -> str:
         return "" if self.board is None else describe_stall(self.board)

@@ -21,6 +21,7 @@ __all__ = ["STARTING", "START_SECONDS", "load_mpi"]
 STARTING = "starting-"
 """With its process id: a file that a rank leaves in the job's folder before MPI starts."""
 
+_STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
 
@@ -69,9 +70,7 @@ def _start_under_watch() -> ModuleType:
         return MPI
     _announce()
     watchdog.start()
-    with watchdog.wait(
-        lambda: "for MPI to start, which needs all processes of the job", slack=START_SECONDS
-    ):
+    with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
         _initialize(MPI, rc)
     return MPI
 

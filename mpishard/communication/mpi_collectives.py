@@ -17,6 +17,9 @@ gather             gather
 scatter            scatter of lengths              scatter
 all_to_all         all-to-all of shapes            all-to-all
 =================  ==============================  =====================
+
+On one node reductions and all_gather are messages from rank to rank instead
+(`mpishard.communication.pairwise_collectives`).
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ from mpishard.communication.call import Call
 from mpishard.communication.call_file import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
 from mpishard.communication.lanes import Pending, Turn
-from mpishard.communication.pairwise_collectives import PairwiseCollectives
+from mpishard.communication.pairwise_collectives import LARGE_BYTES, PairwiseCollectives
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.shared_collectives import (
     SCRATCH_BYTES,
     same_start,
+    split_up,
     starts_of,
 )
 from mpishard.communication.sharing import Places
@@ -153,7 +157,7 @@ class MPICollectives(PairwiseCollectives):
                 array = array.copy()
             flat = result if array is out else array.reshape(-1)
             piece = result[starts[self.rank] :][: sizes[self.rank]]
-            if self._sends_pairwise:
+            if self._sends_pairwise or self._is_large(array.nbytes):
                 yield from self._pairwise_reduce(
                     first, flat, sizes, call.operation, piece, (second, result)
                 )
@@ -191,7 +195,8 @@ class MPICollectives(PairwiseCollectives):
             if inline:
                 self._combine_inline(headers, call.operation, piece, mine)
             else:
-                reduce = self._pairwise_reduce if self._sends_pairwise else self._combine_pieces
+                pairwise = self._sends_pairwise or self._is_large(array.nbytes)
+                reduce = self._pairwise_reduce if pairwise else self._combine_pieces
                 yield from reduce(turn, array.reshape(-1), sizes, call.operation, piece)
             if piece is not result:
                 result[...] = piece
@@ -288,7 +293,8 @@ class MPICollectives(PairwiseCollectives):
                 mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
                 if not same_start(mine, array):
                     mine[...] = array.reshape(-1)
-                gather = self._pairwise_gather if self._sends_pairwise else self._gather_pieces
+                pairwise = self._sends_pairwise or self._is_large(out.nbytes)
+                gather = self._pairwise_gather if pairwise else self._gather_pieces
                 yield from gather(turn, result, sizes)
             self._count_all_gather(array)
             return out
@@ -304,9 +310,14 @@ class MPICollectives(PairwiseCollectives):
                 if self.rank != root:
                     array[...] = headers.inline(root)
             elif self.world_size > 1:
+                flat, step = array.reshape(-1), LARGE_BYTES // array.itemsize
                 yield turn
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                yield self._post(turn, turn.comm.Ibcast(spec, root), array)
+                requests = [
+                    turn.comm.Ibcast(self._spec(a, a.size, itemsize=a.itemsize), root)
+                    for a in (flat[low : low + step] for low in range(0, flat.size, step))
+                ]
+                turn.release()
+                yield self._keep_all(requests, array)
             self._count_broadcast(array, root)
             return array
 
@@ -334,26 +345,34 @@ class MPICollectives(PairwiseCollectives):
                 )
                 yield self._post(first, request, lengths, length)
                 piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
-                parts = None
-                if array is not None and counts is not None:
+                sizes = []
+                if counts is not None:
                     row = int(np.prod(sent.shape[1:], dtype=np.int64))
                     sizes = [count * row for count in counts]
-                    parts = self._parts(array, sizes, starts_of(sizes), itemsize=array.itemsize)
-                yield second
-                request = second.comm.Iscatterv(
-                    parts, self._spec(piece, piece.size, itemsize=piece.itemsize), root
-                )
-                yield self._post(second, request, array, piece)
+                scatter = self._pairwise_scatter if self._is_large(sent.nbytes) else self._scatterv
+                yield from scatter(second, array, sizes, piece, root)
             self._count_scatter(array if self.rank == root else None, piece)
             return piece
+
+    def _scatterv(
+        self, turn: Turn, array: Array | None, sizes: Sequence[int], piece: Array, root: int
+    ) -> Steps:
+        parts = None
+        if array is not None:
+            parts = self._parts(array, sizes, starts_of(sizes), itemsize=array.itemsize)
+        yield turn
+        spec = self._spec(piece, piece.size, itemsize=piece.itemsize)
+        yield self._post(turn, turn.comm.Iscatterv(parts, spec, root), array, piece)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
         with self._turn(0) as turn:
             headers = yield from self._open(call, turn, array)
-            result = parts = None
+            result = None
             rows = [c.shape[0] for c in headers.calls if c.shape is not None]
             if self.rank == root:
                 result = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+            row = int(np.prod(array.shape[1:], dtype=np.int64))
+            sizes = [count * row for count in rows]
             if headers.all_inline:
                 if result is not None:
                     arrays = [headers.inline(rank) for rank in range(self.world_size)]
@@ -362,51 +381,63 @@ class MPICollectives(PairwiseCollectives):
                 assert result is not None
                 result[...] = array
             else:
-                if result is not None:
-                    row = int(np.prod(array.shape[1:], dtype=np.int64))
-                    sizes = [count * row for count in rows]
-                    parts = self._parts(result, sizes, starts_of(sizes), itemsize=array.itemsize)
-                yield turn
-                spec = self._spec(array, array.size, itemsize=array.itemsize)
-                yield self._post(turn, turn.comm.Igatherv(spec, parts, root), array, result)
+                large = self._is_large(sum(sizes) * array.itemsize)
+                gather = self._pairwise_gather_to if large else self._gatherv
+                yield from gather(turn, array, sizes, result, root)
             self._count_gather(array, root)
             return result
+
+    def _gatherv(
+        self, turn: Turn, array: Array, sizes: Sequence[int], result: Array | None, root: int
+    ) -> Steps:
+        parts = None
+        if result is not None:
+            parts = self._parts(result, sizes, starts_of(sizes), itemsize=array.itemsize)
+        yield turn
+        spec = self._spec(array, array.size, itemsize=array.itemsize)
+        yield self._post(turn, turn.comm.Igatherv(spec, parts, root), array, result)
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         with self._turn(0) as first, self._turn(1) as second:
             yield from self._open(call, first)
-            dtype = parts[0].dtype
             if self.world_size == 1:
                 received = [parts[0].copy()]
             else:
-                outgoing = np.zeros((self.world_size, _SHAPE_LENGTH), np.int64)
-                for row, part in zip(outgoing, parts, strict=True):
+                # A rank's shapes, and how much it sends in all.
+                outgoing = np.zeros((self.world_size, 1 + _SHAPE_LENGTH), np.int64)
+                outgoing[:, 0] = sum(part.nbytes for part in parts)
+                for row, part in zip(outgoing[:, 1:], parts, strict=True):
                     row[: 1 + part.ndim] = part.ndim, *part.shape
                 incoming = np.empty_like(outgoing)
                 yield first
                 request = first.comm.Ialltoall(
-                    self._spec(outgoing, _SHAPE_LENGTH, itemsize=8),
-                    self._spec(incoming, _SHAPE_LENGTH, itemsize=8),
+                    self._spec(outgoing, 1 + _SHAPE_LENGTH, itemsize=8),
+                    self._spec(incoming, 1 + _SHAPE_LENGTH, itemsize=8),
                 )
                 yield self._post(first, request, outgoing, incoming)
-                shapes = [tuple(dims[:ndim]) for ndim, *dims in incoming.tolist()]
-                sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-                starts = starts_of(sizes)
-                target = np.empty(sum(sizes), dtype)
-                source = np.concatenate([part.reshape(-1) for part in parts])
-                lengths = [int(part.size) for part in parts]
-                yield second
-                request = second.comm.Ialltoallv(
-                    self._parts(source, lengths, starts_of(lengths), itemsize=dtype.itemsize),
-                    self._parts(target, sizes, starts, itemsize=dtype.itemsize),
-                )
-                yield self._post(second, request, source, target)
-                received = [
-                    target[start : start + size].reshape(shape)
-                    for start, size, shape in zip(starts, sizes, shapes, strict=True)
-                ]
+                shapes = [tuple(dims[:ndim]) for _, ndim, *dims in incoming.tolist()]
+                large = self._is_large(int(incoming[:, 0].sum()))
+                exchange = self._pairwise_all_to_all if large else self._alltoallv
+                received = yield from exchange(second, parts, shapes)
             self._count_all_to_all(parts)
             return received
+
+    def _alltoallv(
+        self, turn: Turn, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]]
+    ) -> Steps:
+        dtype = parts[0].dtype
+        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+        target = np.empty(sum(sizes), dtype)
+        source = np.concatenate([part.reshape(-1) for part in parts])
+        lengths = [int(part.size) for part in parts]
+        yield turn
+        request = turn.comm.Ialltoallv(
+            self._parts(source, lengths, starts_of(lengths), itemsize=dtype.itemsize),
+            self._parts(target, sizes, starts_of(sizes), itemsize=dtype.itemsize),
+        )
+        yield self._post(turn, request, source, target)
+        arrays = zip(split_up(target, sizes), shapes, strict=True)
+        return [array.reshape(shape) for array, shape in arrays]
 
     def _steps_barrier(self, call: Call) -> Steps:
         with self._turn(0) as turn:

@@ -52,6 +52,12 @@ class SharedCollectives(CommunicationBackend):
         """What is true when all ranks have begun this fence, in the order of their turns."""
 
     @abstractmethod
+    def _exchange(
+        self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
+    ) -> Pending:
+        """Post a message to, and one from, each rank that has elements to send or to receive."""
+
+    @abstractmethod
     def _keep(self, request: Any, *keep: object) -> Pending:
         """Remember what the library reads and writes until ``request`` is complete."""
 
@@ -257,32 +263,16 @@ class SharedCollectives(CommunicationBackend):
     def _exchange_pieces(self, turn: Turn, out: Array, sizes: Sequence[int]) -> Steps:
         """Send this rank's part of flat ``out`` to its agents; receive for whom this is agent."""
         nodes = Nodes(self.nodes, self.rank)
-        starts = starts_of(sizes)
+        pieces = split_up(out, sizes)
         agents = [nodes.agent(self.rank, n) for n in range(nodes.count) if n != nodes.own]
-        clients = nodes.clients()
         step = max(1, SCRATCH_BYTES // out.itemsize)  # libraries fail above 2^31 bytes
+        yield turn
         for low in range(0, max(*sizes, 1), step):
-            outgoing, incoming = [0] * self.world_size, [0] * self.world_size
-            for rank in agents:
-                outgoing[rank] = max(0, min(step, sizes[self.rank] - low))
-            for rank in clients:
-                incoming[rank] = max(0, min(step, sizes[rank] - low))
-            # What is sent and what is received never begin at one address: Open MPI takes that for
-            # MPI_IN_PLACE. The first rank receives behind its own part, where all of it goes.
-            size = sizes[self.rank]
-            base = size if starts[self.rank] == 0 else 0
-            source = out[starts[self.rank] :][:size] if size else np.empty(1, out.dtype)
-            target = out[base:] if out.size > base else np.empty(1, out.dtype)
-            places = [
-                start + low - base if count else 0
-                for start, count in zip(starts, incoming, strict=True)
-            ]
-            yield turn
-            request = turn.comm.Ialltoallv(
-                self._parts(source, outgoing, [low] * self.world_size, itemsize=out.itemsize),
-                self._parts(target, incoming, places, itemsize=out.itemsize),
+            yield self._exchange(
+                turn,
+                dict.fromkeys(agents, pieces[self.rank][low : low + step]),
+                {rank: pieces[rank][low : low + step] for rank in nodes.clients()},
             )
-            yield self._keep(request, source, target)
 
     def _take(self, length: int, dtype: np.dtype[Any]) -> Scratch:
         return Scratch(self._pool.take(length * dtype.itemsize), length, dtype)
@@ -301,6 +291,13 @@ class Scratch:
 def starts_of(sizes: Sequence[int]) -> list[int]:
     """Where each of several parts begins that lie end to end."""
     return [0, *accumulate(sizes[:-1])]
+
+
+def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
+    """Each rank's piece of a flat array in which they lie end to end."""
+    return [
+        array[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)
+    ]
 
 
 def same_start(a: Array, b: Array) -> bool:

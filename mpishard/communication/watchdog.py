@@ -122,10 +122,16 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
-            for number in self._signals.wait(_TICK_SECONDS):
+            for number in self._signals.wait(self.pause(time.monotonic())):
                 self.hear(number, time.monotonic())
             if not self._stopped:
                 self.look(time.monotonic())
+
+    def pause(self, now: float) -> float:
+        """Seconds from ``now`` until there may be something to say."""
+        limits = settings.mpi_warning(), settings.mpi_timeout()
+        left = [wait.since + wait.slack + limit - now for wait in self.waits for limit in limits]
+        return min([_TICK_SECONDS, *(seconds for seconds in left if seconds > 0)])
 
     def look(self, now: float) -> None:
         """Look round, at the time ``now``."""

@@ -1,6 +1,7 @@
-"""Checks that backends and models of your own can run: conformance, gradients, worlds of ranks."""
+"""Checks that backends and models of your own can run: conformance, random sequences, gradients."""
 
 from mpishard.testing.communication import CommunicationConformance
+from mpishard.testing.fuzz import fuzz_sequence
 from mpishard.testing.gradients import (
     GradientMismatchError,
     check_gradients,
@@ -15,5 +16,6 @@ __all__ = [
     "check_gradients",
     "check_layer_gradients",
     "check_parallel_layer",
+    "fuzz_sequence",
     "in_worlds",
 ]

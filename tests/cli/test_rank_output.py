@@ -68,14 +68,25 @@ def test_last_words_survive_sigkill(start, log):
 
 def test_signals_to_the_group_end_the_program_and_not_its_log(start, log):
     process = start(
-        "/bin/sh", "-c", "trap 'echo told; exit 3' TERM; echo ready; while :; do sleep 0.05; done",
-        start_new_session=True,
+        "/bin/sh", "-c", "trap 'echo told; exit 3' TERM; echo ready; read line",
+        stdin=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 3
     assert log.read_text() == "ready\ntold\n"
+
+
+def test_a_killed_group_leaves_the_log_to_who_still_writes(start, log):
+    late = "setsid sh -c 'echo ready; while kill -0 $0; do sleep 0.02; done; echo late' $$ &"
+    process = start("/bin/sh", "-c", f"{late} sleep 60", start_new_session=True)
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGKILL
+    process.communicate(timeout=20)
+    assert log.read_text().startswith("ready\n")
+    assert "late\n" in log.read_text()
 
 
 def test_an_unfinished_line_is_shown_soon(start):

@@ -102,9 +102,19 @@ def start(*arguments, **variables):
     )
 
 
+def finish(job):
+    """What the job printed; one that hangs is ended."""
+    try:
+        return job.communicate(timeout=50)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.communicate(timeout=20)
+
+
 def run(*arguments, **variables):
     job = start(*arguments, **variables)
-    out, error = job.communicate(timeout=50)
+    out, error = finish(job)
     return job.returncode, out, error
 
 
@@ -214,7 +224,7 @@ def test_ranks_that_are_asked_go_on(script):
     job = start("-n", "2", "--env", "A=b c", "--env", "B", script(ASKED), B="d")
     assert job.stdout.readline() == job.stdout.readline() == "ready\n"
     job.send_signal(signal.SIGQUIT)
-    out, error = job.communicate(timeout=50)
+    out, error = finish(job)
     assert job.returncode == 0, error
     assert sorted(out.splitlines()) == ["rank 0 heard b c d", "rank 1 heard b c d"]
     assert "mpishard run: SIGQUIT (Ctrl-\\) went to ranks 0, 1\n" in error
@@ -234,7 +244,7 @@ def test_a_signal_ends_all_ranks(script, number, options):
         text += job.stdout.readline()
     started = time.monotonic()
     job.send_signal(number)
-    job.communicate(timeout=30)
+    finish(job)
     assert job.returncode == 128 + number
     assert time.monotonic() - started < 5
     while any(is_running(int(pid)) for pid in pids):

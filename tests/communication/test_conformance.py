@@ -10,6 +10,9 @@ from mpishard.communication import (
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
+    mpi_collectives,
+    pairwise_collectives,
+    shared_collectives,
 )
 from mpishard.communication.call import DTYPES
 from mpishard.communication.job import Job
@@ -127,6 +130,23 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
     CommunicationConformance().check_all_reduce(backend)
     CommunicationConformance().check_reduce_scatter(backend)
     CommunicationConformance().check_async_orders(backend)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
+def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypatch):
+    """`test_large.py` tells whether libraries can count them; here little counts as large."""
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    for module in (mpi_collectives, pairwise_collectives):
+        monkeypatch.setattr(module, "LARGE_BYTES", 400)
+    for module in (mpi_collectives, pairwise_collectives, shared_collectives):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 300)
+    with MPICommunicationBackend() as world:
+        checks = CommunicationConformance(SAMPLE[1:3])
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter",
+                     "gather", "all_to_all", "twins", "allocate_shared"):  # fmt: skip
+            getattr(checks, f"check_{name}")(world)
 
 
 @in_worlds(1, 2, 3)

@@ -26,27 +26,33 @@ by_dtype = pytest.mark.parametrize("dtype", ["uint8", "float64"])
 
 
 @functools.cache
-def pattern(number, dtype):
-    """`STEP` elements that are those of no other place; sums of two are exact."""
-    return np.random.default_rng(number).integers(0, 100, STEP, np.uint8).astype(dtype)
+def pattern(salt, dtype):
+    """What stands again and again in the array that ``salt`` names; sums of two are exact."""
+    return np.random.default_rng(salt).integers(0, 100, STEP, np.uint8).astype(dtype)
 
 
 def fill(array, salt, start=0):
     """Write what belongs at ``start ..`` of the array that ``salt`` names."""
-    patterns = [pattern(salt, array.dtype), pattern(salt + 1, array.dtype)]
-    for low in range(-(start % STEP), array.size, STEP):
-        # A different number in each block tells it from its neighbours.
-        block = patterns[(start + low) // STEP % 2]
-        first = max(low, 0)
-        array[first : low + STEP] = block[first - low :][: array.size - first]
-        array[first] = (start + low) // STEP % 251
+    repeated = pattern(salt, array.dtype)
+    head = min(-start % STEP, array.size)
+    array[:head] = repeated[start % STEP :][:head]
+    blocks = (array.size - head) // STEP
+    array[head : head + blocks * STEP].reshape(blocks, STEP)[...] = repeated
+    tail = array[head + blocks * STEP :]
+    tail[...] = repeated[: tail.size]
+    # A number of its own tells each block from its neighbours.
+    numbers = array[head::STEP]
+    numbers[...] = (-(-start // STEP) + np.arange(numbers.size)) % 251
     return array
 
 
 def check(array, *salts, start=0):
     """Refuse what is not the sum of the arrays that ``salts`` name, from ``start`` on."""
     scratch = np.empty(STEP, array.dtype)
-    for low in range(0, array.size, STEP):
+    # Blocks all over the array, and those at both sides of each place where it may be cut.
+    lows = {*range(0, array.size, 7 * STEP), max(0, array.size - STEP)}
+    lows |= {max(0, at - STEP // 2) for at in range(0, array.size, 2**25)}
+    for low in sorted(lows):
         part = array[low : low + STEP]
         expected = np.zeros(part.size, array.dtype)
         for salt in salts:

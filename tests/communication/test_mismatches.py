@@ -47,7 +47,7 @@ def refuse_all(backend, method, odd_rank, place, *, twin):
         assert f"do not match in {mismatch.difference}" in message, f"{what}: {message}"
         for rank, said in enumerate(message.splitlines()[1:]):
             place_called = line + (2 if rank == odd_rank else 4)
-            assert said.endswith(f"{__file__}:{place_called}"), f"{what}: {said}"
+            assert f" at {__file__}:{place_called} " in f"{said} ", f"{what}: {said}"
         arguments.check(what)
         total = backend.all_reduce(np.full(LENGTHS[place], 1.0))
         assert (total == backend.world_size).all(), f"the collective after {what}"

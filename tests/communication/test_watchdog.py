@@ -91,6 +91,15 @@ def test_what_takes_time_by_itself_may_take_it(dog, limits):
         assert len(heard.ends) == 1
 
 
+def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
+    heard = Heard()
+    with dog.wait(lambda: "here", heard, slack=1) as wait:
+        assert dog.pause(wait.since) == dog.pause(wait.since + 40) == 0.5
+        assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
+        assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
+    assert dog.pause(wait.since + 30.75) == 0.5
+
+
 def test_zero_is_never(dog, limits):
     limits.setenv("MPISHARD_WARN_AFTER", "0")
     limits.setenv("MPISHARD_TIMEOUT", "0")

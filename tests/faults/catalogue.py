@@ -105,7 +105,12 @@ def raise_before_any_collective(backend, culprit):
     backend.all_reduce(LONG.copy())
 
 
-@raises()
+@fault(
+    errors=PEER, own=("ValueError",), memory=("rank {culprit} failed", "ValueError: boom"),
+    mpi=(
+        *ENDED, "ValueError: boom", "--- last collectives of rank {culprit} ---\n  1: barrier() at",
+    ),
+)  # fmt: skip
 def raise_after_a_collective(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
@@ -374,6 +379,25 @@ def one_iteration_less(backend, culprit):
         backend.all_reduce(np.ones(3))
 
 
+@leaves("100")
+def leaves_with_headers_open(backend, culprit):
+    """It issues more than its ring of headers holds, waits for none, and leaves."""
+    works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
+    if backend.rank == culprit:
+        return
+    for number, work in enumerate(works):
+        assert work.wait()[0] == number * backend.world_size
+    backend.all_reduce(np.array([1]))
+
+
+@leaves("1")
+def leaves_without_header_checks(backend, culprit):
+    backend.check_collectives = False
+    backend.barrier()
+    if backend.rank != culprit:
+        backend.all_reduce(LONG.copy())
+
+
 # --------------------------------------------------------------------------------- mismatches
 
 
@@ -496,7 +520,7 @@ def is_stuck_in_mpi_of_its_own(backend, culprit):
     backend.all_reduce(LONG.copy())
 
 
-@fault(code=124, mpi=("init", "the job ends"), stalls=True, before_init=True)
+@fault(code=124, mpi=("has waited", "the job ends"), stalls=True, before_init=True)
 def init_on_all_but_one(rank, culprit):
     if rank == culprit:
         time.sleep(FOREVER)
@@ -606,7 +630,7 @@ def raise_before_init(rank, culprit):
     mpishard.init().barrier()
 
 
-@fault(code=124, mpi=("init", "the job ends"), stalls=True, before_init=True)
+@fault(code=124, mpi=("has waited", "the job ends"), stalls=True, before_init=True)
 def exit_before_init(rank, culprit):
     if rank == culprit:
         sys.exit(0)

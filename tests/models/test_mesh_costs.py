@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ AXES = ("pipeline", "tensor", "data")
 MESHES = {
     2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
     3: [(3, 1, 1), (1, 3, 1)],
-    4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)],
-    8: [(2, 2, 2), (1, 2, 4), (4, 2, 1)],
+    4: [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 1, 4)],
+    8: [(2, 2, 2)] + [(1, 2, 4), (4, 2, 1)] * bool(os.environ.get("MPISHARD_TEST_FULL")),
 }
 CASES = [(world, mesh) for world, given in MESHES.items() for mesh in given]
 by_mesh = pytest.mark.parametrize(("world_size", "mesh"), CASES)

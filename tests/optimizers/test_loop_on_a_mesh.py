@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -150,17 +151,24 @@ def test_a_plain_model_is_wrapped_as_the_optimizer_says(
     np.testing.assert_array_equal(model.release().get_parameters(), full)
 
 
+# Noise to fit: the validation loss goes up at once.
+NOISE = {
+    "y_validation": (TARGETS[:7] + 5) % 11, "patience": 2, "epochs": 20, "validate_every": 1,
+    "batch_size": 26, "shuffle": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_on_noise() -> Any:
+    return in_one_process("sgd", **NOISE)
+
+
 @by_mesh
 @in_worlds()
-def test_the_best_is_put_back_and_patience_ends(backend: Any, name: str) -> None:
-    """Noise to fit: the validation loss goes up at once."""
-    options = {
-        "y_validation": (TARGETS[:7] + 5) % 11, "patience": 2, "epochs": 20, "validate_every": 1,
-        "batch_size": 26, "shuffle": False,
-    }  # fmt: skip
-    expected, parameters = in_one_process("sgd", **options)
+def test_the_best_is_put_back_and_patience_ends(backend: Any, name: str, run_on_noise: Any) -> None:
+    expected, parameters = run_on_noise
     model, optimizer = build(backend, name, "sgd")
-    found = optimizer.optimize(data(model, **options))
+    found = optimizer.optimize(data(model, **NOISE))
     assert found.stopped_early is expected.stopped_early
     assert found.iterations == expected.iterations
     assert found.best_iteration == expected.best_iteration
@@ -172,19 +180,9 @@ def test_the_best_is_put_back_and_patience_ends(backend: Any, name: str) -> None
 # ---------------------------------------------------------------------------------- local data
 
 
-@by_mesh
-@in_worlds()
-def test_each_data_rank_may_bring_its_own(backend: Any, name: str) -> None:
-    model, optimizer = build(backend, name, "sgd")
-    bounds = [*[0, 15, 22][: model.data_size], SAMPLES]
-    mine = slice(bounds[model.data_rank], bounds[model.data_rank + 1])
-    given = {
-        "x_train": TOKENS[mine], "y_train": TARGETS[mine], "local_data": True,
-        "x_validation": TOKENS[mine], "y_validation": TARGETS[mine], "x_test": None,
-        "y_test": None, "batch_size": model.data_size, "epochs": 1, "max_steps": 4,
-        "shuffle": False,
-    }  # fmt: skip
-    found = optimizer.optimize(data(model, **given))
+@functools.cache
+def descent(bounds: tuple[int, ...]) -> tuple[Any, float]:
+    """Parameters after four steps, each on one sample of each data rank; the loss of all."""
     plain = plain_model(seed=0)
     theta, velocity = plain.get_parameters(), 0
     mask = np.ones(len(theta))
@@ -196,8 +194,24 @@ def test_each_data_rank_may_bring_its_own(backend: Any, name: str) -> None:
         g = plain.with_parameters(theta).compute_gradients(TOKENS[rows], TARGETS[rows])
         velocity = 0.9 * velocity + mask * g
         theta = theta - 1e-3 * velocity
+    return theta, plain.with_parameters(theta).compute_loss_and_gradients(TOKENS, TARGETS)[0]
+
+
+@by_mesh
+@in_worlds()
+def test_each_data_rank_may_bring_its_own(backend: Any, name: str) -> None:
+    model, optimizer = build(backend, name, "sgd")
+    bounds = (*[0, 15, 22][: model.data_size], SAMPLES)
+    mine = slice(bounds[model.data_rank], bounds[model.data_rank + 1])
+    given = {
+        "x_train": TOKENS[mine], "y_train": TARGETS[mine], "local_data": True,
+        "x_validation": TOKENS[mine], "y_validation": TARGETS[mine], "x_test": None,
+        "y_test": None, "batch_size": model.data_size, "epochs": 1, "max_steps": 4,
+        "shuffle": False, "validate_every": 4,
+    }  # fmt: skip
+    found = optimizer.optimize(data(model, **given))
+    theta, total = descent(bounds)
     close(model.get_parameters(), theta)
-    total = plain.with_parameters(theta).compute_loss_and_gradients(TOKENS, TARGETS)[0]
     close(found.validation_result.stats["loss"], total)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def test_a_plain_models_file_is_loaded_and_back(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_bytes_of_an_optimizer_are_the_same_everywhere(kind: str, whole: Any) -> None:
-    """Of those of each mesh, each other one goes on."""
+    """Of those of each mesh, each other one goes on: with the rules in turn, but with --full."""
 
     def half(backend: Any, name: str) -> tuple[bytes, bytes]:
         model, optimizer = build(backend, name, kind)
@@ -265,6 +266,8 @@ def test_the_bytes_of_an_optimizer_are_the_same_everywhere(kind: str, whole: Any
 
     order = ms.data.GlobalBatchSampler(26, 9, seed=3)
     for place, name in enumerate(NAMES):
+        if place % 2 != (kind == "adam") and not os.environ.get("MPISHARD_TEST_FULL"):
+            continue
         found = ms.run_in_threads(MESHES[name][1], half, name)
         assert all(other == found[0] for other in found)
         other = NAMES[(place + 4) % len(NAMES)]

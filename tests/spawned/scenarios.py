@@ -4,7 +4,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import time
 
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
@@ -20,89 +19,10 @@ LONG = np.ones(5000)
 def raising_rank():
     backend = mpishard.init()
     backend.all_reduce(LONG)
-    print("before the failure on rank", backend.rank)
+    print(f"before the failure on rank {backend.rank}")
     if backend.rank == 1:
         raise ValueError("boom on one rank")
     backend.all_reduce(LONG)
-
-
-def raising_thread():
-    backend = mpishard.init()
-
-    def fail():
-        raise ValueError("boom in a thread")
-
-    if backend.rank == 1:
-        thread = threading.Thread(target=fail)
-        thread.start()
-        thread.join()
-        time.sleep(60)
-    backend.barrier()
-
-
-def raising_in_with():
-    with mpishard.init() as backend:
-        if backend.rank == 1:
-            raise ValueError("boom in a with block")
-        backend.barrier()
-
-
-def leaves_at_the_end_of_the_script():
-    backend = mpishard.init()
-    backend.barrier()
-    if backend.rank != 1:
-        backend.all_reduce(LONG)
-
-
-def leaves_by_exit_0():
-    backend = mpishard.init()
-    backend.barrier()
-    if backend.rank == 1:
-        sys.exit(0)
-    for _ in range(3):
-        backend.barrier()
-
-
-def leaves_by_shutdown():
-    backend = mpishard.init()
-    backend.barrier()
-    if backend.rank == 1:
-        backend.shutdown()
-    else:
-        backend.all_reduce(LONG)
-
-
-def leaves_a_receiver():
-    backend = mpishard.init()
-    backend.barrier()
-    if backend.rank == 0:
-        backend.receive(1, 3)
-
-
-def leaves_a_group():
-    backend = mpishard.init()
-    group = backend.split(0)
-    if backend.rank != 1:
-        group.all_reduce(LONG)
-
-
-def leaves_with_headers_open():
-    """Rank 1 issues more than its ring holds, waits for none, and leaves; the others wait."""
-    backend = mpishard.init()
-    works = [backend.all_reduce_async(np.array([number])) for number in range(100)]
-    if backend.rank == 1:
-        return
-    for number, work in enumerate(works):
-        assert work.wait()[0] == number * backend.world_size
-    backend.all_reduce(np.array([1]))
-
-
-def leaves_without_header_checks():
-    backend = mpishard.init()
-    backend.check_collectives = False
-    backend.barrier()
-    if backend.rank != 1:
-        backend.all_reduce(LONG)
 
 
 def leaving_is_caught():
@@ -143,14 +63,6 @@ def exit_3_in_with():
         sys.exit(3)
 
 
-def mismatched_calls():
-    backend = mpishard.init()
-    if backend.rank == 1:
-        backend.all_reduce(LONG, mpishard.ReductionOperation.MAX)
-    else:
-        backend.all_reduce(LONG)
-
-
 def killed_rank():
     backend = mpishard.init()
     backend.barrier()
@@ -175,15 +87,6 @@ def hang_in_receive():
     backend.barrier()
 
 
-def waits_for_ctrl_c():
-    backend = mpishard.init()
-    backend.barrier()
-    backend.print("ready")
-    if backend.rank == 1:
-        time.sleep(60)
-    backend.barrier()
-
-
 def conformance():
     backend = mpishard.init()
     suite = CommunicationConformance()
@@ -192,6 +95,7 @@ def conformance():
     suite.check_split(backend)
     suite.check_point_to_point(backend)
     backend.print("passed in a world of", backend.world_size)
+    print("bits", reduced_bits(backend))
 
 
 def reduced_bits(backend):
@@ -206,10 +110,6 @@ def reduced_bits(backend):
             for operation in mpishard.ReductionOperation:
                 digest.update(backend.all_reduce(mine.copy(), operation).tobytes())
     return digest.hexdigest()
-
-
-def prints_reduced_bits():
-    print("bits", reduced_bits(mpishard.init()))
 
 
 def killed_rank_in_the_arena():

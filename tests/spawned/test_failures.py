@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -47,7 +46,7 @@ class Ended:
         return f"code {self.code} after {self.seconds:.1f} s\n{self.out}\n{self.err}"
 
 
-def job(scenario, ranks=2, *, interrupt_when=None, first_on_path=(), shell="", **extra):
+def job(scenario, ranks=2, *, first_on_path=(), shell="", **extra):
     """Run a scenario, under mpiexec unless ``ranks`` is 0, and say how it ended."""
     launcher = [] if ranks == 0 else [MPIEXEC, "-n", str(ranks)]
     command = [sys.executable, str(SCENARIOS), *scenario.split()]
@@ -61,46 +60,11 @@ def job(scenario, ranks=2, *, interrupt_when=None, first_on_path=(), shell="", *
         env=environment(first_on_path=list(first_on_path), **extra),
     ) as process:
         try:
-            if interrupt_when is not None:
-                assert process.stdout.readline().strip() == interrupt_when
-                process.send_signal(signal.SIGINT)
             started = time.monotonic()
             out, err = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
     return Ended(process, out, err, time.monotonic() - started)
-
-
-@needs_mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("scenario", "words"),
-    [
-        ("raising_rank", ["rank 1 of", "ValueError: boom on one rank", "scenarios.py"]),
-        ("raising_thread", ["rank 1 of", "boom in a thread"]),
-        ("raising_in_with", ["rank 1 of", "boom in a with block"]),
-        ("leaves_at_the_end_of_the_script", ["rank 1 left after collective 1"]),
-        ("leaves_by_exit_0", ["rank 1 left after collective 1"]),
-        ("leaves_by_shutdown", ["rank 1 left after collective 1"]),
-        ("leaves_a_receiver", ["rank 1 left after collective 1", "tag 0"]),
-        ("leaves_a_group", ["rank 1 left after collective 0"]),
-        ("leaves_with_headers_open", ["rank 1 left after collective 100"]),
-        ("leaves_without_header_checks", ["rank 1 left after collective 1"]),
-        (
-            "mismatched_calls",
-            ["do not match in operation", "rank 0: collective 1, all_reduce(SUM",
-             "rank 1: collective 1, all_reduce(MAX", "scenarios.py:"],
-        ),
-    ],
-)  # fmt: skip
-def test_a_failure_ends_the_job_and_is_reported_once(scenario, words, ranks):
-    ended = job(scenario, ranks)
-    assert ended.code == 1, ended
-    assert ended.seconds < 10, ended
-    for word in words:
-        assert word in ended.err, ended
-    assert ended.err.count("the job ends") == 1, ended
-    assert "Error in sys.excepthook" not in ended.err, ended
 
 
 @needs_mpi
@@ -132,7 +96,7 @@ def test_a_killed_rank_ends_the_job():
 
 
 @needs_mpi
-@pytest.mark.parametrize(("ranks", "sizes"), [(3, "3 1"), (2, "1 2"), (4, "2 2")])
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, "1 2"), (4, "2 2")])
 def test_an_exception_in_a_micro_batch_ends_the_job_and_names_the_rank(ranks, sizes):
     ended = job(f"breaks_in_a_micro_batch raise {sizes}", ranks)
     assert ended.code == 1, ended
@@ -205,29 +169,15 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
 
 
 @needs_mpi
-def test_ctrl_c_ends_all_ranks():
-    ended = job("waits_for_ctrl_c", 2, interrupt_when="ready")
-    assert ended.code in {130, 1}, ended  # Open MPI's launcher ends with 1 whatever the ranks say
-    assert ended.seconds < 5, ended
-
-
-@needs_mpi
-@pytest.mark.parametrize("ranks", [5, 6, 7, 8])
+@pytest.mark.parametrize("ranks", [5, 6, 7, 8] if os.environ.get("MPISHARD_TEST_FULL") else [5, 8])
 def test_more_ranks_than_cores(ranks):
-    ended = job("conformance", ranks)
-    assert ended.code == 0, ended
-    assert f"passed in a world of {ranks}" in ended.out, ended
-
-
-@needs_mpi
-@pytest.mark.parametrize("ranks", [5, 6, 7, 8])
-def test_more_ranks_than_cores_give_the_bits_of_memory(ranks):
     specification = importlib.util.spec_from_file_location("scenarios", SCENARIOS)
     scenarios = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(scenarios)
     (bits,) = set(run_in_threads(ranks, scenarios.reduced_bits))
-    ended = job("prints_reduced_bits", ranks)
+    ended = job("conformance", ranks)
     assert ended.code == 0, ended
+    assert f"passed in a world of {ranks}" in ended.out, ended
     assert ended.out.count(bits) == ranks, ended
 
 

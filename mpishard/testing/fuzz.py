@@ -1,0 +1,296 @@
+"""Random sequences of collectives, the same on all ranks, checked against what each computes alone.
+
+A sequence is a function of its seed and of the world size: collectives and messages of all kinds,
+dtypes, shapes, operations, roots and counts, in the world and in groups of it, in memory of their
+own and in memory that a node shares, blocking and issued ahead. In which order a rank waits for
+what it has issued is its own affair. `fuzz_plan` draws a sequence; `fuzz_sequence` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.errors import CollectiveMismatchError
+from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
+from mpishard.testing.reference import assert_same, bounds, tree_reduce, values
+
+__all__ = ["fuzz_sequence"]
+
+Check = Callable[[Any], None]
+
+
+def fuzz_sequence(
+    backend: CommunicationBackend, seed: int, *, length: int = 30, mismatch: bool = False
+) -> int:
+    """Run the sequence of ``seed`` on every rank of a world. Collective.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        This rank's; all ranks call with the same arguments.
+    seed : int
+        Of the sequence, 0 or more.
+    length : int
+        Number of steps, collectives and messages, that are drawn.
+    mismatch : bool
+        Let one rank, in one step, call what does not match. The step must be refused on every
+        rank that takes part in it, and all others must go well.
+
+    Returns
+    -------
+    int
+        Number of collectives that this rank made and that went well.
+
+    Raises
+    ------
+    AssertionError
+        For a wrong result, a call that was refused though it was right, or one that was not
+        refused though it was wrong; a note names the seed and the step.
+
+    Examples
+    --------
+    >>> from mpishard import run_in_threads
+    >>> good = run_in_threads(3, lambda backend: fuzz_sequence(backend, seed=4))
+    >>> min(good) > 10
+    True
+    """
+    return _Run(backend, seed, length, mismatch=mismatch).run()
+
+
+class _Run:
+    """One rank on its way through a sequence."""
+
+    def __init__(
+        self, backend: CommunicationBackend, seed: int, length: int, *, mismatch: bool
+    ) -> None:
+        self._seed = seed
+        self._world_rank = backend.rank
+        self._plan = draw_plan(seed, backend.world_size, length)
+        self._spoiled = spoil(self._plan, seed) if mismatch else None
+        self._at = self._plan[0]
+        # What this rank alone decides: when it waits, and for what.
+        self._generator = np.random.default_rng([seed, backend.rank, 1])
+        self._groups: dict[int, CommunicationBackend] = {0: backend}
+        self._memory: dict[int, Array | None] = {}
+        self._pending: list[tuple[Step, Any, Check]] = []
+        self._good = 0
+
+    def run(self) -> int:
+        try:
+            for step in self._plan:
+                if step.group in self._groups:
+                    self._at = step
+                    self._take(step)
+                if self._pending and self._generator.random() < 0.2:
+                    self._finish_one()
+                elif self._generator.random() < 0.1:
+                    self._groups[0].progress()
+            while self._pending:
+                self._finish_one()
+            for number in sorted(self._groups)[1:]:
+                self._groups[number].shutdown()
+        except BaseException as error:
+            spoiled = ", with a mismatch" if self._spoiled else ""
+            error.add_note(
+                f"fuzz_sequence of seed {self._seed}{spoiled}, rank {self._world_rank}, {self._at}"
+            )
+            raise
+        return self._good
+
+    def _take(self, step: Step) -> None:
+        backend = self._groups[step.group]
+        is_spoiled = self._spoiled is not None and step.number == self._spoiled.step.number
+        if is_spoiled:
+            assert self._spoiled is not None
+            own = self._spoiled.step if backend.rank == self._spoiled.rank else step
+            self._refused(backend, own)
+        elif step.method == "split":
+            child = backend.split(step.colors[backend.rank], step.keys[backend.rank])
+            self._good += 1
+            if child is not None:
+                color = step.colors[backend.rank]
+                self._groups[step.children[color]] = child  # type: ignore[index]
+        elif step.method == "allocate_shared":
+            self._memory[step.group] = backend.allocate_shared(SHARED_BYTES, np.uint8)
+            self._good += 1
+        elif step.method == "message":
+            self._message(backend, step)
+        else:
+            self._collective(backend, step)
+
+    # ------------------------------------------------------------------------------- one step
+
+    def _collective(self, backend: CommunicationBackend, step: Step) -> None:
+        arguments, options, check = self._arguments(backend, step)
+        if step.is_twin:
+            work = getattr(backend, f"{step.method}_async")(*arguments, **options)
+            self._pending.append((step, work, check))
+            return
+        check(getattr(backend, step.method)(*arguments, **options))
+        self._good += 1
+
+    def _refused(self, backend: CommunicationBackend, step: Step) -> None:
+        arguments, options, _ = self._arguments(backend, step)
+        given = [a for a in (*arguments, *options.values()) if isinstance(a, np.ndarray)]
+        before = [array.copy() for array in given]
+        try:
+            getattr(backend, step.method)(*arguments, **options)
+        except CollectiveMismatchError as error:
+            message = str(error)
+        else:
+            raise AssertionError("a call that does not match was not refused")
+        last = next(reversed(list(backend.call_log))).sequence
+        for rank in backend.world_ranks:
+            assert f"rank {rank}: collective {last}, " in message, message
+        for array, copy in zip(given, before, strict=True):
+            assert_same(array, copy, "an array of a call that was refused")
+
+    def _message(self, backend: CommunicationBackend, step: Step) -> None:
+        source, target = step.root, step.target
+        if backend.rank == source:
+            mine = self._input(step, source)
+            if step.is_twin:
+                work = backend.send_async(mine, target, step.tag)
+                self._pending.append((step, work, lambda _: None))
+            else:
+                backend.send(mine, target, step.tag)
+                mine[...] = 0
+        elif backend.rank == target:
+            expected = self._input(step, source)
+
+            def check(message: Array) -> None:
+                assert_same(message, expected, str(step))
+
+            if step.has_out:
+                work = backend.receive_async(source, expected.size, step.tag, dtype=expected.dtype)
+                self._pending.append((step, work, check))
+            else:
+                check(backend.receive(source, expected.size, step.tag))
+
+    def _finish_one(self) -> None:
+        self._at, work, check = self._pending.pop(self._generator.integers(len(self._pending)))
+        check(work.wait())
+        self._good += self._at.method != "message"
+
+    # ---------------------------------------------------------------------- what goes in and out
+
+    def _input(self, step: Step, rank: int) -> Array:
+        shape = (step.rows[rank], *step.trailing)
+        array = values(step.dtype, shape, rank, 1000 * self._seed + step.number)
+        if step.is_adversarial and step.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                array *= step.dtype.type(1e4) ** (rank - 1)
+        return array
+
+    def _place(self, step: Step, array: Array, at: int) -> Array:
+        """``array`` in the memory of the node, ``at`` a byte of it; or where it is."""
+        memory = self._memory.get(step.group)
+        if at < 0 or memory is None:
+            return array
+        there = memory[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+        there[...] = array
+        return there
+
+    def _arguments(
+        self, backend: CommunicationBackend, step: Step
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
+        """What this rank calls with, and the check of what it gets."""
+        make = getattr(self, f"_for_{step.method}")
+        result: tuple[tuple[Any, ...], dict[str, Any], Check] = make(backend, step)
+        return result
+
+    def _own(self, backend: CommunicationBackend, step: Step) -> tuple[list[Array], Array]:
+        """All ranks' arrays, and this one's where the step wants it."""
+        inputs = [self._input(step, rank) for rank in range(backend.world_size)]
+        mine = inputs[backend.rank].copy()
+        return inputs, self._place(step, mine, step.place(backend.rank))
+
+    def _for_all_reduce(self, backend: CommunicationBackend, step: Step) -> Any:
+        inputs, mine = self._own(backend, step)
+        total = tree_reduce(inputs, step.operation)
+        if not step.has_out:
+            return (mine, step.operation), {}, _expect(step, total, mine)
+        out = self._out(step, total.shape)
+        return (mine, step.operation), {"out": out}, _expect(step, total, out)
+
+    def _for_reduce_scatter(self, backend: CommunicationBackend, step: Step) -> Any:
+        inputs, mine = self._own(backend, step)
+        piece = tree_reduce(inputs, step.operation)[bounds(step.counts, backend.rank)]
+        options: dict[str, Any] = {"counts": step.counts}
+        out = np.empty(piece.shape, piece.dtype) if step.has_out else None
+        if out is not None:
+            options["out"] = out
+
+        def check(result: Array) -> None:
+            _expect(step, piece, out)(result)
+            assert_same(mine, inputs[backend.rank], f"the input of {step}")
+
+        return (mine, step.operation), options, check
+
+    def _for_all_gather(self, backend: CommunicationBackend, step: Step) -> Any:
+        inputs, mine = self._own(backend, step)
+        whole = np.concatenate(inputs)
+        if not step.has_out:
+            return (mine,), {}, _expect(step, whole, None)
+        out = self._out(step, whole.shape)
+        return (mine,), {"out": out}, _expect(step, whole, out)
+
+    def _for_broadcast(self, backend: CommunicationBackend, step: Step) -> Any:
+        sent = self._input(step, step.root)
+        brings = step.has_out or backend.rank == step.root
+        mine = self._input(step, backend.rank) if brings else None
+        return (mine, step.root), {}, _expect(step, sent, mine)
+
+    def _for_scatter(self, backend: CommunicationBackend, step: Step) -> Any:
+        sent = self._input(step, step.root)
+        is_root = backend.rank == step.root
+        expected = sent[bounds(step.counts, backend.rank)]
+        options = {"counts": step.counts} if is_root else {}
+        return (sent if is_root else None, step.root), options, _expect(step, expected, None)
+
+    def _for_gather(self, backend: CommunicationBackend, step: Step) -> Any:
+        inputs, mine = self._own(backend, step)
+
+        def check(result: Array | None) -> None:
+            if backend.rank == step.root:
+                assert_same(result, np.concatenate(inputs), str(step))
+            else:
+                assert result is None, f"{step}: an array beside the root"
+
+        return (mine, step.root), {}, check
+
+    def _for_all_to_all(self, backend: CommunicationBackend, step: Step) -> Any:
+        rank, world = backend.rank, backend.world_size
+
+        def parts(source: int) -> list[Array]:
+            array = self._input(step, source)
+            return [array[(source + target) % (len(array) + 1) :] for target in range(world)]
+
+        def check(received: list[Array]) -> None:
+            assert len(received) == world
+            for source, part in enumerate(received):
+                assert_same(part, parts(source)[rank], str(step))
+
+        return (parts(rank),), {}, check
+
+    def _for_barrier(self, backend: CommunicationBackend, step: Step) -> Any:
+        def check(result: object) -> None:
+            assert result is None
+
+        return (), {}, check
+
+    def _out(self, step: Step, shape: tuple[int, ...]) -> Array:
+        return self._place(step, np.zeros(shape, step.dtype), step.out_at)
+
+
+def _expect(step: Step, expected: Array, given: Array | None) -> Check:
+    def check(result: Array) -> None:
+        assert_same(result, expected, str(step))
+        assert given is None or result is given, f"{step} returned another array"
+
+    return check

@@ -1,0 +1,275 @@
+"""Random sequences of collectives as data, the same on every rank that draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.communication.call import DTYPES
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.testing.checks import operations
+from mpishard.testing.reference import even_sizes
+
+__all__ = ["SHARED_BYTES", "Spoiled", "Step", "draw_plan", "spoil"]
+
+SHARED_BYTES = 1 << 20
+"""Bytes that the steps of one group share out among them."""
+
+_METHODS = (
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather", "all_to_all",
+    "barrier",
+)  # fmt: skip
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of the ranks of one group.
+
+    Parameters
+    ----------
+    number : int
+        Its place in the sequence.
+    method : str
+        A collective, ``split``, ``allocate_shared``, or ``message`` from one rank to another.
+    group : int
+        Who calls: 0 is the world, others come of splits.
+    dtype : dtype
+    rows : tuple of int
+        Of each rank's array.
+    trailing : tuple of int
+        The other dims.
+    operation : ReductionOperation
+    root : int
+        Also who sends a message.
+    counts : tuple of int
+        Rows of each rank's piece.
+    is_twin : bool
+        Issued, and waited for later.
+    has_out : bool
+        Whether the result goes into an array that was given; of a message, whether the receive
+        is issued and waited for later.
+    is_adversarial : bool
+        Whether the order of a sum shows.
+    at, out_at : int
+        Where the ranks' arrays, and their common result, begin in the memory of the group's
+        nodes; -1 is memory of each rank's own.
+    stride : int
+        Bytes from one rank's array there to the next one's.
+    target, tag : int
+        Of a message.
+    colors, keys, children
+        Of a split: each rank's, and the number of the group of each color.
+    """
+
+    number: int
+    method: str
+    group: int = 0
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float64))
+    rows: tuple[int, ...] = ()
+    trailing: tuple[int, ...] = ()
+    operation: ReductionOperation = ReductionOperation.SUM
+    root: int = 0
+    counts: tuple[int, ...] = ()
+    is_twin: bool = False
+    has_out: bool = False
+    is_adversarial: bool = False
+    at: int = -1
+    out_at: int = -1
+    stride: int = 0
+    target: int = 0
+    tag: int = 0
+    colors: tuple[int | None, ...] = ()
+    keys: tuple[int, ...] = ()
+    children: dict[int, int] = field(default_factory=dict)
+
+    def place(self, rank: int) -> int:
+        """The byte where the array of ``rank`` begins in shared memory; -1 for none."""
+        return -1 if self.at < 0 else self.at + rank * self.stride
+
+    def __str__(self) -> str:
+        words = [
+            f"step {self.number}: {self.method}{'_async' if self.is_twin else ''}",
+            f"group {self.group}", self.dtype.name, f"rows {list(self.rows)} of {self.trailing}",
+            self.operation.name, f"root {self.root}", f"counts {list(self.counts)}",
+        ]  # fmt: skip
+        if self.has_out:
+            words.append("with an array for the result")
+        if self.at >= 0 or self.out_at >= 0:
+            words.append(f"in shared memory at {self.at}, {self.out_at}")
+        return ", ".join(words)
+
+
+class _Drawing:
+    """A sequence that is being drawn."""
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        self.generator = np.random.default_rng([seed, world_size])
+        self.sizes = {0: world_size}
+        self.steps: list[Step] = []
+        self.free: dict[int, int] = {}  # the next free byte of each group's memory
+        self.twins = self.generator.choice([0.0, 0.4, 0.9])
+        self.longest = int(self.generator.choice([6, 40, 3000]))
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.generator.random() < probability)
+
+    def below(self, bound: int) -> int:
+        return int(self.generator.integers(bound))
+
+    def add(self, method: str, group: int, **values: Any) -> None:
+        self.steps.append(Step(len(self.steps), method, group, **values))
+
+    def split(self) -> None:
+        group = self.below(len(self.sizes))
+        size = self.sizes[group]
+        colors = [None if self.chance(0.1) else self.below(2) for _ in range(size)]
+        keys = [self.below(size) for _ in range(size)]
+        children = {}
+        for color in sorted({color for color in colors if color is not None}):
+            children[color] = len(self.sizes)
+            self.sizes[len(self.sizes)] = colors.count(color)
+        self.add("split", group, colors=tuple(colors), keys=tuple(keys), children=children)
+
+    def share(self, group: int) -> None:
+        if group not in self.free:
+            self.free[group] = 0
+            self.add("allocate_shared", group)
+
+    def message(self, group: int) -> None:
+        size = self.sizes[group]
+        source = self.below(size)
+        rows = self.below(self.longest)
+        self.add(
+            "message", group,
+            dtype=DTYPES[self.below(len(DTYPES))], rows=(rows,) * size, root=source,
+            target=(source + 1 + self.below(size - 1)) % size, tag=self.below(3),
+            is_twin=self.chance(0.5), has_out=self.chance(0.5),
+        )  # fmt: skip
+
+    def collective(self, group: int) -> None:
+        size = self.sizes[group]
+        method = _METHODS[self.below(len(_METHODS))]
+        dtype = DTYPES[self.below(len(DTYPES))]
+        rows = [self.below(self.longest)] * size
+        if method in ("all_gather", "gather", "all_to_all") and self.chance(0.7):
+            rows = [self.below(self.longest) for _ in range(size)]
+        known = operations(dtype)
+        step = Step(
+            len(self.steps), method, group, dtype, tuple(rows), (3,) * self.below(2),
+            known[self.below(len(known))] if method in _REDUCTIONS else ReductionOperation.SUM,
+            self.below(size), self._counts(rows[0], size),
+            is_twin=self.chance(self.twins), has_out=self.chance(0.4),
+            is_adversarial=self.chance(0.3),
+        )  # fmt: skip
+        self.steps.append(self._shared(step) if group in self.free else step)
+
+    def _counts(self, rows: int, size: int) -> tuple[int, ...]:
+        if self.chance(0.6):
+            return tuple(even_sizes(rows, size))
+        cuts = sorted(self.below(rows + 1) for _ in range(size - 1))
+        return tuple(int(n) for n in np.diff([0, *cuts, rows]))
+
+    def _shared(self, step: Step) -> Step:
+        """``step`` with arrays, or a result, in the memory that its group shares."""
+        row = step.dtype.itemsize * int(np.prod(step.trailing))
+        stride = -(-max(step.rows) * row // 64) * 64
+        total = sum(step.rows) if step.method == "all_gather" else step.rows[0]
+        result = -(-total * row // 64) * 64
+        start = self.free[step.group]
+        end = start + stride * len(step.rows) + result
+        if end > SHARED_BYTES or step.method not in (*_REDUCTIONS, "all_gather", "gather"):
+            return step
+        self.free[step.group] = end
+        own, out = self.chance(0.8), self.chance(0.6) and step.method != "reduce_scatter"
+        return replace(
+            step, stride=stride, at=start if own else -1, out_at=end - result if out else -1
+        )
+
+
+def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
+    """The sequence of ``seed`` for a world: ``length`` steps, and those that they need."""
+    drawing = _Drawing(seed, world_size)
+    splits = drawing.below(3) if drawing.chance(0.5) else 0
+    shares = drawing.chance(0.5)
+    for number in range(length):
+        if splits and number in (0, length // 3):
+            splits -= 1
+            drawing.split()
+        group = drawing.below(len(drawing.sizes)) if drawing.chance(0.5) else 0
+        if shares and drawing.chance(0.2):
+            drawing.share(group)
+        if drawing.sizes[group] > 1 and drawing.chance(0.2):
+            drawing.message(group)
+        else:
+            drawing.collective(group)
+    return drawing.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled:
+    """What one rank of a group calls in a step that is another one for the others."""
+
+    step: Step
+    rank: int
+
+
+def spoil(plan: list[Step], seed: int) -> Spoiled | None:
+    """A step of ``plan`` made wrong on one rank; None where nobody has a peer to differ from."""
+    generator = np.random.default_rng([seed, len(plan), 2])
+    steps = [step for step in plan if step.method in _METHODS and len(step.rows) > 1]
+    if not steps:
+        return None
+    step = steps[generator.integers(len(steps))]
+    rank = int(generator.integers(len(step.rows)))
+    wrongs = [make for make in _WRONGS if step.method in _WRONGS[make]]
+    return Spoiled(wrongs[generator.integers(len(wrongs))](step), rank)
+
+
+def _another_method(step: Step) -> Step:
+    place = _METHODS.index(step.method)
+    method = _METHODS[(place + 1 + sum(step.rows) % (len(_METHODS) - 1)) % len(_METHODS)]
+    # What the other one takes, whatever this one was.
+    return replace(
+        step, method=method, rows=(step.rows[0],) * len(step.rows), has_out=False, at=-1,
+        counts=tuple(even_sizes(step.rows[0], len(step.rows))), operation=ReductionOperation.SUM,
+    )  # fmt: skip
+
+
+def _another_operation(step: Step) -> Step:
+    other = operations(step.dtype)
+    return replace(step, operation=other[(other.index(step.operation) + 1) % len(other)])
+
+
+def _another_dtype(step: Step) -> Step:
+    dtype = DTYPES[(DTYPES.index(step.dtype) + 1) % len(DTYPES)]
+    return replace(
+        step, dtype=dtype, operation=ReductionOperation.SUM, at=-1, out_at=-1, has_out=False
+    )
+
+
+def _a_row_more(step: Step) -> Step:
+    rows = tuple(n + 1 for n in step.rows)
+    return replace(step, rows=rows, counts=tuple(even_sizes(rows[0], len(rows))), at=-1, out_at=-1)
+
+
+def _a_dim_more(step: Step) -> Step:
+    return replace(step, trailing=(*step.trailing, 2), has_out=False, at=-1, out_at=-1)
+
+
+def _another_root(step: Step) -> Step:
+    root = (step.root + 1) % len(step.rows)
+    return replace(step, root=root)
+
+
+_WRONGS: dict[Callable[[Step], Step], tuple[str, ...]] = {
+    _another_method: _METHODS,
+    _another_operation: _REDUCTIONS,
+    _another_dtype: (*_REDUCTIONS, "all_gather", "gather", "all_to_all"),
+    _a_row_more: _REDUCTIONS,
+    _a_dim_more: (*_REDUCTIONS, "all_gather", "gather"),
+    _another_root: ("broadcast", "scatter", "gather"),
+}
