@@ -135,11 +135,11 @@ def _method(frame: FrameType) -> str:
     code: CodeType = frame.f_code
     name = code.co_qualname.partition(".<")[0]
     owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
-    if isinstance(getattr(owner, "call_log", None), CallLog):
-        return ""  # a backend
+    module = str(frame.f_globals.get("__name__", "")).split(".")
+    if isinstance(getattr(owner, "call_log", None), CallLog) or "testing" in module[:2]:
+        return ""  # a backend; a test suite, which calls collectives as users do
     if owner is not None and "." in name:
         kind, method = type(owner).__name__, name.rpartition(".")[2]
         return kind if method == "__init__" else f"{kind}.{method}"
-    module = str(frame.f_globals.get("__name__", "")).split(".")
     room = f"{module[1]}." if len(module) > 2 and "." not in name else ""
     return room + name
