@@ -23,6 +23,7 @@ from mpishard import settings
 from mpishard.communication.call import Call
 from mpishard.communication.call_file import (
     CallFile,
+    LoggedCall,
     MessageWait,
     RankState,
     call_files,
@@ -238,6 +239,10 @@ class FileJournal(Journal):
 
     def end(self, state: RankState) -> None:
         self.file.end(state)
+
+    @property
+    def last(self) -> LoggedCall | None:
+        return next(iter(self.file.calls(1)), None)
 
     def record_of(self, rank: int, now: float) -> RankRecord:
         return records_of_files({rank: self.file}, rank + 1, now, all_are_here=True)[rank]

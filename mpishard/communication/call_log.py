@@ -53,6 +53,11 @@ class Journal:
         """Say how the rank stands now."""
         self.state = state
 
+    @property
+    def last(self) -> LoggedCall | None:
+        """Its last collective, in whichever world."""
+        return LoggedCall(*self._calls[-1]) if self._calls else None
+
     def record_of(self, rank: int, now: float) -> RankRecord:
         """What a diagnosis takes."""
         waits, since = self.awaited, self._since

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from mpishard import settings
 from mpishard.communication.arena import number_nodes
 from mpishard.communication.call import Call
+from mpishard.communication.call_file import LoggedCall
 from mpishard.communication.rank_record import RankRecord
+from mpishard.communication.rank_table import call_text
 from mpishard.communication.tracebacks import short_traceback
 from mpishard.communication.work import Waitable
 from mpishard.errors import CollectiveTimeoutError, PeerError
@@ -101,12 +103,12 @@ class World:
                 self.changed.notify_all()
         return Arrival(meeting)
 
-    def fail(self, rank: int, error: BaseException, last: Call | None) -> None:
+    def fail(self, rank: int, error: BaseException, last: LoggedCall | None) -> None:
         """Tell every rank that ``rank``, whose last collective is ``last``, failed.
 
         What it raised because of another rank is that one's failure.
         """
-        after = f"after collective {last.sequence}, {last}" if last else "before any collective"
+        after = f"after {call_text(last)}" if last else "before any collective"
         name = self.global_ranks[rank]
         self._tell(f"rank {name}", name, f"{after}, ", error)
 

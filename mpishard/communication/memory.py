@@ -173,8 +173,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Make every other rank's present or next collective raise `PeerError`."""
         stop_recording(self, error)
         self.call_log.journal.end(RankState.REPORTED)
-        last = next(reversed(list(self.call_log)), None)
-        self._joined().fail(self._rank, error, last)
+        self._joined().fail(self._rank, error, self.call_log.journal.last)
 
     def _joined(self) -> World:
         self._ready()

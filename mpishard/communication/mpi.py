@@ -143,12 +143,12 @@ class MPICommunicationBackend(SmallCollectives):
         """
         job, _ = self._joined()
         if job.world_size > 1:
-            last = next(reversed(list(self.call_log)), None)
+            last = self.call_log.journal.last
             job.fail(
                 error,
                 "before any collective"
                 if last is None
-                else f"in or after collective {last.sequence}, {last}, called at {last.site}",
+                else f"in or after {in_call(last.call, last.group).removeprefix('in ')}",
             )
 
     @property

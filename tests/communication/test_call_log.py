@@ -214,6 +214,8 @@ def test_waits_are_read_as_they_were_written(temporary, monkeypatch):
     log.record(first, None)
     log.record(second, None)
     assert boards[0].records()[1].waits is None
+    assert boards[0].journal.last is None
+    assert boards[1].journal.last.call == second
     boards[1].journal.wait(first)  # issued before the second, and waited for after it
     assert boards[0].records()[1].waits.call == first
     message = MessageWait(0, 7, True, "pipeline group 3 (ranks 0, 1)")

@@ -499,6 +499,18 @@ class TestThreadRanks:
             "collective 1, barrier(), of group 1 (ranks 1, 3), called at" in str(found[1])
         )
 
+    def test_a_rank_that_fails_in_a_group_names_its_collective_there(self):
+        def body(backend):
+            group = backend.split(0)
+            backend.barrier()
+            group.barrier()
+            if backend.rank == 1:
+                raise CommunicationError("boom")
+            backend.barrier()
+
+        words = "rank 1 failed after collective 1, barrier(), of group 1 (ranks 0, 1) at "
+        assert words in str(ends(2, body)[0])
+
     def test_an_echo_names_where_the_failure_began(self):
         def body(backend):
             pair = backend.split(0 if backend.rank < 2 else None)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -164,7 +165,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
     report = ended.err.split("the job ends (MPISHARD_TIMEOUT)")[1]
     said, _, table = report.partition("What each rank does, and its last collectives:")
     assert says in said, ended
-    assert f"rank 0: waits 2.0 s {waits}" in table, ended
+    assert re.search(rf"rank 0: waits [0-9.]+ s {re.escape(waits)}", table), ended
     assert "    1: barrier() at " in table.split("rank 1: ")[1], ended
 
 
