@@ -42,7 +42,8 @@ def test_program_runs_as_printed(tmp_path: Path, number: int, under_mpi: bool) -
     script.write_text(PROGRAMS[number])
     ended = subprocess.run(
         [*launcher, sys.executable, str(script)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+        cwd=tmp_path, env=os.environ | ({"MPISHARD_NUMBA": "off"} if under_mpi else {}),
+        capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert len(re.findall(EXPECTED[number], ended.stdout)) == 1, ended.stdout

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import ShardLayout
+from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.testing.worlds import in_worlds
 
 pytestmark = [
@@ -60,6 +61,12 @@ def check(array, *salts, start=0):
         assert np.array_equal(part, expected), f"wrong in elements {start + low} .."
 
 
+def patient(backend):
+    """Wait for a rank that fills and looks through gigabytes on a machine that others use."""
+    if isinstance(backend, InMemoryCommunicationBackend):
+        backend._timeout = 500.0
+
+
 def own_array(backend, path, dtype, salt):
     """More than 2**31 bytes, in memory that the node shares where the path has such."""
     length = NBYTES // np.dtype(dtype).itemsize
@@ -75,6 +82,7 @@ def own_array(backend, path, dtype, salt):
 @by_dtype
 @in_worlds(2)
 def test_all_reduce(backend, path, dtype):
+    patient(backend)
     mine = own_array(backend, path, dtype, backend.rank)
     assert backend.all_reduce(mine) is mine
     check(mine, 0, 1)
@@ -84,6 +92,7 @@ def test_all_reduce(backend, path, dtype):
 @by_dtype
 @in_worlds(2)
 def test_reduce_scatter(backend, path, dtype):
+    patient(backend)
     mine = own_array(backend, path, dtype, backend.rank)
     part = ShardLayout(mine.size, 2).slice(backend.rank)
     check(backend.reduce_scatter(mine), 0, 1, start=part.start)
@@ -100,6 +109,7 @@ def test_reduce_scatter(backend, path, dtype):
 @in_worlds(2)
 def test_all_gather(backend, path, dtype, large):
     """One rank's array alone is large: the next one's begins far out."""
+    patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     rows = [length if rank == large else FEW for rank in range(2)]
     start = sum(rows[: backend.rank])
@@ -117,6 +127,7 @@ def test_all_gather(backend, path, dtype, large):
 @by_dtype
 @in_worlds(2)
 def test_broadcast(backend, path, dtype):
+    patient(backend)
     mine = own_array(backend, path, dtype, backend.rank)
     assert backend.broadcast(mine, root=1) is mine
     check(mine, 1)
@@ -126,6 +137,7 @@ def test_broadcast(backend, path, dtype):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_scatter(backend, dtype, large):
+    patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     counts = [length if rank == large else FEW for rank in range(2)]
     sent = fill(np.empty(sum(counts), dtype), 3) if backend.rank == 0 else None
@@ -138,6 +150,7 @@ def test_scatter(backend, dtype, large):
 @pytest.mark.parametrize("large", [0, 1])
 @in_worlds(2)
 def test_gather(backend, dtype, large):
+    patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     rows = [length if rank == large else FEW for rank in range(2)]
     result = backend.gather(fill(np.empty(rows[backend.rank], dtype), backend.rank))
@@ -151,6 +164,7 @@ def test_gather(backend, dtype, large):
 @in_worlds(2)
 def test_all_to_all(backend, dtype, large):
     """Rank 0 keeps much or sends much; what follows begins far out."""
+    patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     sizes = [[length if target == large else FEW for target in range(2)], [FEW, FEW]]
     parts = [fill(np.empty(size, dtype), 2 * backend.rank + target)
@@ -164,6 +178,7 @@ def test_all_to_all(backend, dtype, large):
 @pytest.mark.parametrize("twins", [False, True])
 @in_worlds(2)
 def test_send(backend, dtype, twins):
+    patient(backend)
     length = NBYTES // np.dtype(dtype).itemsize
     if backend.rank == 0:
         mine = fill(np.empty(length, dtype), 0)

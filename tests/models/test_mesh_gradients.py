@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ CASES = [
     (8, (2, 2, 2), {"schedule": "zb-h2", "data_parallel_strategy": "fsdp"}),
 ]  # fmt: skip
 by_case = pytest.mark.parametrize(("world_size", "mesh", "options"), CASES)
+# Without those that divide the same axes as another one, but with --full.
+by_few_cases = pytest.mark.parametrize(
+    ("world_size", "mesh", "options"),
+    CASES if os.environ.get("MPISHARD_TEST_FULL") else [CASES[i] for i in (0, 3, 4, 5, 7, 9)],
+)
 RATE = 1e-3
 FOUND: dict[Any, Any] = {}
 
@@ -92,7 +98,7 @@ def test_each_data_rank_has_the_plain_gradient_of_its_batch(
     close(model.get_parameters(), theta - RATE * gradient(problems, *problems.batch("tied", 0)))
 
 
-@by_case
+@by_few_cases
 @in_worlds()
 def test_gradients_are_applied_and_the_last_one_is_told(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -133,7 +139,7 @@ def test_gradients_are_applied_and_the_last_one_is_told(
     close(model.get_parameters(), theta - RATE * g)
 
 
-@by_case
+@by_few_cases
 @in_worlds()
 def test_an_error_inside_a_round_drops_it(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -252,7 +258,7 @@ def test_frozen_parameters_stay_and_count_for_nothing(
 # ---------------------------------------------------------------------------------------- rules
 
 
-@by_case
+@by_few_cases
 @in_worlds()
 def test_rules_see_the_models_parameters_whole(
     backend: Any, problems: Any, mesh: Any, options: Any
@@ -299,7 +305,7 @@ def test_axes_come_in_any_order(backend: Any, problems: Any, mesh: Any, order: A
         optimizer.step(model, other, other)
 
 
-@by_case
+@by_few_cases
 @in_worlds()
 def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, options: Any) -> None:
     """For the sums of squares behind norms and ratios, and by files."""
@@ -319,7 +325,7 @@ def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, opti
     assert total.tolist() == [sum(sizes), sum(sizes)]
 
 
-@by_case
+@by_few_cases
 @in_worlds()
 def test_values_are_clipped_and_rates_scheduled(
     backend: Any, problems: Any, mesh: Any, options: Any
