@@ -28,10 +28,11 @@ from mpishard.arrays import (
 )
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import RankState
 from mpishard.communication.diagnosis import describe_stall, parting
 from mpishard.communication.letters import Delivery, Letter, Taken
+from mpishard.communication.matching import advice_on_leaving
 from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
 from mpishard.communication.naming import of_group
 from mpishard.communication.point_to_point import refuse_other_message

@@ -12,7 +12,7 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.arena import number_nodes, share_memory
-from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_log import CallLog
 from mpishard.communication.diagnosis import parting
 from mpishard.communication.group import Group
@@ -21,6 +21,7 @@ from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
+from mpishard.communication.matching import advice_on_leaving
 from mpishard.communication.messages import Messages
 from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
