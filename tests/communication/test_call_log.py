@@ -19,6 +19,7 @@ from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_board import CallBoard, FileJournal
 from mpishard.communication.call_file import CallFile, MessageWait, RankState, call_files
 from mpishard.communication.call_log import CallLog
+from mpishard.communication.naming import who
 from mpishard.communication.rank_table import rank_table
 
 
@@ -400,3 +401,27 @@ def test_a_long_path_keeps_its_end():
     call.filename = "/very/long" * 40 + "/train.py"
     CallLog(journal).record(call, None)
     assert rank_table([journal.record_of(0, 0.0)], 0.0).endswith("/train.py:1")
+
+
+@pytest.mark.mpi
+def test_processes_read_each_other(backend):
+    assert backend.world_ranks == tuple(range(backend.world_size))
+    group = backend.split(backend.rank % 2, key=-backend.rank)
+    mine = [rank for rank in range(backend.world_size) if rank % 2 == backend.rank % 2]
+    assert list(group.world_ranks) == mine[::-1]
+    group.all_reduce(np.ones(3))
+    backend.barrier()
+    board = backend._job.board
+    records = board.records()
+    backend.barrier()
+    for record in records:
+        assert record.is_known
+        assert record.is_alive
+        assert record.state is RankState.RUNNING
+        theirs = [rank for rank in range(backend.world_size) if rank % 2 == record.rank % 2]
+        last = [c for c in record.calls if c.call.kind is Kind.ALL_REDUCE][-1]
+        assert last.group.endswith(f"({who(theirs)})")
+        assert last.call.filename.endswith("test_call_log.py")
+    assert board.dead_rank() is None
+    for path in board.journal.file.shared_memory:
+        assert Path(path).parent == Path("/dev/shm")
