@@ -21,12 +21,12 @@ from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_red
 from mpishard.testing.worlds import in_worlds
 
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
-# What larger worlds do differently has nothing to do with the dtype.
+# What worlds of other sizes do differently has nothing to do with the dtype.
 SAMPLE = tuple(d for d in DTYPES if d.name in ("bool", "bfloat16", "float64", "complex64"))
 
 
 def suite(world_size):
-    return CommunicationConformance(DTYPES if world_size <= 4 or FULL else SAMPLE)
+    return CommunicationConformance(DTYPES if world_size == 3 or FULL else SAMPLE)
 
 
 @pytest.mark.parametrize("name", CommunicationConformance.names())
@@ -54,7 +54,7 @@ def test_conformance_of_groups(backend, division):
     color, key = DIVISIONS[division](backend.rank, backend.world_size)
     group = backend.split(color, key)
     if group is not None:
-        inner = CommunicationConformance(DTYPES if FULL else SAMPLE)
+        inner = CommunicationConformance(DTYPES if FULL else SAMPLE[1:3])
         for name in inner.names():
             getattr(inner, name)(group)
         group.shutdown()

@@ -16,7 +16,7 @@ from mpishard.testing.worlds import in_worlds
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 # With --full 10,000 sequences in memory, of which half go well: more than 100,000 good calls.
 BLOCKS = 25 if FULL else 1
-IN_MEMORY = {1: 30, 2: 30, 3: 30, 4: 20, 5: 10, 6: 6, 7: 4, 8: 4}
+IN_MEMORY = {1: 10, 2: 20, 3: 20, 4: 14, 5: 8, 6: 4, 7: 4, 8: 4}
 UNDER_MPI = 100 if FULL else 12
 LENGTH = 30
 
