@@ -30,6 +30,8 @@ __all__ = ["install", "install_before_init", "remove"]
 
 _live: list[MPICommunicationBackend] = []
 _hooked: set[str] = set()
+# A process that a rank forked is no rank: where it ends, no world is left.
+os.register_at_fork(after_in_child=_live.clear)
 
 
 def install_before_init() -> None:

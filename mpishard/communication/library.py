@@ -5,6 +5,7 @@ mpi4py is imported here and nowhere else.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mpishard import settings
+from mpishard.communication.ending import flush_output
 from mpishard.communication.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
@@ -59,13 +61,14 @@ def _start_under_watch() -> ModuleType:
 
     rc = mpi4py.rc
     wanted, ends = rc.initialize, rc.finalize
-    rc.initialize = False
-    if ends is None:
-        rc.finalize = wanted
+    # Nor does mpi4py end it: it would in a process that a rank forked, too, for ever.
+    rc.initialize, rc.finalize = False, bool(ends) and not wanted
     try:
         from mpi4py import MPI
     finally:
         rc.initialize, rc.finalize = wanted, ends
+    if wanted and ends is not False:
+        atexit.register(_finalize, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
     _announce()
@@ -73,6 +76,13 @@ def _start_under_watch() -> ModuleType:
     with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
         _initialize(MPI, rc)
     return MPI
+
+
+def _finalize(mpi: Any, process: int) -> None:
+    """End MPI with the process that started it, and not with one that this forked."""
+    if os.getpid() == process and mpi.Is_initialized() and not mpi.Is_finalized():
+        flush_output()  # MPI may wait for other ranks
+        mpi.Finalize()
 
 
 def _announce() -> None:

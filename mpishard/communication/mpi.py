@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,9 @@ _QUICK_POLLS = 64
 """Polls before a rank prepares for a longer wait: most short messages have come by then."""
 
 _STIR_EVERY = 8
+
+_worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
+"""The worlds of this process, and those split from them."""
 
 
 class MPICommunicationBackend(SmallCollectives):
@@ -73,6 +78,7 @@ class MPICommunicationBackend(SmallCollectives):
         self._job: Job | None = None
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
+        self._is_forked = False
 
     @property
     def rank(self) -> int:
@@ -101,6 +107,8 @@ class MPICommunicationBackend(SmallCollectives):
             record_if_asked(self)
 
     def _on_initialize(self) -> None:
+        if self._is_forked:
+            raise self._not_ready_error()
         if self._job is None:
             self._job = Job(self._mpi, self._comm)
             self._nodes = self._job.nodes
@@ -114,6 +122,7 @@ class MPICommunicationBackend(SmallCollectives):
         self._messages = Messages(self._group, self.world_ranks)
         self._forget_plans()
         self._job.join(self._group, self)
+        _worlds.add(self)
         if self._is_root:
             if self._job.board is not None:
                 self.call_log = CallLog(self._job.board.journal)
@@ -139,8 +148,10 @@ class MPICommunicationBackend(SmallCollectives):
         """End the job, with a report of ``error`` that names this rank, and exit code 1.
 
         Ctrl-C ends it with 130. Does not return, except in a world of one: there nobody waits,
-        and the exception can go its way.
+        and the exception can go its way. So it can in a process that a rank forked, which is none.
         """
+        if self._is_forked:
+            return
         job, _ = self._joined()
         if job.world_size > 1:
             last = self.call_log.journal.last
@@ -150,6 +161,25 @@ class MPICommunicationBackend(SmallCollectives):
                 if last is None
                 else f"in or after {in_call(last.call, last.group).removeprefix('in ')}",
             )
+
+    def _disown(self) -> None:
+        """Stop being this process's: it was forked by the rank."""
+        self._initialized, self._is_forked = False, True
+        if self.recorder is not None:
+            self.recorder.disown()
+        for work in (*self._pending, *self._transfers):
+            work.fail(self._not_ready_error())
+        self._pending.clear()
+        self._transfers.clear()
+
+    def _not_ready_error(self) -> CommunicationError:
+        if not self._is_forked:
+            return super()._not_ready_error()
+        return CommunicationError(
+            f"a forked process is no rank: this one was forked by rank {self._rank} of "
+            f"{self._world_size}, which alone may use the world and MPI; let it send what this "
+            "process finds, or compute here with arrays alone"
+        )
 
     @property
     def _talk(self) -> Group:
@@ -345,6 +375,16 @@ class MPICommunicationBackend(SmallCollectives):
     ) -> Steps:
         array, on_device = yield from self._messages.receive(source, count, tag, dtype)
         return to_device(array) if on_device else array
+
+
+def _leave_to_the_rank() -> None:
+    """Let a process that a rank has just forked touch nothing of the rank's."""
+    for backend in tuple(_worlds):
+        backend._disown()
+    _worlds.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_rank)
 
 
 def _needs(work: Work, rank: int, last: int) -> bool:

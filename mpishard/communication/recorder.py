@@ -129,6 +129,11 @@ class Recorder:
                 self._is_closed = True
                 self._file.close(reason=reason, events=self._kept, dropped=self._dropped)
 
+    def disown(self) -> None:
+        """Write nothing more: the file is another process's."""
+        self._is_closed = True
+        self._buffer.clear()
+
     def _write(self) -> None:
         if self._is_closed:
             return

@@ -32,7 +32,7 @@ from mpishard.communication.reduction import (
 from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic import Traffic
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
-from mpishard.errors import NotInitializedError
+from mpishard.errors import CommunicationError, NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
@@ -381,10 +381,13 @@ class Transport(ABC):
 
     def _ready(self) -> None:
         if not self._initialized:
-            raise NotInitializedError(
-                f"{self.describe()} is not initialised; call initialize(), or use "
-                "mpishard.init() which returns an initialised backend"
-            )
+            raise self._not_ready_error()
+
+    def _not_ready_error(self) -> CommunicationError:
+        return NotInitializedError(
+            f"{self.describe()} is not initialised; call initialize(), or use "
+            "mpishard.init() which returns an initialised backend"
+        )
 
     def _check_array(self, array: Any, name: str, *, needs_dim: bool = False) -> None:
         if array is None:

@@ -118,6 +118,10 @@ class Work(ABC):
             raise self._error
         return self._result
 
+    def fail(self, error: Exception) -> None:
+        """Never go on: `wait` raises ``error``."""
+        self._done, self._error, self._waitable = True, error, None
+
     def begun(self) -> None:
         """Hear that it was issued, and went as far as it could."""
         if self._in_flight is not None:

@@ -111,6 +111,35 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def forks():
+    """Of three children of rank 0 one ends, one raises and one would be a rank; none is missed."""
+    backend = mpishard.init()
+    half = backend.split(0)
+    backend.barrier()
+    if RANK == 0:
+        pending = backend.receive_async(1, 3, dtype=np.float64)
+        for child in ("ends", "raises", "calls"):
+            pid = os.fork()
+            if pid == 0:
+                if child == "raises":
+                    raise ValueError("a child's own")
+                if child == "calls":
+                    calls = [backend.barrier, half.barrier, backend.initialize, pending.wait]
+                    for call in calls:
+                        try:
+                            call()
+                        except mpishard.errors.CommunicationError as error:
+                            print("refused:", error, flush=True)
+                sys.exit(3)
+            print(child, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        backend.send(np.ones(3), 1)
+        pending.wait()
+    else:
+        backend.send(backend.receive(0, 3), 0)
+    backend.barrier()
+    print("went on", flush=True)
+
+
 def all_are_stuck():
     backend = mpishard.init()
     backend.barrier()

@@ -157,6 +157,17 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
 
 
+def test_a_forked_child_that_ends_leaves_no_world():
+    ended = run("forks", MPISHARD_TIMEOUT="10")
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert ended.out.count("refused: a forked process is no rank: this one") == 4, ended
+    for line in ("ends 3", "raises 1", "calls 3"):
+        assert line in ended.out, ended
+    assert "ValueError: a child's own" in ended.err, ended
+    assert "the job ends" not in ended.err, ended
+
+
 def test_ctrl_c_while_all_ranks_are_stuck_in_c():
     with Job("all_are_stuck") as job:
         for pid in job.ranks():
