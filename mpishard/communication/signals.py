@@ -71,10 +71,17 @@ class SignalPipe:
                 signal.set_wakeup_fd(present)
 
     def wait(self, seconds: float) -> set[int]:
-        """The signals that have come, after at most ``seconds``."""
+        """The signals that have come and are nobody else's, after at most ``seconds``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
-        return set(os.read(self._read, 4096)) - {0}
+        # Python writes a byte for every handler's signal, a user's flag for a checkpoint included.
+        return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
+
+    def _is_ours(self, number: int) -> bool:
+        present = signal.getsignal(number)
+        if number == signal.SIGINT:
+            return present is signal.default_int_handler
+        return present == self._heard
 
     def wake(self) -> None:
         """Let `wait` return."""

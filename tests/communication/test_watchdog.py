@@ -218,19 +218,36 @@ def test_signals_of_ours_are_heard_and_given_back(pipe):
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_handler_of_the_user_s_stays(pipe):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_handler_of_the_user_s_stays_and_alone_is_called(pipe, number, when):
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("theirs"))
+    before = signal.getsignal(number)
     try:
-        theirs = signal.getsignal(signal.SIGTERM)
+        if when == "after":
+            pipe.install()
+        signal.signal(number, lambda *_: heard.append("theirs"))
+        theirs = signal.getsignal(number)
         pipe.install()
-        assert signal.getsignal(signal.SIGTERM) is theirs
-        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(number) is theirs
+        os.kill(os.getpid(), number)
         assert heard == ["theirs"]
+        assert pipe.wait(0) == set()
         pipe.restore()
-        assert signal.getsignal(signal.SIGTERM) is theirs
+        assert signal.getsignal(number) is theirs
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def test_ctrl_c_that_nobody_else_handles_is_heard(pipe):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        pipe.install()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert pipe.wait(20) == {signal.SIGINT}
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
