@@ -57,10 +57,15 @@ class Job(Ending):
         self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
         self._progress_comm: Any = None
-        if self.world_size > 1:
-            watchdog.guard(self)
+        self.guard()
         with self.wait(lambda: IN_INIT):
             self._meet(comm)
+
+    def guard(self) -> None:
+        """Be watched over, until `leave`. Idempotent."""
+        if self.board is not None:
+            self.board.journal.end(RankState.STARTED)
+            watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
         """Learn where the other ranks run, and set up what they share."""

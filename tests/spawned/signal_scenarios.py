@@ -5,6 +5,7 @@ A rank that says "ready" names its process, and is then as the test wants to fin
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -109,6 +110,16 @@ def goes_on_when_asked():
         MPI.COMM_WORLD.send(None, 1, tag=1)
     backend.barrier()
     print("went on", flush=True)
+
+
+def enters_again():
+    backend = mpishard.init()
+    backend.shutdown()
+    backend.initialize()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if RANK == 1:
+        time.sleep(LONG)
+    backend.barrier()
 
 
 def forks():
