@@ -187,12 +187,12 @@ class Job(Ending):
         There is no time limit: another rank may have work of its own to finish. Their collectives
         that this rank takes part in go on meanwhile.
         """
-        flush_output()
         if self.board is not None:
             self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
+        flush_output()
         start = time.monotonic()
         polls = 0
         while sum(not group.has_left() for group in groups):
