@@ -57,10 +57,15 @@ class Job(Ending):
         self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
         self._progress_comm: Any = None
-        if self.world_size > 1:
-            watchdog.guard(self)
+        self.guard()
         with self.wait(lambda: IN_INIT):
             self._meet(comm)
+
+    def guard(self) -> None:
+        """Be watched over, until `leave`. Idempotent."""
+        if self.board is not None:
+            self.board.journal.end(RankState.STARTED)
+            watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
         """Learn where the other ranks run, and set up what they share."""
@@ -182,12 +187,12 @@ class Job(Ending):
         There is no time limit: another rank may have work of its own to finish. Their collectives
         that this rank takes part in go on meanwhile.
         """
-        flush_output()
         if self.board is not None:
             self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
+        flush_output()
         start = time.monotonic()
         polls = 0
         while sum(not group.has_left() for group in groups):

@@ -116,6 +116,7 @@ class MPICommunicationBackend(SmallCollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
+            self._job.guard()
             with self._job.wait(lambda: IN_INIT):
                 self._group = self._enter(self._job)
             self._sequence = 0

@@ -5,6 +5,7 @@ A rank that says "ready" names its process, and is then as the test wants to fin
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -111,13 +112,23 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def enters_again():
+    backend = mpishard.init()
+    backend.shutdown()
+    backend.initialize()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if RANK == 1:
+        time.sleep(LONG)
+    backend.barrier()
+
+
 def forks():
     """Of three children of rank 0 one ends, one raises and one would be a rank; none is missed."""
     backend = mpishard.init()
     half = backend.split(0)
     backend.barrier()
     if RANK == 0:
-        pending = backend.receive_async(1, 3)
+        pending = backend.receive_async(1, 3, dtype=np.float64)
         for child in ("ends", "raises", "calls"):
             pid = os.fork()
             if pid == 0:
