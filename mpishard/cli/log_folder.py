@@ -23,12 +23,13 @@ def check_log_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
-    for rank, file in call_files(folder / CALLS).items():
+    for file in call_files(folder / CALLS):
         # Of another machine's process nothing is known.
         if file.host == socket.gethostname() and file.is_alive():
             raise ValueError(
-                f"--log-dir {folder} belongs to a job that still runs: its rank {rank} is process "
-                f"{file.pid} on {file.host}. Give each job a folder of its own"
+                f"--log-dir {folder} belongs to a job that still runs: its rank "
+                f"{file.launched_rank} is process {file.pid} on {file.host}. Give each job a "
+                "folder of its own"
             )
 
 
