@@ -51,6 +51,7 @@ _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{_PLACE.size}sq")  # call, time, place, number
 _ROW_BYTES = _ROW.size
 _FILE_BYTES = _FIRST_ROW + _ROWS * _ROW_BYTES
+_ANEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 PLACE_BYTES = _PLACE.size
 """Number of bytes of `encode_place`."""
 
@@ -176,7 +177,9 @@ class CallFile:
         """
         # Who has an earlier file of this name mapped keeps it, and nobody sees half of this one.
         begun = path.with_name(f".{path.name}.{os.getpid()}")
-        handle = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # What lies there is of an earlier process of this number, or another user's trap.
+        begun.unlink(missing_ok=True)
+        handle = os.open(begun, _ANEW, 0o600)
         try:
             # Pages that a full file system cannot give are found now, and not by SIGBUS later.
             os.posix_fallocate(handle, 0, _FILE_BYTES)

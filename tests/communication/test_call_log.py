@@ -156,6 +156,25 @@ class TestFiles:
         assert reader.state is RankState.LEFT
         assert [p.name for p in tmp_path.iterdir()] == ["rank-0.calls"]
 
+    def test_a_file_that_lies_in_its_way_is_neither_followed_nor_written(
+        self, tmp_path, monkeypatch
+    ):
+        path, precious = tmp_path / "rank-0.calls", tmp_path / "precious"
+        precious.write_text("keep")
+        begun = tmp_path / f".rank-0.calls.{os.getpid()}"
+        begun.symlink_to(precious)
+        CallFile.create(path, 0, 2)
+        assert not path.is_symlink()
+        assert precious.read_text() == "keep"
+        # Another user puts it there between the two steps.
+        monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        for trap in (lambda: begun.symlink_to(precious), begun.touch):
+            trap()
+            with pytest.raises(FileExistsError):
+                CallFile.create(path, 0, 2)
+            os.unlink(begun)  # noqa: PTH108
+        assert precious.read_text() == "keep"
+
     def test_without_files_training_goes_on_and_one_rank_says_so(
         self, temporary, monkeypatch, caplog
     ):
