@@ -50,7 +50,9 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
+        self.board: CallBoard | None = None
+        if self.world_size > 1:
+            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
@@ -252,6 +254,17 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+    """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
+    ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks: list[int] = mpi.Group.Translate_ranks(
+        ours, list(range(ours.Get_size())), all_of_launcher
+    )
+    ours.Free()
+    all_of_launcher.Free()
+    return ranks
 
 
 def _affinity() -> list[int]:
