@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mpishard import settings
-from mpishard.communication.tracebacks import short_traceback
+from mpishard.communication.failure_report import failure_report
 
 __all__ = ["Ending", "flush_output", "launched_ending", "say"]
 
@@ -54,13 +54,8 @@ class Ending:
         """End the job because ``error`` was raised on this rank and nobody caught it."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt(where)
-        self.end(
-            f"mpishard: {self.name} failed {where}; the job ends\n"
-            f"{type(error).__name__}: {_text(error)}\n"
-            f"--- traceback of rank {'?' if self.rank is None else self.rank} ---\n"
-            f"{short_traceback(error)}{_below(self.last_calls())}",
-            settings.EXIT_FAILURE,
-        )
+        report = failure_report(error, self.name, self.rank, where)
+        self.end(f"{report}{_below(self.last_calls())}", settings.EXIT_FAILURE)
 
     def interrupt(self, where: str) -> NoReturn:
         """End the job because of Ctrl-C."""
@@ -182,13 +177,6 @@ _kept: list[socket.socket] = []
 
 def _below(text: str) -> str:
     return f"\n{text}" if text else ""
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as another:  # noqa: BLE001 - a user's own, and the job is to end
-        return f"(its text cannot be shown: {type(another).__name__})"
 
 
 def flush_output() -> None:
