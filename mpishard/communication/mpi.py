@@ -27,6 +27,7 @@ from mpishard.communication.matching import advice_on_leaving
 from mpishard.communication.messages import Messages
 from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
+from mpishard.communication.rank_process import helper_error, is_helper
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
@@ -61,12 +62,14 @@ class MPICommunicationBackend(SmallCollectives):
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py is missing, or, for the default, no launcher started this process or the
-        launcher belongs to another MPI library.
+        Where mpi4py is missing, a rank started this process, or, for the default, no launcher
+        did or the launcher belongs to another MPI library.
     """
 
     def __init__(self, comm: Any = None) -> None:
         super().__init__()
+        if is_helper():
+            raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
         self._mpi: Any = load_mpi()

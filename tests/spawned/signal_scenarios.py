@@ -5,6 +5,7 @@ A rank that says "ready" names its process, and is then as the test wants to fin
 
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -120,6 +121,16 @@ def enters_again():
     if RANK == 1:
         time.sleep(LONG)
     backend.barrier()
+
+
+def starts_a_helper():
+    """It has the rank's variables and connection to the launcher, imports mpishard, and fails."""
+    backend = mpishard.init()
+    if RANK == 0:
+        fails = [sys.executable, "-c", "import mpishard; raise ValueError('a helper')"]
+        print("helper", os.waitstatus_to_exitcode(os.system(shlex.join(fails))), flush=True)
+    backend.barrier()
+    print("went on", flush=True)
 
 
 def forks():

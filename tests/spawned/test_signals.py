@@ -163,6 +163,14 @@ def test_a_world_entered_again_is_watched_again():
     assert "has waited 1 s in collective 1, barrier()" in ended.err, ended
 
 
+def test_what_a_rank_starts_fails_for_itself():
+    ended = run("starts_a_helper")
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert "the job ends" not in ended.err, ended
+    assert "helper 1" in ended.out, ended
+
+
 def test_a_forked_child_that_ends_leaves_no_world():
     ended = run("forks", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended
