@@ -76,7 +76,9 @@ class CallBoard:
         self._folder = _job_folder()
         """The job's folder, if there is one on this node."""
         self._files: dict[int, CallFile] = {}
-        self._visible: set[int] = set()
+        self._ring: list[int] = []
+        """The node's other ranks whose process can be seen, from the one after this on."""
+        self._ring_turn = 0
         self._is_shared = False
         self._lock = -1
         self._claiming = threading.Lock()
@@ -116,7 +118,7 @@ class CallBoard:
         self._agree(comm)
         if self._is_alone:
             self._files.clear()
-            self._visible.clear()
+            self._ring.clear()
         if is_first and folder is not None and folder != self._folder:
             shutil.rmtree(folder)
         self._is_shared = True
@@ -149,10 +151,21 @@ class CallBoard:
             return True
 
     def dead_rank(self) -> int | None:
-        """The first rank of this node whose process is gone without having left, or None."""
-        for rank in sorted(self._visible):
-            file = self._files[rank]
-            if file.state is not RankState.LEFT and not file.is_alive():
+        """A rank of this node whose process is gone without having left; None: none was seen.
+
+        Each rank watches the next one of its node, in a ring, and beyond those that have left or
+        are gone. Where that rank cannot watch, as it is stopped, the ranks that it watches are
+        seen by the others in turn: each looks at one more, another one each time.
+        """
+        for rank in self._ring:
+            if self._files[rank].state is not RankState.LEFT:
+                if not self._files[rank].is_alive():
+                    return rank
+                break
+        if len(self._ring) > 1:
+            self._ring_turn = (self._ring_turn + 1) % len(self._ring)
+            rank = self._ring[self._ring_turn]
+            if self._files[rank].state is not RankState.LEFT and not self._files[rank].is_alive():
                 return rank
         return None
 
@@ -201,9 +214,8 @@ class CallBoard:
         except (OSError, ValueError) as error:
             self._error = str(error)
         # In containers with process numbers of their own nobody sees whether another is alive.
-        self._visible = {
-            rank for rank, file in self._files.items() if rank != self.rank and file.is_alive()
-        }
+        seen = [r for r in sorted(self._files) if r != self.rank and self._files[r].is_alive()]
+        self._ring = [r for r in seen if r > self.rank] + [r for r in seen if r < self.rank]
 
     def _agree(self, comm: Any) -> None:
         """Hear whether a rank has failed; all then go on without, and rank 0 says so once."""

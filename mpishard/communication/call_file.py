@@ -155,6 +155,7 @@ class CallFile:
         """Root worlds that the process entered before this one."""
         self.host: str = _text(host)
         self._start: int = start
+        self._is_here = self.host == socket.gethostname() and Path("/proc/self").is_dir()
         self._count = self._read(_COUNT)
 
     @classmethod
@@ -322,9 +323,7 @@ class CallFile:
 
     def is_alive(self) -> bool:
         """Whether the process of the rank still runs. Asked on its own host; elsewhere True."""
-        if self.host != socket.gethostname() or not Path("/proc/self").is_dir():
-            return True
-        return _start_of(self.pid) == self._start
+        return not self._is_here or _start_of(self.pid) == self._start
 
     def _call(self, index: int) -> LoggedCall | None:
         start = _FIRST_ROW + index % _ROWS * _ROW_BYTES

@@ -246,6 +246,40 @@ class TestReports:
         boards[1].journal.end(RankState.LEFT)
         assert boards[0].dead_rank() is None
 
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
+    @pytest.mark.parametrize("gone", [(1,), (3,), (0, 3), (1, 2), (4, 0, 1)])
+    @pytest.mark.parametrize("left", [(), (2,)])
+    def test_each_rank_watches_the_next(self, temporary, monkeypatch, gone, left):
+        boards = shared(5, monkeypatch)
+        for rank in left:
+            boards[rank].journal.end(RankState.LEFT)
+        for board in boards:
+            for rank in gone:
+                monkeypatch.setattr(board._files[rank], "pid", 2**22 + 1)
+        found = {b.rank: b.dead_rank() for b in boards if b.rank not in (*gone, *left)}
+        dead = set(gone) - set(left)
+        assert set(found.values()) <= dead | {None}
+        # The one before the first of those that are gone, in the ring, sees it at once.
+        for rank in dead:
+            before = (rank - 1) % 5
+            while before in left:
+                before = (before - 1) % 5
+            assert before in gone or found[before] == rank
+        # Whoever is stopped meanwhile is watched by the others in turn.
+        for board in boards:
+            if board.rank in found:
+                assert any(board.dead_rank() in dead for _ in range(4))
+
+    def test_watching_costs_the_same_on_a_node_of_many(self, temporary, monkeypatch):
+        boards = shared(40, monkeypatch)
+        asked = []
+        monkeypatch.setattr(CallFile, "is_alive", lambda file: asked.append(file.rank) or True)
+        for _ in range(39):
+            before = len(asked)
+            assert boards[0].dead_rank() is None
+            assert len(asked) - before <= 2
+        assert set(asked) == set(range(1, 40))
+
     def test_a_process_number_that_nobody_sees_says_nothing(self, temporary, monkeypatch):
         monkeypatch.setattr(CallFile, "is_alive", lambda self: False)
         assert shared(2, monkeypatch)[0].dead_rank() is None
