@@ -13,8 +13,8 @@ from mpishard.communication.arena import at_once, number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.call_file import RankState
-from mpishard.communication.diagnosis import describe_stall, longest_waiting
-from mpishard.communication.ending import Ending, flush_output
+from mpishard.communication.diagnosis import describe_stall, longest_waiting, unfinished
+from mpishard.communication.ending import Ending, flush_output, say
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.naming import of_group
@@ -186,8 +186,9 @@ class Job(Ending):
     def leave(self) -> None:
         """Leave every world, and wait until the others have left, or were told.
 
-        There is no time limit: another rank may have work of its own to finish. Their collectives
-        that this rank takes part in go on meanwhile.
+        There is no time limit: another rank may have work of its own to finish. That is said once,
+        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
+        meanwhile.
         """
         if self.board is not None:
             self.board.journal.end(RankState.LEAVING)
@@ -196,6 +197,7 @@ class Job(Ending):
             group.leave()
         flush_output()
         start = time.monotonic()
+        warn_after = settings.mpi_warning() or float("inf")
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -205,9 +207,13 @@ class Job(Ending):
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
-            if time.monotonic() - start > _NOTICE_SECONDS:
+            waited = time.monotonic() - start
+            if waited > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+            if waited > warn_after:
+                warn_after = float("inf")
+                self._say_who_works_on(waited)
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
@@ -216,6 +222,17 @@ class Job(Ending):
             group.free()
         self._groups.clear()
         watchdog.release(self)
+
+    def _say_who_works_on(self, waited: float) -> None:
+        if self.board is None:
+            return
+        records = self.board.records()
+        first = min(record.rank for record in records if record.has_left)
+        if first == self.rank:
+            say(
+                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
+                f"{unfinished(records, time.time())}"
+            )
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""

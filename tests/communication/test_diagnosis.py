@@ -9,7 +9,13 @@ import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.diagnosis import describe_stall, longest_waiting, parting, verdict
+from mpishard.communication.diagnosis import (
+    describe_stall,
+    longest_waiting,
+    parting,
+    unfinished,
+    verdict,
+)
 from mpishard.communication.matching import check_calls
 from mpishard.communication.naming import group_label, group_members, ranks_text
 from mpishard.communication.rank_record import RankRecord
@@ -49,6 +55,21 @@ def history(upto, **options):
 
 
 IN_PREDICT = (*history(17), logged(18, Kind.ALL_GATHER, line=40, method=PREDICT))
+
+
+class TestUnfinished:
+    def test_who_works_on_and_who_waits(self):
+        left = [busy(0, state=RankState.LEAVING), busy(3, state=RankState.LEFT)]
+        records = [left[0], busy(1, *history(3, ago=42.0)), waiting(2, *history(4)), left[1]]
+        assert unfinished(records, NOW) == (
+            "for ranks 1, 2. Rank 2 waits in collective 4, barrier(), at train.py:1, for 31 s. "
+            "Rank 1: in no collective since collective 3, barrier(), at train.py:1, 42 s ago: "
+            "computing, asleep or stuck."
+        )
+
+    def test_ranks_that_nothing_is_known_of(self):
+        records = [busy(0, state=RankState.LEAVING), RankRecord(1, is_known=False)]
+        assert unfinished(records, NOW).startswith("for ranks of other nodes")
 
 
 class TestVerdict:
