@@ -15,9 +15,11 @@ from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
 from mpishard.communication.matching import differing_calls, differing_methods
 from mpishard.communication.naming import of_group, who
 from mpishard.communication.rank_record import RankRecord, Watched, members_of
-from mpishard.communication.rank_table import call_text, rank_table, seconds_text
+from mpishard.communication.rank_table import call_text, exit_text, rank_table, seconds_text
 
-__all__ = ["describe_stall", "longest_waiting", "parting", "unfinished", "verdict"]
+__all__ = [
+    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+]  # fmt: skip
 
 _SENTENCES = 3
 _AGO = "{ago}"
@@ -103,6 +105,13 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
     told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
     return f"for {who([record.rank for record in late])}. {told}"
+
+
+def circle_of(records: Sequence[RankRecord]) -> str:
+    """The ranks that wait for each other, and why, in two sentences; empty where none do."""
+    by_rank = {record.rank: record for record in records}
+    circle = _circle({r.rank: _waits_for(r, records) for r in records if r.waits is not None})
+    return " ".join(_circle_text(circle, by_rank)) if circle else ""
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
@@ -199,7 +208,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     if record.state is RankState.STARTED:
         return ": still in init"
     if record.has_left:
-        return f" left {after}"
+        return f" left {after}{exit_text(record)}"
     if record.state is RankState.REPORTED:
         return f" reported why the job ends, {after}"
     if last is None:

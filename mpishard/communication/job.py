@@ -15,6 +15,7 @@ from mpishard.communication.call_board import CallBoard
 from mpishard.communication.call_file import RankState
 from mpishard.communication.diagnosis import describe_stall, longest_waiting, unfinished
 from mpishard.communication.ending import Ending, flush_output, say
+from mpishard.communication.exit_call import exit_call
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.naming import of_group
@@ -191,7 +192,9 @@ class Job(Ending):
         meanwhile.
         """
         if self.board is not None:
-            self.board.journal.end(RankState.LEAVING)
+            journal = self.board.journal
+            journal.file.note_exit(exit_call(journal.file.count))
+            journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
