@@ -17,7 +17,7 @@ from types import FrameType
 
 import typer
 
-from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.job_report import JobEnd, Verdict, calls_text, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
@@ -122,7 +122,7 @@ class Supervisor:
         files = call_files(folder)
         remove_shared_memory(files.values())
         if self._received:
-            verdict = Verdict(128 + self._received[0].value)
+            verdict = interrupted(self._received[0], files)
         else:
             verdict = JobEnd(
                 self.world_size,
