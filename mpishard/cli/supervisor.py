@@ -17,10 +17,11 @@ from types import FrameType
 
 import typer
 
-from mpishard.cli.job_report import JobEnd, Verdict, calls_text, interrupted
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
+from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses
 from mpishard.communication.call_file import RankState, call_files
 from mpishard.communication.library import STARTING
@@ -120,14 +121,15 @@ class Supervisor:
             processes.look()
             processes.wait_for_all()
         files = call_files(folder)
-        remove_shared_memory(files.values())
+        remove_shared_memory(files)
+        logs = RankLogs.of_job(files)
         if self._received:
-            verdict = interrupted(self._received[0], files)
+            verdict = interrupted(self._received[0], logs)
         else:
             verdict = JobEnd(
                 self.world_size,
                 launcher_code,
-                files,
+                logs,
                 processes.ended if processes is not None else (),
                 is_local=not self.host_count or (processes is not None and processes.all_seen),
                 is_hydra=self.launcher.is_hydra,
@@ -138,9 +140,9 @@ class Supervisor:
         for line in verdict.lines:
             self._say(line)
         if verdict.code and self.log_folder is not None:
-            for rank, file in files.items():
+            for rank, log in logs.items():
                 (self.log_folder / f"rank-{rank}.calls.txt").write_text(
-                    calls_text(file), encoding="utf-8"
+                    log.text(), encoding="utf-8"
                 )
         return verdict
 
@@ -174,8 +176,8 @@ class Supervisor:
         """
         if not processes.ended:
             return None
-        files = call_files(folder)
-        states = {rank: file.state for rank, file in files.items()}
+        logs = RankLogs.of_job(call_files(folder))
+        states = {rank: log.state for rank, log in logs.items()}
         if RankState.REPORTED in states.values():
             return None
         for process in processes.ended:

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from mpishard.communication.call import differing_calls, differing_methods
 from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
+from mpishard.communication.matching import differing_calls, differing_methods
 from mpishard.communication.naming import of_group, who
 from mpishard.communication.rank_record import RankRecord, Watched, members_of
 from mpishard.communication.rank_table import call_text, rank_table, seconds_text

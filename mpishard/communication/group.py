@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
-from mpishard.communication.lanes import Expected, Lane, Message, Pending
+from mpishard.communication.lanes import Expected, Lane, Message, Pending, post_bytes
 from mpishard.communication.mailbox import Letter, Mailbox
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.work import Waitable
@@ -200,8 +200,8 @@ class Group:
         self.departures()
         status, byte = self.mpi.Status(), self.mpi.BYTE
         while message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status):
-            buffer = np.empty(status.Get_count(byte), np.uint8)
-            request = message.Irecv([buffer, buffer.size, byte])
+            buffer = np.empty(status.Get_elements(byte), np.uint8)  # where a count may overflow
+            request = post_bytes(self.mpi, message.Irecv, buffer)
             Message(request, self.in_flight, buffer)
             self.taken[status.Get_source()] += 1
         if (self.taken != self._sent_here).any():

@@ -50,17 +50,24 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
+        self.board: CallBoard | None = None
+        if self.world_size > 1:
+            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
         self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
         self._progress_comm: Any = None
-        if self.world_size > 1:
-            watchdog.guard(self)
+        self.guard()
         with self.wait(lambda: IN_INIT):
             self._meet(comm)
+
+    def guard(self) -> None:
+        """Be watched over, until `leave`. Idempotent."""
+        if self.board is not None:
+            self.board.journal.end(RankState.STARTED)
+            watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
         """Learn where the other ranks run, and set up what they share."""
@@ -182,12 +189,12 @@ class Job(Ending):
         There is no time limit: another rank may have work of its own to finish. Their collectives
         that this rank takes part in go on meanwhile.
         """
-        flush_output()
         if self.board is not None:
             self.board.journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
+        flush_output()
         start = time.monotonic()
         polls = 0
         while sum(not group.has_left() for group in groups):
@@ -247,6 +254,17 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+    """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
+    ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks: list[int] = mpi.Group.Translate_ranks(
+        ours, list(range(ours.Get_size())), all_of_launcher
+    )
+    ours.Free()
+    all_of_launcher.Free()
+    return ranks
 
 
 def _affinity() -> list[int]:

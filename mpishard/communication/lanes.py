@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.communication.work import Waitable
 
 __all__ = [
+    "LARGE_BYTES",
     "Condition",
     "Expected",
     "Lane",
@@ -26,9 +27,32 @@ __all__ = [
     "PendingAll",
     "ScratchPool",
     "Turn",
+    "post_bytes",
 ]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+LARGE_BYTES = 1 << 30
+"""More than this is too much for one call of a library: lengths and places are C ints."""
+
+_BLOCK_BYTES = 1 << 20
+
+
+def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Bytes, *where: int) -> Any:
+    """The request of ``post``, an ``Isend`` or the like, of all of ``buffer`` as one message.
+
+    What is large goes as one element of a type of that many bytes, made of blocks.
+    """
+    if buffer.size <= LARGE_BYTES:
+        return post([buffer, buffer.size, mpi.BYTE], *where)
+    blocks, rest = divmod(buffer.size, _BLOCK_BYTES)
+    block = mpi.BYTE.Create_contiguous(_BLOCK_BYTES)
+    whole = mpi.Datatype.Create_struct([blocks, rest], [0, blocks * _BLOCK_BYTES],
+                                       [block, mpi.BYTE]).Commit()  # fmt: skip
+    block.Free()
+    request = post([buffer, 1, whole], *where)
+    whole.Free()  # MPI keeps it until the message is through
+    return request
 
 
 class Pending(Waitable):

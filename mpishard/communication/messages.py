@@ -19,7 +19,7 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_host
 from mpishard.communication.call import DTYPES
 from mpishard.communication.group import Group
-from mpishard.communication.lanes import Expected, Message, Pending, Turn
+from mpishard.communication.lanes import Expected, Message, Pending, Turn, post_bytes
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.work import Steps, Waitable
 from mpishard.errors import CommunicationError
@@ -110,7 +110,7 @@ class Messages:
 
     def _isend(self, data: Any, destination: int, tag: int) -> Pending:
         group = self._group
-        request = group.comm.Isend([data, data.size, group.mpi.BYTE], destination, tag)
+        request = post_bytes(group.mpi, group.comm.Isend, data, destination, tag)
         group.sent[destination] += 1
         return Message(request, group.in_flight, data)
 
@@ -154,7 +154,7 @@ class Messages:
 
     def _irecv(self, buffer: Any, source: int, tag: int) -> Expected:
         group = self._group
-        request = group.comm.Irecv([buffer, buffer.size, group.mpi.BYTE], source, tag)
+        request = post_bytes(group.mpi, group.comm.Irecv, buffer, source, tag)
         return Expected(
             group.mpi, request, group.in_flight, group.expected, buffer, group.taken, source
         )

@@ -14,7 +14,7 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.arena import number_nodes, share_memory
-from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_log import CallLog
 from mpishard.communication.diagnosis import parting
 from mpishard.communication.group import Group
@@ -23,9 +23,11 @@ from mpishard.communication.lanes import Condition
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
+from mpishard.communication.matching import advice_on_leaving
 from mpishard.communication.messages import Messages
 from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
+from mpishard.communication.rank_process import helper_error, is_helper
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
@@ -60,12 +62,14 @@ class MPICommunicationBackend(SmallCollectives):
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py is missing, or, for the default, no launcher started this process or the
-        launcher belongs to another MPI library.
+        Where mpi4py is missing, a rank started this process, or, for the default, no launcher
+        did or the launcher belongs to another MPI library.
     """
 
     def __init__(self, comm: Any = None) -> None:
         super().__init__()
+        if is_helper():
+            raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
         self._mpi: Any = load_mpi()
@@ -115,6 +119,7 @@ class MPICommunicationBackend(SmallCollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
+            self._job.guard()
             with self._job.wait(lambda: IN_INIT):
                 self._group = self._enter(self._job)
             self._sequence = 0

@@ -35,8 +35,8 @@ from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
 from mpishard.communication.call_file import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
-from mpishard.communication.lanes import Pending, Turn
-from mpishard.communication.pairwise_collectives import LARGE_BYTES, PairwiseCollectives
+from mpishard.communication.lanes import LARGE_BYTES, Pending, Turn
+from mpishard.communication.pairwise_collectives import PairwiseCollectives
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.shared_collectives import (
     SCRATCH_BYTES,

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
 from mpishard.communication.group import Group
-from mpishard.communication.lanes import Pending, PendingAll, Turn
+from mpishard.communication.lanes import LARGE_BYTES, Pending, PendingAll, Turn
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.shared_collectives import (
     SCRATCH_BYTES,
@@ -34,9 +34,6 @@ __all__ = ["PairwiseCollectives"]
 
 CHUNK_BYTES = 1 << 20
 """The longest message of a reduction. All ranks cut alike, wherever their arrays lie."""
-
-LARGE_BYTES = 1 << 30
-"""More than this goes in several messages: lengths and places of libraries are C ints."""
 
 _TAG = 0
 

@@ -15,15 +15,20 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in frames\n')
 
 
-def short_traceback(error: BaseException) -> str:
+def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
     """The traceback of ``error`` and of what caused it, without the frames inside mpishard.
 
-    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all.
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all. Where the message of
+    ``error`` ``is_told`` above, ``(as above)`` stands in its place; its notes are kept.
     """
     shown = traceback.TracebackException.from_exception(error)
     if not settings.is_debugging():
         _shorten(shown)
     text = "".join(shown.format()).rstrip()
+    if is_told:
+        whole = "".join(shown.format_exception_only()).rstrip()
+        brief = [f"{type(error).__name__}: (as above)", *getattr(error, "__notes__", ())]
+        text = text.removesuffix(whole) + "\n".join(brief)
     return _LEFT_OUT.sub(
         lambda found: f"  ... {found[1]} frame{'s' * (found[1] != '1')} inside mpishard\n", text
     )

@@ -5,7 +5,8 @@ import signal
 import numpy as np
 import pytest
 
-from mpishard.cli.job_report import JobEnd, Verdict, calls_text, interrupted
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
+from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import CallFile, RankState, encode_place
@@ -19,8 +20,10 @@ def exits(code):
     return code << 8
 
 
-def file_of(rank, state=RankState.RUNNING, code=0, calls=2, world_size=3):
-    file = CallFile.unshared(rank, world_size)
+def file_of(
+    rank, state=RankState.RUNNING, code=0, calls=2, world_size=3, launched_rank=None, world_number=0
+):
+    file = CallFile.unshared(rank, world_size, launched_rank, world_number)
     for sequence in range(1, calls + 1):
         call = Call.describe(
             sequence, Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM
@@ -36,8 +39,9 @@ def job(launcher_code, *ended, states=None, **known):
     states = {} if states is None else states
     files = {rank: file_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
     known = {"files": files, "is_hydra": True} | known
+    logs = RankLogs.of_job(known.pop("files").values())
     processes = [RankProcess(rank, 4000 + rank, status, True) for rank, status in ended]
-    return JobEnd(3, launcher_code, ended=processes, **known)
+    return JobEnd(3, launcher_code, logs=logs, ended=processes, **known)
 
 
 @pytest.mark.parametrize("launcher_code", [9, 137], ids=["Hydra", "Open MPI and srun"])
@@ -137,7 +141,7 @@ def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, w
 def test_a_signal_to_the_command_is_told_where_no_rank_does():
     files = {0: file_of(0), 1: file_of(1), 2: file_of(2, calls=3)}
     files[2].wait(3)
-    verdict = interrupted(signal.SIGINT, files)
+    verdict = interrupted(signal.SIGINT, RankLogs.of_job(files.values()))
     assert verdict.code == 130
     place = "all_reduce(SUM, float64[4]), at train.py:33"
     (line,) = verdict.lines
@@ -149,7 +153,7 @@ def test_a_signal_to_the_command_is_told_where_no_rank_does():
         143, ("ended by SIGTERM; the ranks were ended",)
     )
     files[1].end(RankState.REPORTED, 130)
-    assert interrupted(signal.SIGINT, files) == Verdict(130)
+    assert interrupted(signal.SIGINT, RankLogs.of_job(files.values())) == Verdict(130)
 
 
 def test_ranks_that_left_have_codes_of_their_own():
@@ -206,7 +210,9 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 
 def test_a_world_of_one_may_end_as_it_likes():
-    one = JobEnd(1, 0, {0: file_of(0, world_size=1)}, [RankProcess(0, 4000, ENDED, True)])
+    one = JobEnd(
+        1, 0, RankLogs.of_job([file_of(0, world_size=1)]), [RankProcess(0, 4000, ENDED, True)]
+    )
     assert one.judge() == Verdict(0)
 
 
@@ -218,7 +224,56 @@ def test_the_rank_for_which_the_job_was_ended():
 
 
 def test_a_call_log_can_be_read():
-    lines = calls_text(file_of(1)).splitlines()
+    lines = RankLogs((file_of(1),)).text().splitlines()
     assert lines[0].startswith("rank 1 of 3, process ")
     assert lines[0].endswith("running, 2 collectives")
     assert lines[2].endswith("  collective 2, all_reduce(SUM, float64[4]), at train.py:33")
+
+
+class TestSeveralWorldsOfOneProcess:
+    """Halves of a job, or a second world beside the first."""
+
+    def two(self, first, second):
+        return RankLogs((file_of(2, first), file_of(0, second, calls=3, world_number=1)))
+
+    def test_a_rank_has_left_where_it_left_all(self):
+        left, running = RankState.LEFT, RankState.RUNNING
+        assert self.two(left, left).state is left
+        assert self.two(running, left).state is running
+        assert self.two(left, running).state is running
+        assert self.two(running, RankState.STARTED).state is RankState.STARTED
+        assert self.two(RankState.REPORTED, left).state is RankState.REPORTED
+
+    def test_the_last_collective_is_that_of_the_process(self):
+        first, second = file_of(0), file_of(0, calls=3, world_number=1)
+        assert RankLogs((first, second)).last_call.number == 3
+        call = Call.describe(3, Kind.BARRIER, None)
+        number = first.record(3, call.description, encode_place(call, ""))
+        first.wait(number)
+        logs = RankLogs((first, second))
+        assert logs.last_call.call.kind is Kind.BARRIER
+        assert logs.waits_in_last
+
+    def test_the_launchers_number_is_named(self):
+        # Two halves of a job of 4: both have a rank 1.
+        halves = [
+            file_of(rank % 2, world_size=2, launched_rank=rank, calls=rank) for rank in range(4)
+        ]
+        logs = RankLogs.of_job(halves)
+        ended = [RankProcess(3, 4003, KILLED, True), RankProcess(1, 4001, KILLED, True)]
+        (line,) = JobEnd(4, 9, logs=logs, ended=ended, is_hydra=True).judge().lines
+        assert line.startswith("rank 3 (process 4003 ")
+        assert "after collective 3" in line
+        assert "rank 3 of the job, in a world of its own rank 1 of 2, process " in logs[3].text()
+
+    def test_a_world_that_was_left_hides_nothing(self):
+        files = [
+            file_of(rank, state, world_number=number)
+            for rank in range(2)
+            for number, state in enumerate((RankState.RUNNING, RankState.LEFT))
+        ]
+        ended = [RankProcess(1, 4001, ENDED, True)]
+        verdict = JobEnd(2, 0, RankLogs.of_job(files), ended, is_hydra=True).judge()
+        assert verdict.code == 1
+        assert verdict.lines[0].startswith("rank 1 ")
+        assert "ended with code 0 without leaving" in verdict.lines[0]

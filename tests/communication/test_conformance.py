@@ -10,6 +10,7 @@ from mpishard.communication import (
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
+    lanes,
     mpi_collectives,
     pairwise_collectives,
     shared_collectives,
@@ -138,14 +139,16 @@ def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypat
     """`test_large.py` tells whether libraries can count them; here little counts as large."""
     monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
     monkeypatch.setenv("MPISHARD_ARENA", arena)
-    for module in (mpi_collectives, pairwise_collectives):
+    for module in (mpi_collectives, pairwise_collectives, lanes):
         monkeypatch.setattr(module, "LARGE_BYTES", 400)
+    monkeypatch.setattr(lanes, "_BLOCK_BYTES", 96)
     for module in (mpi_collectives, pairwise_collectives, shared_collectives):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 300)
     with MPICommunicationBackend() as world:
         checks = CommunicationConformance(SAMPLE[1:3])
         for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter",
-                     "gather", "all_to_all", "twins", "allocate_shared"):  # fmt: skip
+                     "gather", "all_to_all", "twins", "allocate_shared", "point_to_point",
+                     "async_point_to_point"):  # fmt: skip
             getattr(checks, f"check_{name}")(world)
 
 

@@ -7,9 +7,10 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads
-from mpishard.communication.call import Call, Kind, check_calls
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
 from mpishard.communication.diagnosis import describe_stall, longest_waiting, parting, verdict
+from mpishard.communication.matching import check_calls
 from mpishard.communication.naming import group_label, group_members, ranks_text
 from mpishard.communication.rank_record import RankRecord
 from mpishard.communication.rank_table import rank_table
@@ -459,7 +460,7 @@ class TestThreadRanks:
             for group in (first, second) if backend.rank == 0 else (second, first):
                 group.barrier()
 
-        for error in ends(2, body, timeout=0.2):
+        for error in ends(2, body, timeout=1.0):
             assert isinstance(error, CollectiveTimeoutError)
             assert "collectives of different groups in different orders" in str(error)
             assert "of group 1 (ranks 0, 1)" in str(error)
@@ -478,7 +479,7 @@ class TestThreadRanks:
             finally:
                 done.set()
 
-        errors = ends(4, body, timeout=0.2)
+        errors = ends(4, body, timeout=1.0)
         for error in errors:
             assert isinstance(error, CollectiveTimeoutError)
             assert "ranks [2] did not arrive" in str(error)

@@ -1,5 +1,7 @@
 """The parts of the MPI backend that need no MPI."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -114,16 +116,17 @@ class TestPatience:
     @pytest.mark.parametrize("crowded", [False, True])
     def test_looks_round_while_it_waits(self, crowded):
         looks = []
-        patience = Patience(crowded, looks.append)
+        patience = Patience(crowded, lambda: looks.append(time.monotonic()))
+        started = time.monotonic()
         for _ in range(2_000_000):
             patience.pause()
             if len(looks) == 3:
                 break
-        assert 0.1 < looks[-1] < 5
-        assert looks == sorted(looks)
+        assert looks[-1] - started > 0.1
+        assert len(looks) == 3
 
     def test_a_look_may_raise(self):
-        def give_up(waited):
+        def give_up():
             raise TimeoutError
 
         def wait():

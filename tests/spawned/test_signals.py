@@ -157,6 +157,20 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
 
 
+def test_a_world_entered_again_is_watched_again():
+    ended = run("enters_again", MPISHARD_TIMEOUT="1")
+    assert ended.code == 124, ended
+    assert "has waited 1 s in collective 1, barrier()" in ended.err, ended
+
+
+def test_what_a_rank_starts_fails_for_itself():
+    ended = run("starts_a_helper")
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert "the job ends" not in ended.err, ended
+    assert "helper 1" in ended.out, ended
+
+
 def test_a_forked_child_that_ends_leaves_no_world():
     ended = run("forks", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended
