@@ -150,7 +150,7 @@ class Ending:
             time.sleep(2 * _FUSE_SECONDS)  # another thread is at it
             os._exit(code)
         try:
-            self._report(report, code)
+            self._report(report, code, is_own)
         finally:
             try:
                 _abort(code)
@@ -158,7 +158,7 @@ class Ending:
                 # MPICH's may return while the launcher still ends the others.
                 os._exit(code)
 
-    def _report(self, report: str, code: int) -> None:
+    def _report(self, report: str, code: int, is_own: bool) -> None:
         _light_fuse(code)
         _ignore_further_interrupts()
         flush_output()
