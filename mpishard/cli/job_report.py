@@ -13,7 +13,7 @@ from mpishard.communication.call_file import RankState
 from mpishard.communication.naming import who
 from mpishard.communication.rank_table import call_text
 
-__all__ = ["JobEnd", "Verdict"]
+__all__ = ["JobEnd", "Verdict", "interrupted"]
 
 _HINTS = {
     signal.SIGKILL: "; out of memory?",
@@ -22,6 +22,7 @@ _HINTS = {
 # With which launchers end the ranks that are left: those say nothing of who went first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
+_MOST_SHOWN = 4
 _DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
            signal.SIGILL, signal.SIGFPE)  # fmt: skip
 
@@ -75,20 +76,23 @@ class JobEnd:
         """The exit code of the job, and what to say.
 
         A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named.
+        without leaving is named, also where another one has reported that it is gone.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        if not self.logs and not self.starting:  # a script without mpishard
-            return Verdict(self.launcher_code)
+        if not self.logs and not self.starting:
+            return self._before_all()
+        gone = self._gone()
+        if gone is not None:
+            return self._blame(gone)
         first = self._first()
         for log in self.logs.values():
-            # A rank that finds another one gone says so, and does not know how it went.
-            if log.state is RankState.REPORTED and (
-                first is None or first.rank == log.rank or log.code == self.launcher_code
-            ):
-                code = log.code or self.launcher_code or settings.EXIT_FAILURE
-                return Verdict(code, self._missing())
+            if log.state is not RankState.REPORTED:
+                continue
+            # One that found another rank gone ended with 1, and does not know how that went.
+            code = log.code or settings.EXIT_FAILURE
+            if first is None or first.rank == log.rank or code == self.launcher_code:
+                return Verdict(log.code or self.launcher_code or code, self._missing())
         if first is not None:
             return self._blame(first)
         stragglers = [rank for rank in self.logs if not self._has_left(rank)]
@@ -106,6 +110,24 @@ class JobEnd:
             return (process.exit_code or 0) < 0
         # Nobody waits for a world of one; and who waits for a rank that never came says so.
         return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
+
+    def _before_all(self) -> Verdict:
+        """Of a job in which no rank has called ``init``, as those of a script without mpishard."""
+        first = self._first()
+        # Of a signal the launcher itself speaks.
+        if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:
+            return Verdict(self.launcher_code)
+        return self._blame(first)
+
+    def _gone(self) -> RankProcess | None:
+        """The rank of which another one has reported that it is gone, where its end is known."""
+        reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
+        if not self.is_local or not reported or any(log.code for log in reported):
+            return None
+        ranks = [log.rank for log in reported]
+        failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
+        # It went before the others were ended for it.
+        return failed[0] if failed and failed[0].exit_code is not None else None
 
     def _first(self) -> RankProcess | None:
         """The rank that failed first, where the launcher's code agrees that it did."""
@@ -181,6 +203,24 @@ class JobEnd:
 
     def _has_left(self, rank: int) -> bool:
         return rank in self.logs and self.logs[rank].state is RankState.LEFT
+
+
+def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
+    """The end of a job that was sent a signal: with what each rank did last, if none said so."""
+    code = 128 + number.value
+    if any(log.state is RankState.REPORTED for log in logs.values()):
+        return Verdict(code)
+    word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
+    alike: dict[str, list[int]] = {}
+    for log in logs.values():
+        last = log.last_call
+        if last is not None:
+            place = "in" if log.waits_in_last else "after"
+            alike.setdefault(f"{place} {call_text(last)}", []).append(log.rank)
+    stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
+    if len(stood) > _MOST_SHOWN:
+        stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]
+    return Verdict(code, ("; ".join([f"{word}; the ranks were ended", *stood]),))
 
 
 def _how(code: int) -> str:

@@ -17,7 +17,7 @@ from types import FrameType
 
 import typer
 
-from mpishard.cli.job_report import JobEnd, Verdict
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
@@ -124,7 +124,7 @@ class Supervisor:
         remove_shared_memory(files)
         logs = RankLogs.of_job(files)
         if self._received:
-            verdict = Verdict(128 + self._received[0].value)
+            verdict = interrupted(self._received[0], logs)
         else:
             verdict = JobEnd(
                 self.world_size,

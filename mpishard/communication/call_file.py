@@ -262,7 +262,10 @@ class CallFile:
         self.wait(-1)
 
     def end(self, state: RankState, code: int = 0) -> None:
-        """Say how the rank stands now; with ``REPORTED``, with which code the job ends."""
+        """Say how the rank stands now; with ``REPORTED``, with which code the job ends.
+
+        That is 0 where the rank reported that another one is gone: it does not know how it went.
+        """
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 

@@ -81,6 +81,7 @@ class Ending:
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
             f"of memory?), seen by rank {self.rank} {where}; the job ends",
             settings.EXIT_FAILURE,
+            is_own=False,
         )
 
     def warn(self, waited: float, where: str, give_up_after: float) -> None:
@@ -124,6 +125,8 @@ class Ending:
     def claim_report(self, code: int) -> bool:
         """Whether this process is the first to report the end of the job, with exit code ``code``.
 
+        0 stands for the unknown code of another process, which is gone.
+
         The first of its launcher's on this node, where no more is known.
         """
         if not sys.platform.startswith("linux"):
@@ -138,13 +141,16 @@ class Ending:
         _kept.append(claim)
         return True
 
-    def end(self, report: str, code: int) -> NoReturn:
-        """Print ``report`` unless another rank of this node has printed one, and end all ranks."""
+    def end(self, report: str, code: int, *, is_own: bool = True) -> NoReturn:
+        """Print ``report`` unless another rank of this node has printed one, and end all ranks.
+
+        ``is_own`` is false where another process went, of which ``code`` says nothing.
+        """
         if not _one_thread.acquire(blocking=False):
             time.sleep(2 * _FUSE_SECONDS)  # another thread is at it
             os._exit(code)
         try:
-            self._report(report, code)
+            self._report(report, code, is_own)
         finally:
             try:
                 _abort(code)
@@ -152,7 +158,7 @@ class Ending:
                 # MPICH's may return while the launcher still ends the others.
                 os._exit(code)
 
-    def _report(self, report: str, code: int) -> None:
+    def _report(self, report: str, code: int, is_own: bool) -> None:
         _light_fuse(code)
         _ignore_further_interrupts()
         flush_output()
@@ -160,7 +166,7 @@ class Ending:
             self.close(report)
         except Exception as error:  # noqa: BLE001 - the end goes on, and says so
             report += f"\n(what was recorded could not be written: {error})"
-        if self.claim_report(code):
+        if self.claim_report(code if is_own else 0):
             say(report)
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)

@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from mpishard.cli.job_report import JobEnd, Verdict
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.call import Call, Kind
@@ -116,6 +116,46 @@ def test_a_report_stands():
     assert verdict.lines[0].startswith("rank 0 ")
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (ENDED, 1, "ended with code 0 without leaving"),
+        (exits(7), 7, "ended with code 7 without leaving"),
+        (KILLED, 137, "was killed by signal 9"),
+    ],
+)
+def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, words):
+    states = {1: (RankState.REPORTED, 0)}
+    ends = (0, status), (2, TERMINATED), (1, exits(1))
+    verdict = job(1, *ends, states=states, is_hydra=False).judge()
+    assert verdict.code == code
+    assert verdict.lines[0].startswith("rank 0 ")
+    assert words in verdict.lines[0]
+    # An older system does not tell how, and another machine's ranks are not seen.
+    ends = (0, None), (2, TERMINATED), (1, exits(1))
+    assert job(1, *ends, states=states, is_hydra=False).judge() == Verdict(1)
+    ends = (2, TERMINATED), (1, exits(1))
+    assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == Verdict(1)
+
+
+def test_a_signal_to_the_command_is_told_where_no_rank_does():
+    files = {0: file_of(0), 1: file_of(1), 2: file_of(2, calls=3)}
+    files[2].wait(3)
+    verdict = interrupted(signal.SIGINT, RankLogs.of_job(files.values()))
+    assert verdict.code == 130
+    place = "all_reduce(SUM, float64[4]), at train.py:33"
+    (line,) = verdict.lines
+    assert line == (
+        f"interrupted (SIGINT); the ranks were ended; ranks 0, 1 after collective 2, {place}; "
+        f"rank 2 in collective 3, {place}"
+    )
+    assert interrupted(signal.SIGTERM, {}) == Verdict(
+        143, ("ended by SIGTERM; the ranks were ended",)
+    )
+    files[1].end(RankState.REPORTED, 130)
+    assert interrupted(signal.SIGINT, RankLogs.of_job(files.values())) == Verdict(130)
+
+
 def test_ranks_that_left_have_codes_of_their_own():
     left = dict.fromkeys(range(3), (RankState.LEFT,))
     ends = (0, ENDED), (1, exits(3)), (2, exits(4))
@@ -135,6 +175,16 @@ def test_before_and_in_init():
     files = {0: file_of(0, RankState.STARTED), 2: file_of(2, calls=0)}
     assert "in mpishard.init();" in job(9, (0, KILLED), files=files).judge().lines[0]
     assert "before any collective" in job(9, (2, KILLED), files=files).judge().lines[0]
+
+
+def test_a_rank_that_fails_before_any_calls_init_is_named():
+    verdict = job(1, (1, exits(1)), (0, TERMINATED), files={}, is_hydra=False).judge()
+    assert verdict.code == 1
+    (line,) = verdict.lines
+    assert line == (
+        "rank 1 (process 4001) ended with code 1 before it called mpishard.init(); "
+        "the others were ended for it"
+    )
 
 
 def test_those_that_others_waited_for_in_init_are_named():

@@ -24,8 +24,9 @@ class Heard(Ending):
         self.warnings = []
         self.dead = None
 
-    def end(self, report, code):
+    def end(self, report, code, *, is_own=True):
         self.ends.append((code, report))
+        self.is_own = is_own
 
     def warn(self, waited, where, give_up_after):
         self.warnings.append((waited, where, give_up_after))
@@ -429,3 +430,17 @@ def test_of_this_package_the_last_frame_is_shown(monkeypatch):
     assert "raised on" not in text
     monkeypatch.setenv("MPISHARD_LOG", "debug")
     assert "threads.py" in short_traceback(caught.value)
+
+
+def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(ended, monkeypatch):
+    claims = []
+    monkeypatch.setattr(Ending, "claim_report", lambda self, code: claims.append(code) or True)
+    monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
+    for end in (
+        lambda: Ending(0, 2).mourn(1, "while it waited"),
+        lambda: Ending(0, 2).fail(ValueError("boom"), "in collective 8"),
+    ):
+        with pytest.raises(ProcessEnded):
+            end()
+    assert claims == [0, 1]
+    assert ended == [("job", 1), ("process", 1)] * 2
