@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
@@ -23,6 +24,7 @@ from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
 from mpishard.communication.rank_table import rank_table
 from mpishard.communication.watchdog import Wait, watchdog
+from mpishard.errors import CommunicationError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -148,6 +150,26 @@ class Job(Ending):
         return Mailbox(self._post_office, rings, rank)
 
     # ---------------------------------------------------------------------------------- worlds
+
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """A context in which MPI makes communicators of a group, of which it has not many.
+
+        Raises
+        ------
+        CommunicationError
+            Saying how many groups there are, where it makes none.
+        """
+        try:
+            yield
+        except self.mpi.Exception as error:
+            raise CommunicationError(
+                f"MPI made no communicators for another group ({str(error).partition(chr(10))[0]})"
+                f", and rank {self.rank} is in {len(self._groups)} of them, the world included. "
+                "Each takes 3 or more of those that the MPI library can make (MPICH: some 2000). "
+                "Call shutdown() on groups that are not needed any more, on all of their ranks, or "
+                "let go of them"
+            ) from error
 
     def join(self, group: Group, backend: CommunicationBackend) -> None:
         """Take a world into the account of this job."""

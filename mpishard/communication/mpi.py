@@ -140,7 +140,8 @@ class MPICommunicationBackend(SmallCollectives):
     def _enter(self, job: Job) -> Group:
         rings = self._comm.allgather(job.take_ring())
         mailbox = job.make_mailbox(rings, self._nodes, self._rank)
-        group = Group(self._mpi, self._comm.Dup(), mailbox)
+        with job.making_group():
+            group = Group(self._mpi, self._comm.Dup(), mailbox)
         job.start_progress(self._comm)
         return group
 
@@ -320,7 +321,7 @@ class MPICommunicationBackend(SmallCollectives):
             wishes = headers.integers(4)
             colors = sorted({c for c, *_ in wishes if c >= 0})
             members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            with self._blocked_in(call):
+            with self._blocked_in(call), job.making_group():
                 job.tidy()
                 comm = group.comm.Split(
                     self._mpi.UNDEFINED if color is None else colors.index(color),
@@ -334,7 +335,7 @@ class MPICommunicationBackend(SmallCollectives):
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        with self._blocked_in(call):
+        with self._blocked_in(call), job.making_group():
             child._group = Group(self._mpi, comm, mailbox)
         return child
 
@@ -347,7 +348,7 @@ class MPICommunicationBackend(SmallCollectives):
             yield Condition(lambda: self._pending[0].call is call)
             group = self._talk
             if group.node is None:
-                with self._blocked_in(call):
+                with self._blocked_in(call), self._joined()[0].making_group():
                     group.node = group.comm.Split(self._nodes[self._rank], self._rank)
             steps = share_memory(
                 self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
