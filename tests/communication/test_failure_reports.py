@@ -2,7 +2,9 @@
 
 import sys
 import time
+import traceback
 
+import numpy as np
 import pytest
 
 from mpishard import run_in_threads
@@ -152,3 +154,48 @@ def test_groups_in_another_order_where_others_have_left():
     text = str(caught.value)
     assert "of group 1 (ranks 2, 3) at" in text
     assert "different groups in different orders" in text
+
+
+# ----------------------------------------------------------------------------------------- threads
+
+
+def differing(backend):
+    def deeper():
+        backend.all_reduce(np.ones(3 + backend.rank))
+
+    deeper()
+
+
+def functions_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_threads_raise_with_the_user_s_frames_and_the_last_of_mpishard(monkeypatch):
+    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_in_threads(2, differing)
+    assert functions_of(caught.value)[1:] == [
+        "run_in_threads", "differing", "deeper", "check_calls"
+    ]  # fmt: skip
+    monkeypatch.setenv("MPISHARD_LOG", "debug")
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_in_threads(2, differing)
+    assert "_run_rank" in functions_of(caught.value)
+    assert "wait" in functions_of(caught.value)
+
+
+def test_what_caused_a_failure_loses_its_inner_frames_too(monkeypatch):
+    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+
+    def body(backend):
+        try:
+            backend.all_reduce([1])
+        except TypeError as error:
+            raise KeyError("theirs") from error
+
+    with pytest.raises(KeyError) as caught:
+        run_in_threads(1, body)
+    assert functions_of(caught.value)[1:] == ["run_in_threads", "body"]
+    inner = functions_of(caught.value.__cause__)
+    assert inner[0] == "body"
+    assert len(inner) == 2
