@@ -94,7 +94,9 @@ def _merged(entries: Iterable[_Entry]) -> list[_Entry]:
 
 def _entry(record: RankRecord, now: float, calls: int) -> _Entry:
     text, time = _standing(record, now)
-    shown = record.calls[-calls:] if calls else ()
+    # The one that it waits in stands in the text.
+    awaited = record.waits if record.is_alive and not record.has_left else None
+    shown = [c for c in record.calls[-calls:] if c != awaited] if calls else []
     lines = tuple(
         f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}" for c in shown
     )
