@@ -60,6 +60,10 @@ class JobEnd:
         Process ids that have called ``init``, where they were ranks on this machine.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
+    program : str
+        The name of the launcher.
+    hosts : sequence of str
+        The machines that the user named, and that the launcher reaches by ssh.
     """
 
     world_size: int
@@ -71,6 +75,8 @@ class JobEnd:
     launcher_may_break: bool = False
     starting: frozenset[int] = frozenset()
     stopped_for: RankProcess | None = None
+    program: str = "mpiexec"
+    hosts: Sequence[str] = ()
 
     def judge(self) -> Verdict:
         """The exit code of the job, and what to say.
@@ -113,6 +119,13 @@ class JobEnd:
 
     def _before_all(self) -> Verdict:
         """Of a job in which no rank has called ``init``, as those of a script without mpishard."""
+        if self.hosts and not self.ended and self.launcher_code == _BROKEN:
+            tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
+            line = (
+                f"no rank was started (exit code {_BROKEN} of {self.program}): can "
+                f"{', '.join(self.hosts)} be reached by {tries}?"
+            )
+            return Verdict(_BROKEN, (line,))
         first = self._first()
         # Of a signal the launcher itself speaks.
         if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:

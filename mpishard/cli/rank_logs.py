@@ -14,6 +14,16 @@ from mpishard.communication.rank_table import call_text
 __all__ = ["RankLogs"]
 
 
+_ENDS = {
+    RankState.STARTED: "ended in init()",
+    RankState.RUNNING: "ended without leaving",
+    RankState.LEAVING: "ended while it waited for the others to leave",
+    RankState.LEFT: "left",
+    RankState.REPORTED: "said why the job ends",
+}
+"""What the last state of a process says of its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankLogs:
     """The call logs of one process, which the launcher counts as ``rank``.
@@ -74,12 +84,12 @@ class RankLogs:
         return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
     def text(self) -> str:
-        """The logs, to be read: who it is, how it stood, and its last collectives."""
+        """Who a rank was that has ended, how it went, and its last collectives, to be read."""
         return "\n".join(_text(file) for file in self.files)
 
 
 def _text(file: CallFile) -> str:
-    stood = f"{file.state.name.lower()}, {file.count} collectives"
+    stood = f"{_ENDS[file.state]}, {file.count} collectives"
     name = f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}"
     if file.rank != file.launched_rank:
         name = f"rank {file.launched_rank} of the job, in a world of its own {name}"

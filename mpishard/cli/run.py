@@ -96,6 +96,7 @@ def prepare_job(
     folder = None if log_folder is None else log_folder.absolute()
     try:
         _check(script, ranks)
+        settings.check()
         machines = parse_hosts(hosts, ranks)
         chosen = _parse_variables(user_variables)
         if folder is not None:
@@ -119,7 +120,15 @@ def prepare_job(
     def start() -> int:
         typer.echo(_announcement(name, launcher, ranks, added), err=True)
         host_count = len(machines) or int(launcher.is_slurm)
-        supervisor = Supervisor(f"mpishard {name}", launcher, command, ranks, host_count, folder)
+        supervisor = Supervisor(
+            f"mpishard {name}",
+            launcher,
+            command,
+            ranks,
+            host_count,
+            folder,
+            [h.name for h in machines],
+        )
         with nullcontext() if folder is None else _log_folder(name, folder):
             return supervisor.run(os.environ | added | chosen)
 

@@ -62,6 +62,8 @@ class Supervisor:
         Number of machines that the ranks were given; 0 is this one.
     log_folder : Path, optional
         Where the call logs of a job that failed are kept.
+    hosts : sequence of str
+        The machines that the user named.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Supervisor:
     world_size: int
     host_count: int
     log_folder: Path | None = None
+    hosts: Sequence[str] = ()
     _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
@@ -90,8 +93,7 @@ class Supervisor:
         try:
             return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
         finally:
-            if self.log_folder is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, environment: dict[str, str], folder: Path) -> int:
         self._handle_signals()
@@ -136,6 +138,8 @@ class Supervisor:
                 launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
                 starting=_starting(folder),
                 stopped_for=self._stopped_for,
+                program=self.launcher.program.name,
+                hosts=() if self.launcher.is_slurm else self.hosts,
             ).judge()
         for line in verdict.lines:
             self._say(line)
@@ -162,6 +166,7 @@ class Supervisor:
             elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
                 self._stopped_for = suspect
                 self._signal_job(signal.SIGTERM)
+                self._end_early(folder)
                 signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
@@ -186,6 +191,14 @@ class Supervisor:
             if process.exit_code or process.rank in states:
                 return process
         return None
+
+    def _end_early(self, folder: Path) -> None:
+        """End ranks that are not in a world yet: of SIGTERM they would speak as of a failure."""
+        logs = RankLogs.of_job(call_files(folder))
+        for process in self._running():
+            log = logs.get(process.rank)
+            if log is None or log.state is RankState.STARTED:
+                process.send(signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------- signals
 

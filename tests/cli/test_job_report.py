@@ -187,6 +187,19 @@ def test_a_rank_that_fails_before_any_calls_init_is_named():
     )
 
 
+def test_machines_that_cannot_be_reached():
+    hosts = ["a", "b"]
+    (line,) = job(255, files={}, hosts=hosts, is_local=False, program="mpirun").judge().lines
+    assert line == (
+        "no rank was started (exit code 255 of mpirun): can a, b be reached by `ssh a true`, "
+        "`ssh b true`?"
+    )
+    assert job(3, files={}, hosts=hosts, is_local=False).judge() == Verdict(3)
+    assert job(255, files={}).judge() == Verdict(255)
+    states = dict.fromkeys(range(3), (RankState.LEFT,))
+    assert job(255, states=states, hosts=hosts, is_local=False).judge() == Verdict(255)
+
+
 def test_those_that_others_waited_for_in_init_are_named():
     files = {0: file_of(0, RankState.REPORTED, 124)}
     verdict = job(124, (1, ENDED), (0, exits(124)), (2, KILLED), files=files).judge()
@@ -226,7 +239,7 @@ def test_the_rank_for_which_the_job_was_ended():
 def test_a_call_log_can_be_read():
     lines = RankLogs((file_of(1),)).text().splitlines()
     assert lines[0].startswith("rank 1 of 3, process ")
-    assert lines[0].endswith("running, 2 collectives")
+    assert lines[0].endswith(": ended without leaving, 2 collectives")
     assert lines[2].endswith("  collective 2, all_reduce(SUM, float64[4]), at train.py:33")
 
 
