@@ -44,6 +44,7 @@ _ROWS = settings.CALL_LOG_LENGTH
 _STATIC = struct.Struct("=8sqqqqqqq64s")
 _STATE, _COUNT, _WAITS, _WAITS_SINCE, _CODE = 128, 136, 144, 152, 160
 _MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
+_EXIT_AT, _EXIT_BYTES = 256, 256
 _NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
@@ -268,6 +269,11 @@ class CallFile:
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
+    def note_exit(self, call: str) -> None:
+        """Say by which ``call`` the rank leaves; empty where it came to its end."""
+        data = call.encode(errors="replace")[:_EXIT_BYTES]
+        self._memory[_EXIT_AT : _EXIT_AT + _EXIT_BYTES] = data.ljust(_EXIT_BYTES, b"\0")
+
     def note_shared_memory(self, paths: list[str]) -> None:
         """Say which files in shared memory the rank has mapped: its job's to remove."""
         data = "\n".join(paths).encode()
@@ -286,6 +292,11 @@ class CallFile:
     def code(self) -> int:
         """The exit code of the job that the rank reported with."""
         return self._read(_CODE)
+
+    @property
+    def exit_call(self) -> str:
+        """How the rank left, as ``sys.exit(3)``; empty where it came to its end."""
+        return _text(self._memory[_EXIT_AT : _EXIT_AT + _EXIT_BYTES])
 
     @property
     def count(self) -> int:

@@ -31,11 +31,10 @@ from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import RankState
 from mpishard.communication.call_log import CallLog, Journal
+from mpishard.communication.departure import Departure
 from mpishard.communication.diagnosis import describe_stall, parting
 from mpishard.communication.letters import Delivery, Letter, Taken
-from mpishard.communication.matching import advice_on_leaving
 from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
-from mpishard.communication.naming import of_group
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import ReductionOperation
@@ -249,20 +248,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         assert isinstance(absence, Absence)
         for local in absence.missing():
             if local in world.left:
-                raise PeerError(self._left_text(work, local, world), world.global_ranks[local])
-
-    def _left_text(self, work: Work, local: int, world: World) -> str:
-        group = self.call_log.group
-        rank, me = world.global_ranks[local], world.global_ranks[self._rank]
-        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
-        parted = ""
-        if isinstance(work, CollectiveWork):
-            advice = advice_on_leaving(work.call, rank)
-            parted = parting(world.records(), group)
-        return (
-            f"rank {rank} left after collective {world.left[local]}{of_group(group)}, while rank "
-            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
-        )
+                rank, me = world.global_ranks[local], world.global_ranks[self._rank]
+                departure = Departure(
+                    rank, world.left[local], self.call_log.group, me, work.where, work.awaited
+                )
+                raise PeerError(departure.describe(world.records()), rank)
 
     def _give_up(self, work: Work) -> NoReturn:
         """Raise because ``work`` takes too long. Called with the lock."""

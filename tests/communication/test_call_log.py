@@ -502,3 +502,20 @@ def test_processes_read_each_other(backend):
     assert board.dead_rank() is None
     for path in board.journal.file.shared_memory:
         assert Path(path).parent == Path("/dev/shm")
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 600])
+def test_the_log_holds_exactly_the_last_256(count):
+    assert settings.CALL_LOG_LENGTH == 256
+
+    def body(backend):
+        for _ in range(count):
+            backend.barrier()
+        return [call.sequence for call in backend.call_log]
+
+    kept = list(range(max(1, count - 255), count + 1))
+    assert run_in_threads(2, body) == [kept, kept]
+    journal = FileJournal(CallFile.unshared(0, 1))
+    for number in range(1, count + 1):
+        journal.record(a_call(number), "")
+    assert [logged.call.sequence for logged in journal.file.calls()] == kept

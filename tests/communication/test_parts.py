@@ -1,5 +1,6 @@
 """The parts of the MPI backend that need no MPI."""
 
+import inspect
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard import settings
+from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import INLINE_BYTES, ROW_BYTES, Headers, make_row
 from mpishard.communication.job import _cores_per_rank
@@ -148,3 +150,17 @@ class TestSettings:
             monkeypatch.setenv("MPISHARD_TIMEOUT", text)
             with pytest.raises(ValueError, match="MPISHARD_TIMEOUT must be a number of seconds"):
                 settings.mpi_timeout()
+
+
+def test_every_blocking_method_has_a_twin():
+    """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
+    makers = {Kind.LEAVE, Kind.SPLIT, Kind.ALLOCATE_SHARED}
+    blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
+    names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
+    assert names == {f"{name}_async" for name in blocking}
+    for name in blocking:
+        method = getattr(CommunicationBackend, name)
+        twin = getattr(CommunicationBackend, f"{name}_async")
+        wanted = inspect.signature(method).parameters
+        assert list(inspect.signature(twin).parameters)[: len(wanted)] == list(wanted), name
+        assert inspect.signature(twin).return_annotation in ("Work", "Transfer")

@@ -133,6 +133,13 @@ def starts_a_helper():
     print("went on", flush=True)
 
 
+def finishes_later_on_rank_1():
+    backend = mpishard.init()
+    backend.barrier()
+    if RANK == 1:
+        time.sleep(1.5)
+
+
 def forks():
     """Of three children of rank 0 one ends, one raises and one would be a rank; none is missed."""
     backend = mpishard.init()

@@ -171,6 +171,14 @@ def test_what_a_rank_starts_fails_for_itself():
     assert "helper 1" in ended.out, ended
 
 
+def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
+    ended = run("finishes_later_on_rank_1", MPISHARD_WARN_AFTER="0.3", MPISHARD_TIMEOUT="1")
+    assert ended.code == 0, ended
+    assert ended.err.count("has finished") == 1, ended
+    said = "rank 0 of 2 has finished, and has waited 0 s for rank 1. Rank 1: in no collective since"
+    assert said in ended.err, ended
+
+
 def test_a_forked_child_that_ends_leaves_no_world():
     ended = run("forks", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended
