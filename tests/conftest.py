@@ -51,6 +51,14 @@ from mpishard.testing.cupy_stand_in import installed
 
 _VERDICT_BYTES = 8192
 
+# A shell that starts the tests in the background has them, and all that they start, ignore these.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 # scripts/test.sh --full sets the variable. Time limits are pytest's: these machines are noisy.
 hypothesis.settings.register_profile("sample", deadline=None)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
