@@ -29,6 +29,7 @@ __all__ = [
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
+    "launch_identity",
     "launched_rank",
     "launched_world_size",
     "launcher_variable",
@@ -43,12 +44,14 @@ __all__ = [
     "pmix_rank",
     "program_folders",
     "progress_thread",
+    "rank_process",
     "slurm_job",
     "slurm_plugin",
     "terminal_columns",
     "trace_folder",
     "virtual_nodes",
     "visible_gpus",
+    "write_rank_process",
 ]
 
 MAXIMUM_DIMS = 8
@@ -123,7 +126,7 @@ _OF_LAUNCHERS = (
     "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
     "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
     "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
-    "SLURM_LOCALID",
+    "SLURM_LOCALID", "MPISHARD_RANK_PROCESS",
 )  # fmt: skip
 
 
@@ -142,6 +145,25 @@ def open_mpi_starts_for_root() -> bool:
     """Whether the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     return all(os.environ.get(name) == "1" for name in names)
+
+
+def launch_identity() -> tuple[str, ...]:
+    """What launchers called the job, and the process that they started in it."""
+    names = (
+        "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK",
+        "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
+    )  # fmt: skip
+    return tuple(os.environ.get(name, "").replace(" ", "_") for name in names)
+
+
+def rank_process() -> str:
+    """MPISHARD_RANK_PROCESS: which process is the rank; empty where none has said so."""
+    return os.environ.get("MPISHARD_RANK_PROCESS", "")
+
+
+def write_rank_process(text: str) -> None:
+    """Set MPISHARD_RANK_PROCESS, for the processes that this one starts."""
+    os.environ["MPISHARD_RANK_PROCESS"] = text
 
 
 def is_slurm_step() -> bool:
@@ -347,7 +369,7 @@ def trace_folder() -> Path | None:
 
 
 def job_folder() -> Path | None:
-    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-<r>.calls``, a `CallFile`; None: nowhere.
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `CallFile`; None: nowhere.
 
     `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
     """

@@ -32,6 +32,7 @@ for argument in "$@"; do
 done
 
 trap 'exit 130' INT
+unset PYTHONDONTWRITEBYTECODE # some hundred processes start: each would compile all modules anew
 prepare_environment mpi plot fast test dev docs
 prepare_openmpi
 cd -- "$root"

@@ -178,6 +178,11 @@ def _speed(rates: Rates | None) -> Finding:
         for n, rate in rates.items()
     ]
     text = f"float32 and float64 matrices: {', '.join(parts)}"
+    one, most = (rate["float32"] for rate in (rates["1"], rates[max(rates, key=int)]))
+    if most < one:
+        text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
+        text += "fight for cores. Measure again when idle"
+        return Finding("numpy.speed", Verdict.NOTE, text, rates, "export OMP_NUM_THREADS=1")
     return Finding("numpy.speed", Verdict.OK, text, rates)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from mpishard import settings
+from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
-from mpishard.communication.call_file import CallFile, RankState
+from mpishard.communication.call_file import RankState
 from mpishard.communication.naming import who
 from mpishard.communication.rank_table import call_text
 
-__all__ = ["JobEnd", "Verdict", "calls_text"]
+__all__ = ["JobEnd", "Verdict", "interrupted"]
 
 _HINTS = {
     signal.SIGKILL: "; out of memory?",
@@ -22,6 +22,7 @@ _HINTS = {
 # With which launchers end the ranks that are left: those say nothing of who went first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
+_MOST_SHOWN = 4
 _DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
            signal.SIGILL, signal.SIGFPE)  # fmt: skip
 
@@ -44,8 +45,8 @@ class JobEnd:
         Number of ranks.
     launcher_code : int
         Exit code of the launcher.
-    files : mapping of int to CallFile
-        The call logs of the ranks, by rank.
+    logs : mapping of int to RankLogs
+        The call logs of the ranks, by the launcher's number.
     ended : sequence of RankProcess
         The ranks of this machine in the order in which they ended.
     is_local : bool
@@ -59,39 +60,48 @@ class JobEnd:
         Process ids that have called ``init``, where they were ranks on this machine.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
+    program : str
+        The name of the launcher.
+    hosts : sequence of str
+        The machines that the user named, and that the launcher reaches by ssh.
     """
 
     world_size: int
     launcher_code: int
-    files: Mapping[int, CallFile]
+    logs: Mapping[int, RankLogs]
     ended: Sequence[RankProcess]
     is_local: bool = True
     is_hydra: bool = False
     launcher_may_break: bool = False
     starting: frozenset[int] = frozenset()
     stopped_for: RankProcess | None = None
+    program: str = "mpiexec"
+    hosts: Sequence[str] = ()
 
     def judge(self) -> Verdict:
         """The exit code of the job, and what to say.
 
         A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named.
+        without leaving is named, also where another one has reported that it is gone.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        if not self.files and not self.starting:  # a script without mpishard
-            return Verdict(self.launcher_code)
+        if not self.logs and not self.starting:
+            return self._before_all()
+        gone = self._gone()
+        if gone is not None:
+            return self._blame(gone)
         first = self._first()
-        for file in self.files.values():
-            # A rank that finds another one gone says so, and does not know how it went.
-            if file.state is RankState.REPORTED and (
-                first is None or first.rank == file.rank or file.code == self.launcher_code
-            ):
-                code = file.code or self.launcher_code or settings.EXIT_FAILURE
-                return Verdict(code, self._missing())
+        for log in self.logs.values():
+            if log.state is not RankState.REPORTED:
+                continue
+            # One that found another rank gone ended with 1, and does not know how that went.
+            code = log.code or settings.EXIT_FAILURE
+            if first is None or first.rank == log.rank or code == self.launcher_code:
+                return Verdict(log.code or self.launcher_code or code, self._missing())
         if first is not None:
             return self._blame(first)
-        stragglers = [rank for rank in self.files if not self._has_left(rank)]
+        stragglers = [rank for rank in self.logs if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
             # Nothing was seen of their end, as on other machines.
             return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
@@ -105,7 +115,32 @@ class JobEnd:
         if self._has_left(process.rank):
             return (process.exit_code or 0) < 0
         # Nobody waits for a world of one; and who waits for a rank that never came says so.
-        return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.files)
+        return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
+
+    def _before_all(self) -> Verdict:
+        """Of a job in which no rank has called ``init``, as those of a script without mpishard."""
+        if self.hosts and not self.ended and self.launcher_code == _BROKEN:
+            tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
+            line = (
+                f"no rank was started (exit code {_BROKEN} of {self.program}): can "
+                f"{', '.join(self.hosts)} be reached by {tries}?"
+            )
+            return Verdict(_BROKEN, (line,))
+        first = self._first()
+        # Of a signal the launcher itself speaks.
+        if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:
+            return Verdict(self.launcher_code)
+        return self._blame(first)
+
+    def _gone(self) -> RankProcess | None:
+        """The rank of which another one has reported that it is gone, where its end is known."""
+        reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
+        if not self.is_local or not reported or any(log.code for log in reported):
+            return None
+        ranks = [log.rank for log in reported]
+        failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
+        # It went before the others were ended for it.
+        return failed[0] if failed and failed[0].exit_code is not None else None
 
     def _first(self) -> RankProcess | None:
         """The rank that failed first, where the launcher's code agrees that it did."""
@@ -145,8 +180,8 @@ class JobEnd:
         return -code if self.is_hydra and code in _DEADLY else code
 
     def _who(self, process: RankProcess) -> str:
-        file = self.files.get(process.rank)
-        host = "" if file is None else f" on {file.host}"
+        log = self.logs.get(process.rank)
+        host = "" if log is None else f" on {log.host}"
         return f"rank {process.rank} (process {process.pid}{host})"
 
     def _others(self) -> str:
@@ -155,20 +190,19 @@ class JobEnd:
         return "; the others were ended for it" if self.launcher_code else ""
 
     def _where(self, process: RankProcess, code: int) -> str:
-        file = self.files.get(process.rank)
-        if file is None:
+        log = self.logs.get(process.rank)
+        if log is None:
             word = "in" if process.pid in self.starting else "before it called"
             return f" {word} mpishard.init()"
-        if file.state is RankState.LEFT:
+        if log.state is RankState.LEFT:
             return " after it had left all worlds in good order"
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
-        if file.state is RankState.STARTED:
+        if log.state is RankState.STARTED:
             return f"{silently} in mpishard.init()"
-        last = file.calls(1)
-        if not last:
+        last = log.last_call
+        if last is None:
             return f"{silently} before any collective"
-        word = "in" if file.waits == last[0].number else "after"
-        return f"{silently} {word} {call_text(last[0])}"
+        return f"{silently} {'in' if log.waits_in_last else 'after'} {call_text(last)}"
 
     def _missing(self) -> tuple[str, ...]:
         """Of ranks for which the others waited in ``init`` until they gave up."""
@@ -177,21 +211,29 @@ class JobEnd:
         return tuple(
             f"{self._who(process)} ended with code 0 before it called mpishard.init()"
             for process in self.ended
-            if process.rank not in self.files and process.exit_code == 0
+            if process.rank not in self.logs and process.exit_code == 0
         )
 
     def _has_left(self, rank: int) -> bool:
-        return rank in self.files and self.files[rank].state is RankState.LEFT
+        return rank in self.logs and self.logs[rank].state is RankState.LEFT
 
 
-def calls_text(file: CallFile) -> str:
-    """A rank's call log, to be read: who it is, how it stood, and its last collectives."""
-    stood = f"{file.state.name.lower()}, {file.count} collectives"
-    lines = [f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}: {stood}"]
-    for logged in file.calls():
-        time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
-        lines.append(f"{time}  {call_text(logged)}")
-    return "\n".join(lines) + "\n"
+def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
+    """The end of a job that was sent a signal: with what each rank did last, if none said so."""
+    code = 128 + number.value
+    if any(log.state is RankState.REPORTED for log in logs.values()):
+        return Verdict(code)
+    word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
+    alike: dict[str, list[int]] = {}
+    for log in logs.values():
+        last = log.last_call
+        if last is not None:
+            place = "in" if log.waits_in_last else "after"
+            alike.setdefault(f"{place} {call_text(last)}", []).append(log.rank)
+    stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
+    if len(stood) > _MOST_SHOWN:
+        stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]
+    return Verdict(code, ("; ".join([f"{word}; the ranks were ended", *stood]),))
 
 
 def _how(code: int) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpishard.communication.call_file import call_files
 
-__all__ = ["CALLS", "check_log_folder", "prepare_log_folder"]
+__all__ = ["CALLS", "check_log_folder", "held_log_folder", "prepare_log_folder"]
 
 CALLS = "calls"
 """The folder in it that is the job's own: call logs as the ranks write them."""
+
+_LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, as some parallel ones are mounted."""
 
 
 def check_log_folder(folder: Path) -> None:
@@ -23,24 +31,57 @@ def check_log_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
-    for rank, file in call_files(folder / CALLS).items():
+    for file in call_files(folder / CALLS):
         # Of another machine's process nothing is known.
         if file.host == socket.gethostname() and file.is_alive():
             raise ValueError(
-                f"--log-dir {folder} belongs to a job that still runs: its rank {rank} is process "
-                f"{file.pid} on {file.host}. Give each job a folder of its own"
+                f"--log-dir {folder} belongs to a job that still runs: its rank "
+                f"{file.launched_rank} is process {file.pid} on {file.host}. Give each job a "
+                "folder of its own"
             )
 
 
+@contextmanager
+def held_log_folder(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and keep other jobs out of it meanwhile: those of scripts of any kind.
+
+    The file of the lock stays: one that is removed could be locked by two, each its own.
+
+    Raises
+    ------
+    OSError
+        Where it cannot be written.
+    ValueError
+        Where another job holds it.
+    """
+    import fcntl  # not on every system that only trains in memory
+
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--log-dir {folder} belongs to a job that still runs. Give each job a folder of "
+                "its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
 def prepare_log_folder(folder: Path) -> Path | None:
-    """Make ``folder``; move the logs of an earlier job in it aside, and say where.
+    """Move the logs of an earlier job in ``folder`` aside, and say where.
 
     Raises
     ------
     OSError
         Where it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     old = [*folder.glob("rank-*.log"), *folder.glob("rank-*.calls.txt"), *folder.glob(CALLS)]
     if not old:
         return None

@@ -112,7 +112,8 @@ class RankProcesses:
         if self.all_seen:
             return
         self._search(self._launcher)
-        for rank, file in call_files(self._folder).items():
+        for file in call_files(self._folder):
+            rank = file.launched_rank
             if rank not in self.ranks and file.host == socket.gethostname():
                 self._add(rank, file.pid, file)
 

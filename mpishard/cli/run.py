@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli import rank_output
 from mpishard.cli.hosts import parse_hosts
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
-from mpishard.cli.log_folder import check_log_folder, prepare_log_folder
+from mpishard.cli.log_folder import check_log_folder, held_log_folder, prepare_log_folder
 from mpishard.cli.supervisor import Supervisor
 from mpishard.errors import MPIUnavailableError
 
@@ -95,6 +96,7 @@ def prepare_job(
     folder = None if log_folder is None else log_folder.absolute()
     try:
         _check(script, ranks)
+        settings.check()
         machines = parse_hosts(hosts, ranks)
         chosen = _parse_variables(user_variables)
         if folder is not None:
@@ -117,11 +119,18 @@ def prepare_job(
 
     def start() -> int:
         typer.echo(_announcement(name, launcher, ranks, added), err=True)
-        if folder is not None:
-            _prepare_log_folder(name, folder)
         host_count = len(machines) or int(launcher.is_slurm)
-        supervisor = Supervisor(f"mpishard {name}", launcher, command, ranks, host_count, folder)
-        return supervisor.run(os.environ | added | chosen)
+        supervisor = Supervisor(
+            f"mpishard {name}",
+            launcher,
+            command,
+            ranks,
+            host_count,
+            folder,
+            [h.name for h in machines],
+        )
+        with nullcontext() if folder is None else _log_folder(name, folder):
+            return supervisor.run(os.environ | added | chosen)
 
     return start
 
@@ -154,14 +163,22 @@ def _with_log(folder: Path, rank_variable: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(rank_output.__file__), str(folder), name]
 
 
-def _prepare_log_folder(name: str, folder: Path) -> None:
-    try:
-        aside = prepare_log_folder(folder)
-    except OSError as error:
-        typer.echo(f"mpishard {name}: --log-dir: {error}", err=True)
-        raise typer.Exit(2) from None
-    if aside is not None:
-        typer.echo(f"mpishard {name}: moved the logs of an earlier job to {aside}", err=True)
+@contextmanager
+def _log_folder(name: str, folder: Path) -> Iterator[None]:
+    """A context in which ``folder`` is this job's alone, and holds nothing of an earlier one."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(held_log_folder(folder))
+            aside = prepare_log_folder(folder)
+        except OSError as error:
+            typer.echo(f"mpishard {name}: --log-dir: {error}", err=True)
+            raise typer.Exit(2) from None
+        except ValueError as error:
+            typer.echo(f"mpishard {name}: {error}", err=True)
+            raise typer.Exit(2) from None
+        if aside is not None:
+            typer.echo(f"mpishard {name}: moved the logs of an earlier job to {aside}", err=True)
+        yield
 
 
 def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str]:

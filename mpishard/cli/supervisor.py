@@ -17,10 +17,11 @@ from types import FrameType
 
 import typer
 
-from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
+from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses
 from mpishard.communication.call_file import RankState, call_files
 from mpishard.communication.library import STARTING
@@ -61,6 +62,8 @@ class Supervisor:
         Number of machines that the ranks were given; 0 is this one.
     log_folder : Path, optional
         Where the call logs of a job that failed are kept.
+    hosts : sequence of str
+        The machines that the user named.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Supervisor:
     world_size: int
     host_count: int
     log_folder: Path | None = None
+    hosts: Sequence[str] = ()
     _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
@@ -89,8 +93,7 @@ class Supervisor:
         try:
             return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
         finally:
-            if self.log_folder is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, environment: dict[str, str], folder: Path) -> int:
         self._handle_signals()
@@ -120,27 +123,30 @@ class Supervisor:
             processes.look()
             processes.wait_for_all()
         files = call_files(folder)
-        remove_shared_memory(files.values())
+        remove_shared_memory(files)
+        logs = RankLogs.of_job(files)
         if self._received:
-            verdict = Verdict(128 + self._received[0].value)
+            verdict = interrupted(self._received[0], logs)
         else:
             verdict = JobEnd(
                 self.world_size,
                 launcher_code,
-                files,
+                logs,
                 processes.ended if processes is not None else (),
                 is_local=not self.host_count or (processes is not None and processes.all_seen),
                 is_hydra=self.launcher.is_hydra,
                 launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
                 starting=_starting(folder),
                 stopped_for=self._stopped_for,
+                program=self.launcher.program.name,
+                hosts=() if self.launcher.is_slurm else self.hosts,
             ).judge()
         for line in verdict.lines:
             self._say(line)
         if verdict.code and self.log_folder is not None:
-            for rank, file in files.items():
+            for rank, log in logs.items():
                 (self.log_folder / f"rank-{rank}.calls.txt").write_text(
-                    calls_text(file), encoding="utf-8"
+                    log.text(), encoding="utf-8"
                 )
         return verdict
 
@@ -160,6 +166,7 @@ class Supervisor:
             elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
                 self._stopped_for = suspect
                 self._signal_job(signal.SIGTERM)
+                self._end_early(folder)
                 signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
@@ -174,8 +181,8 @@ class Supervisor:
         """
         if not processes.ended:
             return None
-        files = call_files(folder)
-        states = {rank: file.state for rank, file in files.items()}
+        logs = RankLogs.of_job(call_files(folder))
+        states = {rank: log.state for rank, log in logs.items()}
         if RankState.REPORTED in states.values():
             return None
         for process in processes.ended:
@@ -184,6 +191,14 @@ class Supervisor:
             if process.exit_code or process.rank in states:
                 return process
         return None
+
+    def _end_early(self, folder: Path) -> None:
+        """End ranks that are not in a world yet: of SIGTERM they would speak as of a failure."""
+        logs = RankLogs.of_job(call_files(folder))
+        for process in self._running():
+            log = logs.get(process.rank)
+            if log is None or log.state is RankState.STARTED:
+                process.send(signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------- signals
 

@@ -8,6 +8,7 @@ rank that computes, sleeps or is stuck needs not answer.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ __all__ = ["CallBoard", "FileJournal"]
 _PLACES_KEPT = 1024
 _LOCK = "report.lock"
 
+_numbers = itertools.count()
+"""Counts the root worlds of this process."""
+
 _logger = logging.getLogger("mpishard")
 
 
@@ -51,15 +56,29 @@ class CallBoard:
     rank, world_size : int
         This rank of the root world, and its size. Communicates nothing: with a job's folder the
         rank can be seen from here on, in ``init``.
+    launched_ranks : sequence of int, optional
+        The number that each rank's process has among those of the launcher; default: its rank.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(
+        self, rank: int, world_size: int, launched_ranks: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._launched = tuple(launched_ranks or range(world_size))
+        self._number = next(_numbers)
+        # A process may enter several root worlds, and start others that inherit its folder.
+        launched = self._launched[rank]
+        self.name = f"rank-{launched}-{os.getpid()}-{self._number}.calls"
+        """The name of this rank's file."""
+        self._names: list[str] = []
+        """Those of all ranks, once they have met."""
         self._folder = _job_folder()
         """The job's folder, if there is one on this node."""
         self._files: dict[int, CallFile] = {}
-        self._visible: set[int] = set()
+        self._ring: list[int] = []
+        """The node's other ranks whose process can be seen, from the one after this on."""
+        self._ring_turn = 0
         self._is_shared = False
         self._lock = -1
         self._claiming = threading.Lock()
@@ -69,10 +88,12 @@ class CallBoard:
         file = None
         if self._folder is not None:
             try:
-                file = CallFile.create(self._folder / _name(rank), rank, world_size)
+                file = self._create(self._folder)
             except OSError as error:
                 self._error = str(error)
-        self.journal = FileJournal(file or CallFile.unshared(rank, world_size))
+        self.journal = FileJournal(
+            file or CallFile.unshared(rank, world_size, launched, self._number)
+        )
         """What this rank says of itself."""
 
     def share(self, node_comm: Any, comm: Any, ranks: Sequence[int]) -> None:
@@ -90,13 +111,14 @@ class CallBoard:
         is_first = self.rank == ranks[0]
         folder = node_comm.bcast(self._choose_folder() if is_first else None)
         self._make_file(folder)
+        self._names = comm.allgather(self.name)
         self._agree(comm)
         if not self._is_alone and folder is not None:
             self._open_files(folder, ranks)
         self._agree(comm)
         if self._is_alone:
             self._files.clear()
-            self._visible.clear()
+            self._ring.clear()
         if is_first and folder is not None and folder != self._folder:
             shutil.rmtree(folder)
         self._is_shared = True
@@ -108,7 +130,8 @@ class CallBoard:
     def claim_report(self, code: int) -> bool:
         """Whether this rank is the first to report the end of the job, with exit code ``code``.
 
-        The first of all ranks whose files lie in one folder; of the node, where that is its own.
+        The first of all ranks whose files lie in one folder, in whichever root world: they end
+        together. Of this world's on the node, where the folder is its own.
         """
         import fcntl  # not on every system that only trains in memory
 
@@ -119,17 +142,30 @@ class CallBoard:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     return False
-            files = {**self._all_files(), self.rank: self.journal.file}
-            if any(file.state is RankState.REPORTED for file in files.values()):
+            files = [*self._files.values(), self.journal.file]
+            if self._folder is not None:
+                files += call_files(self._folder)
+            if any(file.state is RankState.REPORTED for file in files):
                 return False
             self.journal.file.end(RankState.REPORTED, code)
             return True
 
     def dead_rank(self) -> int | None:
-        """The first rank of this node whose process is gone without having left, or None."""
-        for rank in sorted(self._visible):
-            file = self._files[rank]
-            if file.state is not RankState.LEFT and not file.is_alive():
+        """A rank of this node whose process is gone without having left; None: none was seen.
+
+        Each rank watches the next one of its node, in a ring, and beyond those that have left or
+        are gone. Where that rank cannot watch, as it is stopped, the ranks that it watches are
+        seen by the others in turn: each looks at one more, another one each time.
+        """
+        for rank in self._ring:
+            if self._files[rank].state is not RankState.LEFT:
+                if not self._files[rank].is_alive():
+                    return rank
+                break
+        if len(self._ring) > 1:
+            self._ring_turn = (self._ring_turn + 1) % len(self._ring)
+            rank = self._ring[self._ring_turn]
+            if self._files[rank].state is not RankState.LEFT and not self._files[rank].is_alive():
                 return rank
         return None
 
@@ -160,23 +196,26 @@ class CallBoard:
             return
         try:
             if folder != self._folder:
-                path = folder / _name(self.rank)
-                self.journal.file = CallFile.create(path, self.rank, self.world_size)
+                self.journal.file = self._create(folder)
             # Opened by each rank for itself: a lock belongs to the opening, not to the file.
             self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             weakref.finalize(self, os.close, self._lock)
         except OSError as error:
             self._error = str(error)
 
+    def _create(self, folder: Path) -> CallFile:
+        return CallFile.create(
+            folder / self.name, self.rank, self.world_size, self._launched[self.rank], self._number
+        )
+
     def _open_files(self, folder: Path, ranks: Sequence[int]) -> None:
         try:
-            self._files = {rank: CallFile.open(folder / _name(rank)) for rank in ranks}
+            self._files = {rank: CallFile.open(folder / self._names[rank]) for rank in ranks}
         except (OSError, ValueError) as error:
             self._error = str(error)
         # In containers with process numbers of their own nobody sees whether another is alive.
-        self._visible = {
-            rank for rank, file in self._files.items() if rank != self.rank and file.is_alive()
-        }
+        seen = [r for r in sorted(self._files) if r != self.rank and self._files[r].is_alive()]
+        self._ring = [r for r in seen if r > self.rank] + [r for r in seen if r < self.rank]
 
     def _agree(self, comm: Any) -> None:
         """Hear whether a rank has failed; all then go on without, and rank 0 says so once."""
@@ -198,9 +237,26 @@ class CallBoard:
         """The files that can be read now: other nodes', too, where the job's folder is shared."""
         if self._folder is None:
             return self._files
-        found = call_files(self._folder)
-        of_this_job = {r: f for r, f in found.items() if f.world_size == self.world_size}
-        return {**of_this_job, **self._files}
+        if not self._names:
+            return {file.rank: file for file in call_files(self._folder) if self._may_be_ours(file)}
+        found = dict(self._files)
+        for rank, name in enumerate(self._names):
+            if rank not in found:
+                with suppress(OSError, ValueError):  # of a node that the folder is not on
+                    found[rank] = CallFile.open(self._folder / name)
+        return found
+
+    def _may_be_ours(self, file: CallFile) -> bool:
+        """Whether ``file``, whose name nobody has told yet, is that of a rank of this world.
+
+        Its process enters a world of the same processes; of those it entered one by one the last
+        is meant, and one that it has completed is not this.
+        """
+        return (
+            file.state in (RankState.STARTED, RankState.REPORTED)
+            and file.world_size == self.world_size
+            and self._launched[file.rank] == file.launched_rank
+        )
 
 
 class FileJournal(Journal):
@@ -252,7 +308,3 @@ def _job_folder() -> Path | None:
     """The job's folder; a node that it is not on has none."""
     folder = settings.job_folder()
     return folder if folder is not None and folder.is_dir() else None
-
-
-def _name(rank: int) -> str:
-    return f"rank-{rank}.calls"

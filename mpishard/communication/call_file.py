@@ -1,4 +1,4 @@
-"""What a rank of a job says of itself: one memory-mapped file, which others read without its help.
+"""What a rank says of itself in a root world: one memory-mapped file, read without its help.
 
 It holds who the rank is (process, host), how it stands (running, left, reported a failure), what it
 waits for, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them. The
@@ -37,12 +37,14 @@ __all__ = [
 ]
 
 _MAGIC = b"mpishard"
-_FORMAT = 1
+_FORMAT = 2
 _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first page, as offsets; text is UTF-8, padded with zero bytes.
-_STATIC = struct.Struct("=8sqqqqq64s")  # magic, format, rank, world size, process, its start, host
+# Magic, format, rank, world size, process, its start, launched rank, world number, host.
+_STATIC = struct.Struct("=8sqqqqqqq64s")
 _STATE, _COUNT, _WAITS, _WAITS_SINCE, _CODE = 128, 136, 144, 152, 160
 _MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
+_EXIT_AT, _EXIT_BYTES = 256, 256
 _NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
@@ -50,6 +52,7 @@ _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{_PLACE.size}sq")  # call, time, place, number
 _ROW_BYTES = _ROW.size
 _FILE_BYTES = _FIRST_ROW + _ROWS * _ROW_BYTES
+_ANEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 PLACE_BYTES = _PLACE.size
 """Number of bytes of `encode_place`."""
 
@@ -138,20 +141,36 @@ class CallFile:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        magic, version, rank, world_size, pid, start, host = _STATIC.unpack_from(memory, 0)
+        magic, version, *numbers, host = _STATIC.unpack_from(memory, 0)
         if magic != _MAGIC or version != _FORMAT:
             raise ValueError("this is no call log of this version of mpishard")
+        rank, world_size, pid, start, launched_rank, world_number = numbers
         self.rank: int = rank
+        """Its number in its root world."""
         self.world_size: int = world_size
         self.pid: int = pid
         """Process id of the rank, on `host`."""
+        self.launched_rank: int = launched_rank
+        """The number of its process among those of the launcher."""
+        self.world_number: int = world_number
+        """Root worlds that the process entered before this one."""
         self.host: str = _text(host)
         self._start: int = start
+        self._is_here = self.host == socket.gethostname() and Path("/proc/self").is_dir()
         self._count = self._read(_COUNT)
 
     @classmethod
-    def create(cls, path: Path, rank: int, world_size: int) -> Self:
+    def create(
+        cls,
+        path: Path,
+        rank: int,
+        world_size: int,
+        launched_rank: int | None = None,
+        world_number: int = 0,
+    ) -> Self:
         """The file of this process, which is ``rank``; made anew.
+
+        ``launched_rank`` is its number among those of its launcher, by default ``rank``.
 
         Raises
         ------
@@ -160,11 +179,14 @@ class CallFile:
         """
         # Who has an earlier file of this name mapped keeps it, and nobody sees half of this one.
         begun = path.with_name(f".{path.name}.{os.getpid()}")
-        handle = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # What lies there is of an earlier process of this number, or another user's trap.
+        begun.unlink(missing_ok=True)
+        handle = os.open(begun, _ANEW, 0o600)
         try:
             # Pages that a full file system cannot give are found now, and not by SIGBUS later.
             os.posix_fallocate(handle, 0, _FILE_BYTES)
-            made = cls._of(mmap.mmap(handle, _FILE_BYTES), rank, world_size)
+            memory = mmap.mmap(handle, _FILE_BYTES)
+            made = cls._of(memory, rank, world_size, launched_rank, world_number)
             begun.replace(path)
         except OSError:
             begun.unlink()
@@ -174,17 +196,26 @@ class CallFile:
         return made
 
     @classmethod
-    def unshared(cls, rank: int, world_size: int) -> Self:
+    def unshared(
+        cls, rank: int, world_size: int, launched_rank: int | None = None, world_number: int = 0
+    ) -> Self:
         """As `create`, in memory that no other process can read."""
-        return cls._of(mmap.mmap(-1, _FILE_BYTES), rank, world_size)
+        return cls._of(mmap.mmap(-1, _FILE_BYTES), rank, world_size, launched_rank, world_number)
 
     @classmethod
-    def _of(cls, memory: mmap.mmap, rank: int, world_size: int) -> Self:
+    def _of(
+        cls,
+        memory: mmap.mmap,
+        rank: int,
+        world_size: int,
+        launched_rank: int | None,
+        world_number: int,
+    ) -> Self:
         pid = os.getpid()
+        launched = rank if launched_rank is None else launched_rank
         host = socket.gethostname().encode()[:64]
-        _STATIC.pack_into(
-            memory, 0, _MAGIC, _FORMAT, rank, world_size, pid, _start_of(pid) or 0, host
-        )
+        numbers = rank, world_size, pid, _start_of(pid) or 0, launched, world_number
+        _STATIC.pack_into(memory, 0, _MAGIC, _FORMAT, *numbers, host)
         return cls(memory)
 
     @classmethod
@@ -231,9 +262,17 @@ class CallFile:
         self.wait(-1)
 
     def end(self, state: RankState, code: int = 0) -> None:
-        """Say how the rank stands now; with ``REPORTED``, with which code the job ends."""
+        """Say how the rank stands now; with ``REPORTED``, with which code the job ends.
+
+        That is 0 where the rank reported that another one is gone: it does not know how it went.
+        """
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
+
+    def note_exit(self, call: str) -> None:
+        """Say by which ``call`` the rank leaves; empty where it came to its end."""
+        data = call.encode(errors="replace")[:_EXIT_BYTES]
+        self._memory[_EXIT_AT : _EXIT_AT + _EXIT_BYTES] = data.ljust(_EXIT_BYTES, b"\0")
 
     def note_shared_memory(self, paths: list[str]) -> None:
         """Say which files in shared memory the rank has mapped: its job's to remove."""
@@ -253,6 +292,11 @@ class CallFile:
     def code(self) -> int:
         """The exit code of the job that the rank reported with."""
         return self._read(_CODE)
+
+    @property
+    def exit_call(self) -> str:
+        """How the rank left, as ``sys.exit(3)``; empty where it came to its end."""
+        return _text(self._memory[_EXIT_AT : _EXIT_AT + _EXIT_BYTES])
 
     @property
     def count(self) -> int:
@@ -293,9 +337,7 @@ class CallFile:
 
     def is_alive(self) -> bool:
         """Whether the process of the rank still runs. Asked on its own host; elsewhere True."""
-        if self.host != socket.gethostname() or not Path("/proc/self").is_dir():
-            return True
-        return _start_of(self.pid) == self._start
+        return not self._is_here or _start_of(self.pid) == self._start
 
     def _call(self, index: int) -> LoggedCall | None:
         start = _FIRST_ROW + index % _ROWS * _ROW_BYTES
@@ -312,16 +354,19 @@ class CallFile:
         return number
 
 
-def call_files(folder: Path) -> dict[int, CallFile]:
-    """The files of a job's ranks in ``folder``, by rank; those that cannot be read are left out."""
-    found = {}
+def call_files(folder: Path) -> list[CallFile]:
+    """The files of a job's ranks in ``folder``; those that cannot be read are left out.
+
+    By the launcher's number of their process, and those of one process by the order of its worlds.
+    """
+    found = []
     for path in folder.glob("rank-*.calls"):
         try:
             file = CallFile.open(path)
         except (OSError, ValueError):
             continue
-        found[file.rank] = file
-    return dict(sorted(found.items()))
+        found.append(file)
+    return sorted(found, key=lambda file: (file.launched_rank, file.world_number))
 
 
 def _start_of(pid: int) -> int | None:

@@ -11,13 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from mpishard.communication.call import differing_calls, differing_methods
 from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
+from mpishard.communication.matching import differing_calls, differing_methods
 from mpishard.communication.naming import of_group, who
 from mpishard.communication.rank_record import RankRecord, Watched, members_of
-from mpishard.communication.rank_table import call_text, rank_table, seconds_text
+from mpishard.communication.rank_table import call_text, exit_text, rank_table, seconds_text
 
-__all__ = ["describe_stall", "longest_waiting", "parting", "verdict"]
+__all__ = [
+    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+]  # fmt: skip
 
 _SENTENCES = 3
 _AGO = "{ago}"
@@ -83,6 +85,33 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     else:
         sentences = ["No rank is known to wait for another."]
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+
+
+def unfinished(records: Sequence[RankRecord], now: float) -> str:
+    """Whom the ranks that have finished wait for, and what those do, in a few sentences.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank of the root world.
+    now : float
+        Seconds since the epoch.
+    """
+    late = [record for record in records if record.is_known and not record.has_left]
+    if not late:
+        return "for ranks of other nodes, of which nothing is known here"
+    waiting = [record for record in late if record.waits is not None]
+    others = [record for record in late if record.waits is None]
+    sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
+    told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+    return f"for {who([record.rank for record in late])}. {told}"
+
+
+def circle_of(records: Sequence[RankRecord]) -> str:
+    """The ranks that wait for each other, and why, in two sentences; empty where none do."""
+    by_rank = {record.rank: record for record in records}
+    circle = _circle({r.rank: _waits_for(r, records) for r in records if r.waits is not None})
+    return " ".join(_circle_text(circle, by_rank)) if circle else ""
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
@@ -179,7 +208,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     if record.state is RankState.STARTED:
         return ": still in init"
     if record.has_left:
-        return f" left {after}"
+        return f" left {after}{exit_text(record)}"
     if record.state is RankState.REPORTED:
         return f" reported why the job ends, {after}"
     if last is None:

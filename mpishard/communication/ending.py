@@ -14,14 +14,17 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mpishard import settings
-from mpishard.communication.tracebacks import short_traceback
+from mpishard.communication.failure_report import failure_report
 
-__all__ = ["Ending", "flush_output", "launched_ending"]
+__all__ = ["Ending", "flush_output", "launched_ending", "say"]
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
 _FUSE_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.5
+_STDERR = 2
+_BROKEN = (OSError, ValueError, AttributeError)
+"""What a stream raises that is broken, closed, or somebody's own and no whole stream."""
 
 _one_thread = threading.Lock()
 """Taken by the thread that ends this process, and never given back."""
@@ -51,13 +54,8 @@ class Ending:
         """End the job because ``error`` was raised on this rank and nobody caught it."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt(where)
-        self.end(
-            f"mpishard: {self.name} failed {where}; the job ends\n"
-            f"{type(error).__name__}: {error}\n"
-            f"--- traceback of rank {'?' if self.rank is None else self.rank} ---\n"
-            f"{short_traceback(error)}{_below(self.last_calls())}",
-            settings.EXIT_FAILURE,
-        )
+        report = failure_report(error, self.name, self.rank, where)
+        self.end(f"{report}{_below(self.last_calls())}", settings.EXIT_FAILURE)
 
     def interrupt(self, where: str) -> NoReturn:
         """End the job because of Ctrl-C."""
@@ -83,17 +81,16 @@ class Ending:
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
             f"of memory?), seen by rank {self.rank} {where}; the job ends",
             settings.EXIT_FAILURE,
+            is_own=False,
         )
 
     def warn(self, waited: float, where: str, give_up_after: float) -> None:
         """Say that this rank has waited for long, and the one that has for longest, why."""
         then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
         stall = self.describe_stall() if self.speaks_for_all() else ""
-        print(  # noqa: T201
+        say(
             f"mpishard: {self.name} has waited {waited:.0f} s {where}"
-            f"{then if give_up_after else ''}{_below(stall)}",
-            file=sys.stderr,
-            flush=True,
+            f"{then if give_up_after else ''}{_below(stall)}"
         )
 
     def give_up(self, waited: float, where: str) -> NoReturn:
@@ -128,6 +125,8 @@ class Ending:
     def claim_report(self, code: int) -> bool:
         """Whether this process is the first to report the end of the job, with exit code ``code``.
 
+        0 stands for the unknown code of another process, which is gone.
+
         The first of its launcher's on this node, where no more is known.
         """
         if not sys.platform.startswith("linux"):
@@ -142,11 +141,24 @@ class Ending:
         _kept.append(claim)
         return True
 
-    def end(self, report: str, code: int) -> NoReturn:
-        """Print ``report`` unless another rank of this node has printed one, and end all ranks."""
+    def end(self, report: str, code: int, *, is_own: bool = True) -> NoReturn:
+        """Print ``report`` unless another rank of this node has printed one, and end all ranks.
+
+        ``is_own`` is false where another process went, of which ``code`` says nothing.
+        """
         if not _one_thread.acquire(blocking=False):
             time.sleep(2 * _FUSE_SECONDS)  # another thread is at it
             os._exit(code)
+        try:
+            self._report(report, code, is_own)
+        finally:
+            try:
+                _abort(code)
+            finally:
+                # MPICH's may return while the launcher still ends the others.
+                os._exit(code)
+
+    def _report(self, report: str, code: int, is_own: bool) -> None:
         _light_fuse(code)
         _ignore_further_interrupts()
         flush_output()
@@ -154,16 +166,13 @@ class Ending:
             self.close(report)
         except Exception as error:  # noqa: BLE001 - the end goes on, and says so
             report += f"\n(what was recorded could not be written: {error})"
-        if self.claim_report(code):
-            print(report, file=sys.stderr, flush=True)  # noqa: T201
+        if self.claim_report(code if is_own else 0):
+            say(report)
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)
         else:
             # The rank that reports ends this one too.
             time.sleep(_REPORT_GRACE_SECONDS)
-        _abort(code)
-        # MPICH's may return while the launcher still ends the others.
-        os._exit(code)
 
     def close(self, report: str) -> None:
         """Write out what this process has recorded, which ends with ``report``."""
@@ -177,10 +186,20 @@ def _below(text: str) -> str:
 
 
 def flush_output() -> None:
-    """Write out what was printed: an aborted process does not."""
+    """Write out what was printed: an aborted process does not. A broken stream is left as it is."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        with suppress(*_BROKEN):
             stream.flush()
+
+
+def say(text: str) -> None:
+    """Print ``text`` to stderr, whatever the script has made of that."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except _BROKEN:
+        with suppress(OSError):  # closed: nobody wants to know
+            os.write(_STDERR, f"{text}\n".encode(errors="replace"))
 
 
 def launched_ending() -> Ending:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from mpishard import settings
 from mpishard.communication.ending import launched_ending
+from mpishard.communication.rank_process import claim_rank, is_helper
 
 if TYPE_CHECKING:
     from mpishard.communication.mpi import MPICommunicationBackend
@@ -35,8 +36,9 @@ os.register_at_fork(after_in_child=_live.clear)
 
 
 def install_before_init() -> None:
-    """Let an exception end the job, where a launcher started several processes."""
-    if (settings.launched_world_size() or 1) > 1:
+    """Let an exception end the job, where a launcher started several processes, this among them."""
+    claim_rank()
+    if (settings.launched_world_size() or 1) > 1 and not is_helper():
         _hook_exceptions()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
@@ -13,8 +14,9 @@ from mpishard.communication.arena import at_once, number_nodes, share_memory
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call_board import CallBoard
 from mpishard.communication.call_file import RankState
-from mpishard.communication.diagnosis import describe_stall, longest_waiting
-from mpishard.communication.ending import Ending, flush_output
+from mpishard.communication.diagnosis import describe_stall, longest_waiting, unfinished
+from mpishard.communication.ending import Ending, flush_output, say
+from mpishard.communication.exit_call import exit_call
 from mpishard.communication.group import Group
 from mpishard.communication.mailbox import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.naming import of_group
@@ -22,6 +24,7 @@ from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
 from mpishard.communication.rank_table import rank_table
 from mpishard.communication.watchdog import Wait, watchdog
+from mpishard.errors import CommunicationError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -50,17 +53,24 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board = CallBoard(self.rank, self.world_size) if self.world_size > 1 else None
+        self.board: CallBoard | None = None
+        if self.world_size > 1:
+            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
         self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
         self._progress_comm: Any = None
-        if self.world_size > 1:
-            watchdog.guard(self)
+        self.guard()
         with self.wait(lambda: IN_INIT):
             self._meet(comm)
+
+    def guard(self) -> None:
+        """Be watched over, until `leave`. Idempotent."""
+        if self.board is not None:
+            self.board.journal.end(RankState.STARTED)
+            watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
         """Learn where the other ranks run, and set up what they share."""
@@ -141,6 +151,26 @@ class Job(Ending):
 
     # ---------------------------------------------------------------------------------- worlds
 
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """A context in which MPI makes communicators of a group, of which it has not many.
+
+        Raises
+        ------
+        CommunicationError
+            Saying how many groups there are, where it makes none.
+        """
+        try:
+            yield
+        except self.mpi.Exception as error:
+            raise CommunicationError(
+                f"MPI made no communicators for another group ({str(error).partition(chr(10))[0]})"
+                f", and rank {self.rank} is in {len(self._groups)} of them, the world included. "
+                "Each takes 3 or more of those that the MPI library can make (MPICH: some 2000). "
+                "Call shutdown() on groups that are not needed any more, on all of their ranks, or "
+                "let go of them"
+            ) from error
+
     def join(self, group: Group, backend: CommunicationBackend) -> None:
         """Take a world into the account of this job."""
         self._groups[group] = weakref.ref(backend)
@@ -179,16 +209,20 @@ class Job(Ending):
     def leave(self) -> None:
         """Leave every world, and wait until the others have left, or were told.
 
-        There is no time limit: another rank may have work of its own to finish. Their collectives
-        that this rank takes part in go on meanwhile.
+        There is no time limit: another rank may have work of its own to finish. That is said once,
+        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
+        meanwhile.
         """
-        flush_output()
         if self.board is not None:
-            self.board.journal.end(RankState.LEAVING)
+            journal = self.board.journal
+            journal.file.note_exit(exit_call(journal.file.count))
+            journal.end(RankState.LEAVING)
         groups = list(self._groups)
         for group in groups:
             group.leave()
+        flush_output()
         start = time.monotonic()
+        warn_after = settings.mpi_warning() or float("inf")
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -198,9 +232,13 @@ class Job(Ending):
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
-            if time.monotonic() - start > _NOTICE_SECONDS:
+            waited = time.monotonic() - start
+            if waited > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+            if waited > warn_after:
+                warn_after = float("inf")
+                self._say_who_works_on(waited)
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
@@ -209,6 +247,17 @@ class Job(Ending):
             group.free()
         self._groups.clear()
         watchdog.release(self)
+
+    def _say_who_works_on(self, waited: float) -> None:
+        if self.board is None:
+            return
+        records = self.board.records()
+        first = min(record.rank for record in records if record.has_left)
+        if first == self.rank:
+            say(
+                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
+                f"{unfinished(records, time.time())}"
+            )
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
@@ -247,6 +296,17 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+    """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
+    ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks: list[int] = mpi.Group.Translate_ranks(
+        ours, list(range(ours.Get_size())), all_of_launcher
+    )
+    ours.Free()
+    all_of_launcher.Free()
+    return ranks
 
 
 def _affinity() -> list[int]:

@@ -28,12 +28,13 @@ from mpishard.arrays import (
 )
 from mpishard.communication.arena import anonymous_memory
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import RankState
+from mpishard.communication.call_log import CallLog, Journal
+from mpishard.communication.departure import Departure
 from mpishard.communication.diagnosis import describe_stall, parting
 from mpishard.communication.letters import Delivery, Letter, Taken
 from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
-from mpishard.communication.naming import of_group
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import ReductionOperation
@@ -45,7 +46,8 @@ from mpishard.layout import ShardLayout
 __all__ = ["InMemoryCommunicationBackend"]
 
 
-_environments: dict[str, World] = {}
+_environments: dict[str, list[World]] = {}
+"""The worlds that meet under an id, oldest first: one, until a rank that has left comes again."""
 _environments_lock = threading.Lock()
 
 
@@ -121,28 +123,48 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # ------------------------------------------------------------------------------- life cycle
 
     def _on_initialize(self) -> None:
-        if self._world is None:
-            with _environments_lock:
-                world = _environments.get(self._environment_id)
-                if world is None:
-                    world = new_world(self._environment_id, self._world_size)
-                    _environments[self._environment_id] = world
-            self._world = world
-        world = self._world
+        if not self._is_root:
+            assert self._world is not None
+            self._enter(self._world)
+            return
+        with _environments_lock:
+            world = self._next_world()
+            self._enter(world)
+        if self._world is not None:  # what was under way there is of no world any more
+            self._sequence = 0
+            self._pending.clear()
+            self._transfers.clear()
+            self._lines.clear()
+            self._family = weakref.WeakSet((self,))
+            self.call_log = CallLog(Journal())
+        world.journals[self._rank] = self.call_log.journal
+        self._world = world
+
+    def _next_world(self) -> World:
+        """The oldest world of the environment that this rank has not entered yet.
+
+        A world ends for a rank with its shutdown. Called with the environments' lock.
+        """
+        worlds = _environments.setdefault(self._environment_id, [])
+        if worlds and worlds[0].world_size != self._world_size:
+            raise ValueError(
+                f"environment {self._environment_id!r} has {worlds[0].world_size} ranks, "
+                f"this backend was made for {self._world_size}"
+            )
+        if any(self._rank in world.members for world in worlds):
+            raise CommunicationError(
+                f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
+                "another environment_id, or clear_environment() after a finished run"
+            )
+        for world in worlds:
+            if self._rank not in world.left:
+                return world
+        worlds.append(new_world(self._environment_id, self._world_size))
+        return worlds[-1]
+
+    def _enter(self, world: World) -> None:
         with world.changed:
-            if world.world_size != self._world_size:
-                raise ValueError(
-                    f"environment {self._environment_id!r} has {world.world_size} ranks, "
-                    f"this backend was made for {self._world_size}"
-                )
-            if self._rank in world.members:
-                raise CommunicationError(
-                    f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
-                    "another environment_id, or clear_environment() after a finished run"
-                )
             world.members[self._rank] = self
-            if self._is_root:
-                world.journals[self._rank] = self.call_log.journal
             world.left.pop(self._rank, None)
 
     def _on_shutdown(self) -> None:
@@ -152,8 +174,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             world.changed.notify_all()
         if len(world.left) == world.world_size:
             with _environments_lock:
-                if _environments.get(self._environment_id) is world:
-                    del _environments[self._environment_id]
+                worlds = _environments.get(self._environment_id, [])
+                if world in worlds:
+                    worlds.remove(world)
+                if not worlds:
+                    _environments.pop(self._environment_id, None)
 
     def _leave(self, world: World) -> None:
         """Mark this rank as gone, here and in every world split from this one."""
@@ -223,20 +248,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         assert isinstance(absence, Absence)
         for local in absence.missing():
             if local in world.left:
-                raise PeerError(self._left_text(work, local, world), world.global_ranks[local])
-
-    def _left_text(self, work: Work, local: int, world: World) -> str:
-        group = self.call_log.group
-        rank, me = world.global_ranks[local], world.global_ranks[self._rank]
-        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
-        parted = ""
-        if isinstance(work, CollectiveWork):
-            advice = advice_on_leaving(work.call, rank)
-            parted = parting(world.records(), group)
-        return (
-            f"rank {rank} left after collective {world.left[local]}{of_group(group)}, while rank "
-            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
-        )
+                rank, me = world.global_ranks[local], world.global_ranks[self._rank]
+                departure = Departure(
+                    rank, world.left[local], self.call_log.group, me, work.where, work.awaited
+                )
+                raise PeerError(departure.describe(world.records()), rank)
 
     def _give_up(self, work: Work) -> NoReturn:
         """Raise because ``work`` takes too long. Called with the lock."""

@@ -14,9 +14,12 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication import exit_hooks
 from mpishard.communication.arena import number_nodes, share_memory
-from mpishard.communication.call import Call, Kind, advice_on_leaving
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.call_file import MessageWait
 from mpishard.communication.call_log import CallLog
+from mpishard.communication.departure import Departure
 from mpishard.communication.diagnosis import parting
+from mpishard.communication.exit_call import watch_exit
 from mpishard.communication.group import Group
 from mpishard.communication.job import IN_INIT, Job
 from mpishard.communication.lanes import Condition
@@ -24,8 +27,8 @@ from mpishard.communication.launcher import check_launched_world, not_launched_e
 from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
 from mpishard.communication.messages import Messages
-from mpishard.communication.naming import of_group
 from mpishard.communication.patience import Patience
+from mpishard.communication.rank_process import helper_error, is_helper
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
@@ -60,12 +63,14 @@ class MPICommunicationBackend(SmallCollectives):
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py is missing, or, for the default, no launcher started this process or the
-        launcher belongs to another MPI library.
+        Where mpi4py is missing, a rank started this process, or, for the default, no launcher
+        did or the launcher belongs to another MPI library.
     """
 
     def __init__(self, comm: Any = None) -> None:
         super().__init__()
+        if is_helper():
+            raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
         self._mpi: Any = load_mpi()
@@ -115,6 +120,7 @@ class MPICommunicationBackend(SmallCollectives):
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
+            self._job.guard()
             with self._job.wait(lambda: IN_INIT):
                 self._group = self._enter(self._job)
             self._sequence = 0
@@ -124,15 +130,18 @@ class MPICommunicationBackend(SmallCollectives):
         self._job.join(self._group, self)
         _worlds.add(self)
         if self._is_root:
-            if self._job.board is not None:
-                self.call_log = CallLog(self._job.board.journal)
-                self._job.board.note_shared_memory()
+            board = self._job.board
+            if board is not None:
+                self.call_log = CallLog(board.journal)
+                board.note_shared_memory()
+                watch_exit(lambda: board.journal.file.count)
             exit_hooks.install(self)
 
     def _enter(self, job: Job) -> Group:
         rings = self._comm.allgather(job.take_ring())
         mailbox = job.make_mailbox(rings, self._nodes, self._rank)
-        group = Group(self._mpi, self._comm.Dup(), mailbox)
+        with job.making_group():
+            group = Group(self._mpi, self._comm.Dup(), mailbox)
         job.start_progress(self._comm)
         return group
 
@@ -262,19 +271,17 @@ class MPICommunicationBackend(SmallCollectives):
         self._messages.reap()
         for rank, last in group.departures().items():
             if _needs(work, rank, last):
-                group.broken = PeerError(self._left_text(work, rank, last), self.world_ranks[rank])
+                group.broken = self._left_error(rank, last, work.where, work.awaited)
                 raise group.broken
 
-    def _left_text(self, work: Work, local: int, last: int) -> str:
+    def _left_error(
+        self, local: int, last: int, where: str, awaited: Call | MessageWait
+    ) -> PeerError:
+        """Say that this rank waits ``where`` for one that left after its collective ``last``."""
         rank, me = self.world_ranks[local], self.world_ranks[self._rank]
-        advice = f"Look for a loop or a branch that ends earlier on rank {rank}"
-        if isinstance(work, CollectiveWork):
-            advice = advice_on_leaving(work.call, rank)
-        parted = self._parting(self._sequence)
-        return (
-            f"rank {rank} left after collective {last}{of_group(self.call_log.group)}, while rank "
-            f"{me} waits {work.where}. {advice}" + (f"; {parted}" if parted else "")
-        )
+        departure = Departure(rank, last, self.call_log.group, me, where, awaited)
+        board = self._joined()[0].board
+        return PeerError(departure.describe([] if board is None else board.records()), rank)
 
     @contextmanager
     def _blocked_in(self, call: Call) -> Iterator[None]:
@@ -314,7 +321,7 @@ class MPICommunicationBackend(SmallCollectives):
             wishes = headers.integers(4)
             colors = sorted({c for c, *_ in wishes if c >= 0})
             members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            with self._blocked_in(call):
+            with self._blocked_in(call), job.making_group():
                 job.tidy()
                 comm = group.comm.Split(
                     self._mpi.UNDEFINED if color is None else colors.index(color),
@@ -328,7 +335,7 @@ class MPICommunicationBackend(SmallCollectives):
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         mailbox = job.make_mailbox(rings, child._nodes, child._rank)
-        with self._blocked_in(call):
+        with self._blocked_in(call), job.making_group():
             child._group = Group(self._mpi, comm, mailbox)
         return child
 
@@ -341,7 +348,7 @@ class MPICommunicationBackend(SmallCollectives):
             yield Condition(lambda: self._pending[0].call is call)
             group = self._talk
             if group.node is None:
-                with self._blocked_in(call):
+                with self._blocked_in(call), self._joined()[0].making_group():
                     group.node = group.comm.Split(self._nodes[self._rank], self._rank)
             steps = share_memory(
                 self._mpi, group.node, group.comm, nbytes, settings.arena_sources()

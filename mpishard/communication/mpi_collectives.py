@@ -24,6 +24,7 @@ On one node reductions and all_gather are messages from rank to rank instead
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from mpishard import settings
 from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
-from mpishard.communication.call_file import PLACE_BYTES, decode_place, encode_place
+from mpishard.communication.call_file import PLACE_BYTES, MessageWait, decode_place, encode_place
 from mpishard.communication.header import INLINE_BYTES, Headers, make_row
 from mpishard.communication.lanes import LARGE_BYTES, Pending, Turn
 from mpishard.communication.pairwise_collectives import PairwiseCollectives
@@ -45,7 +46,7 @@ from mpishard.communication.shared_collectives import (
     starts_of,
 )
 from mpishard.communication.sharing import Places
-from mpishard.communication.work import Steps, Waitable
+from mpishard.communication.work import Steps, Waitable, in_call
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.layout import ShardLayout
 
@@ -60,6 +61,12 @@ class MPICollectives(PairwiseCollectives):
     @property
     def scratch_bytes(self) -> int:
         return super().scratch_bytes + self._pool.nbytes
+
+    @abstractmethod
+    def _left_error(
+        self, local: int, last: int, where: str, awaited: Call | MessageWait
+    ) -> PeerError:
+        """Say that this rank waits ``where`` for one that left after its collective ``last``."""
 
     # ----------------------------------------------------------------------------------- headers
 
@@ -88,8 +95,11 @@ class MPICollectives(PairwiseCollectives):
                 self._verify(headers.calls)
                 mismatch = False
             except PeerError as error:
-                group.broken = error
-                raise
+                local = self.world_ranks.index(error.rank)
+                last = headers.calls[local].sequence - 1
+                where = in_call(call, self.call_log.group)
+                group.broken = self._left_error(local, last, where, call)
+                raise group.broken from None
             except CollectiveMismatchError:
                 mismatch = True
             if mismatch:

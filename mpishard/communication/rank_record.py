@@ -35,6 +35,8 @@ class RankRecord:
         not hold any more.
     waited : float
         Seconds since it began to wait.
+    exit_call : str
+        How it left, as ``sys.exit(3)``; empty where it came to its end, or has not left.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankRecord:
     calls: tuple[LoggedCall, ...] = ()
     waits: LoggedCall | MessageWait | None = None
     waited: float = 0.0
+    exit_call: str = ""
 
     @property
     def has_left(self) -> bool:
@@ -119,4 +122,5 @@ def _record_of(file: CallFile, now: float) -> RankRecord:
         calls=calls,
         waits=waits,
         waited=max(0.0, now - since) if number else 0.0,
+        exit_call=file.exit_call,
     )

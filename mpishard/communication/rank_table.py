@@ -9,7 +9,7 @@ from mpishard.communication.call_file import LoggedCall, RankState
 from mpishard.communication.naming import of_group, who
 from mpishard.communication.rank_record import RankRecord
 
-__all__ = ["call_text", "rank_table", "seconds_text"]
+__all__ = ["call_text", "exit_text", "rank_table", "seconds_text"]
 
 _ONE_EACH = 8
 """Up to so many ranks each has an entry of its own."""
@@ -52,6 +52,11 @@ def call_text(logged: LoggedCall) -> str:
     return f"collective {call.sequence}, {call},{of_group(logged.group)} at {call.place}"
 
 
+def exit_text(record: RankRecord) -> str:
+    """How a rank left, behind where: only where it did so in the middle of its script."""
+    return f", by {record.exit_call}" if record.exit_call else ""
+
+
 def seconds_text(seconds: Iterable[float]) -> str:
     """A time, or the range of several: ``31 s``, ``28 to 31 s``."""
     texts = [f"{s:.1f}" if s < 10 else f"{s:.0f}" for s in sorted(seconds)]
@@ -89,7 +94,9 @@ def _merged(entries: Iterable[_Entry]) -> list[_Entry]:
 
 def _entry(record: RankRecord, now: float, calls: int) -> _Entry:
     text, time = _standing(record, now)
-    shown = record.calls[-calls:] if calls else ()
+    # The one that it waits in stands in the text.
+    awaited = record.waits if record.is_alive and not record.has_left else None
+    shown = [c for c in record.calls[-calls:] if c != awaited] if calls else []
     lines = tuple(
         f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}" for c in shown
     )
@@ -105,7 +112,7 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     if record.state is None:
         return "has not come to init", 0.0
     if record.has_left:
-        return f"left {after}", 0.0
+        return f"left {after}{_literal(exit_text(record))}", 0.0
     if not record.is_alive:
         return f"its process is gone, {after}", 0.0
     if record.state is RankState.STARTED:

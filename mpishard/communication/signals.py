@@ -32,6 +32,7 @@ class SignalPipe:
         os.set_blocking(self._write, False)
         self._installed: list[signal.Signals] = []
         self._is_wakeup = False
+        self._is_watched = False
         # A process that this one forks is no rank: multiprocessing ends its own by SIGTERM.
         os.register_at_fork(after_in_child=self.restore)
 
@@ -41,6 +42,7 @@ class SignalPipe:
         SIGQUIT also makes Python's faulthandler print the stacks of all threads, at once, whatever
         they do.
         """
+        self._is_watched = True
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
         for number in _OURS:
@@ -55,7 +57,11 @@ class SignalPipe:
             signal.set_wakeup_fd(theirs)
 
     def restore(self) -> None:
-        """Leave signals as they were found. On the main thread alone; idempotent."""
+        """Leave signals as they were found. Idempotent.
+
+        Another thread than the main one cannot: the handlers stay, and do what there was before.
+        """
+        self._is_watched = False
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._installed:
@@ -71,16 +77,27 @@ class SignalPipe:
                 signal.set_wakeup_fd(present)
 
     def wait(self, seconds: float) -> set[int]:
-        """The signals that have come, after at most ``seconds``."""
+        """The signals that have come and are nobody else's, after at most ``seconds``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
-        return set(os.read(self._read, 4096)) - {0}
+        # Python writes a byte for every handler's signal, a user's flag for a checkpoint included.
+        return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
+
+    def _is_ours(self, number: int) -> bool:
+        present = signal.getsignal(number)
+        if number == signal.SIGINT:
+            return present is signal.default_int_handler
+        return present == self._heard
 
     def wake(self) -> None:
         """Let `wait` return."""
         os.write(self._write, b"\0")
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
+        if not self._is_watched:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         present = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if present != self._write:  # somebody else's since, who alone has the byte
             signal.set_wakeup_fd(present)

@@ -17,6 +17,7 @@ from mpishard.communication.launcher import launcher_name, not_launched_error
 from mpishard.communication.library import load_mpi
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mpi import MPICommunicationBackend
+from mpishard.communication.rank_process import is_helper
 from mpishard.communication.recording import record_if_asked
 from mpishard.communication.threads import current_backend
 from mpishard.errors import CommunicationError
@@ -55,7 +56,8 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     ------
     MPIUnavailableError
         Where MPI is asked for and there is no launcher, no mpi4py, or an MPI library that the
-        launcher does not belong to. Never a silent world of one.
+        launcher does not belong to, or where a rank started this process, and the launcher did
+        not. Never a silent world of one.
     CommunicationError
         Where ``memory`` is asked for under a launcher of several processes, or the process has a
         backend of the other sort.
@@ -126,7 +128,7 @@ def refuse_worlds_of_one() -> None:
         Saying what each process would do alone.
     """
     launched = settings.launched_world_size()
-    if launched is not None and launched > 1:
+    if launched is not None and launched > 1 and not is_helper():
         raise CommunicationError(
             f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
             "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"

@@ -18,7 +18,7 @@ import threadpoolctl
 from mpishard import settings
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.recording import record_if_asked
-from mpishard.communication.tracebacks import is_internal
+from mpishard.communication.tracebacks import drop_internal_frames, is_internal
 from mpishard.errors import NotInitializedError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]
@@ -75,7 +75,8 @@ def run_in_threads(
     ValueError
         For a world below 1.
     Exception
-        The first failure, with a note that names its rank. The others were told, and have ended;
+        The first failure, with a note that names its rank; its traceback has no frames inside
+        mpishard but the last, unless ``MPISHARD_LOG=debug``. The others were told, and have ended;
         one that has not after 5 seconds, because it sleeps or computes, is left alone: a second
         note says where it is, and its next collective raises `PeerError`. An exception that
         nobody catches in any other thread of the process is such a failure, too, as under MPI.
@@ -95,7 +96,10 @@ def run_in_threads(
     def body(backend: InMemoryCommunicationBackend) -> None:
         results[backend.rank] = fn(backend, *args, **kwargs)
 
-    world.run(body)
+    error = world.run(body)
+    if error is not None:
+        drop_internal_frames(error)
+        raise error
     return results
 
 
@@ -112,8 +116,8 @@ class _ThreadWorld:
         """Where and what, in order; where is a rank, or another thread."""
         self._threads: list[threading.Thread] = []
 
-    def run(self, body: Callable[[InMemoryCommunicationBackend], None]) -> None:
-        """Call ``body`` on every rank; when all have ended, raise the first failure."""
+    def run(self, body: Callable[[InMemoryCommunicationBackend], None]) -> BaseException | None:
+        """Call ``body`` on every rank; when all have ended, return the first failure."""
         self._threads = [
             threading.Thread(
                 target=self._run_rank, args=(backend, body), name=f"rank-{rank}", daemon=True
@@ -134,7 +138,7 @@ class _ThreadWorld:
             raise
         finally:
             InMemoryCommunicationBackend.clear_environment(self.environment)
-        self._raise_first()
+        return self._first_failure()
 
     def fail_in_thread(self, name: str, error: BaseException) -> None:
         """Take ``error``, which nobody caught in a thread that is no rank, for the ranks'."""
@@ -173,16 +177,16 @@ class _ThreadWorld:
         else:
             backend.shutdown()
 
-    def _raise_first(self) -> None:
-        """Raise the failure that began it all, if there is one."""
-        if self.failures:
-            # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
-            voices = [f for f in self.failures if not isinstance(f[1], PeerError)]
-            where, first = (voices or self.failures)[0]
-            if len(self.backends) > 1:
-                first.add_note(f"raised {where}")
-            self._name_running(first)
-            raise first
+    def _first_failure(self) -> BaseException | None:
+        if not self.failures:
+            return None
+        # A PeerError is an echo of another rank's failure: prefer the voice to the echo.
+        voices = [f for f in self.failures if not isinstance(f[1], PeerError)]
+        where, first = (voices or self.failures)[0]
+        if len(self.backends) > 1:
+            first.add_note(f"raised {where}")
+        self._name_running(first)
+        return first
 
     def _name_running(self, error: BaseException) -> None:
         """Note on ``error`` which ranks have not ended, and where they are."""

@@ -17,10 +17,11 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.arena import PRIVATE, Regions
-from mpishard.communication.call import DTYPES, Call, Kind, check_calls
+from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.call_file import RankState
 from mpishard.communication.call_log import CallLog, Journal
 from mpishard.communication.logs import set_up_logging
+from mpishard.communication.matching import check_calls
 from mpishard.communication.naming import group_label
 from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.recording import stop_recording

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Self
 
 from mpishard import settings
-from mpishard.communication.ending import Ending, launched_ending
+from mpishard.communication.ending import Ending, launched_ending, say
 from mpishard.communication.signals import SignalPipe
 
 __all__ = ["Wait", "Watchdog", "watchdog"]
@@ -180,7 +180,7 @@ class Watchdog:
         lines += [text for job in self._jobs if (text := job.describe())]
         names = ", ".join(f"{thread.name} {thread.ident:#018x}" for thread in threading.enumerate())
         lines.append(f"  its threads, whose stacks stand above: {names}")
-        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
+        say("\n".join(lines))
 
 
 watchdog = Watchdog()

@@ -175,6 +175,18 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     assert "122 and 61 GFLOP/s on 1 thread" in found["numpy.speed"].text
 
 
+@pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (180, OK)])
+def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers):
+    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda kernel: None)
+    measured = {"1": {"float32": 101, "float64": 46}}
+    measured["2"] = {"float32": all_threads, "float64": all_threads}
+    answers(doctor_numpy, HASWELL, measured)
+    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.speed"]
+    assert found.verdict is verdict
+    assert ("slower than one" in found.text) == (verdict is NOTE)
+    assert found.mend == ("export OMP_NUM_THREADS=1" if verdict is NOTE else None)
+
+
 @pytest.mark.parametrize(("without", "verdict"), [(110, OK), (500, NOTE)])
 def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")

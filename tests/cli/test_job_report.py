@@ -5,7 +5,8 @@ import signal
 import numpy as np
 import pytest
 
-from mpishard.cli.job_report import JobEnd, Verdict, calls_text
+from mpishard.cli.job_report import JobEnd, Verdict, interrupted
+from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import CallFile, RankState, encode_place
@@ -19,8 +20,10 @@ def exits(code):
     return code << 8
 
 
-def file_of(rank, state=RankState.RUNNING, code=0, calls=2, world_size=3):
-    file = CallFile.unshared(rank, world_size)
+def file_of(
+    rank, state=RankState.RUNNING, code=0, calls=2, world_size=3, launched_rank=None, world_number=0
+):
+    file = CallFile.unshared(rank, world_size, launched_rank, world_number)
     for sequence in range(1, calls + 1):
         call = Call.describe(
             sequence, Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM
@@ -36,8 +39,9 @@ def job(launcher_code, *ended, states=None, **known):
     states = {} if states is None else states
     files = {rank: file_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
     known = {"files": files, "is_hydra": True} | known
+    logs = RankLogs.of_job(known.pop("files").values())
     processes = [RankProcess(rank, 4000 + rank, status, True) for rank, status in ended]
-    return JobEnd(3, launcher_code, ended=processes, **known)
+    return JobEnd(3, launcher_code, logs=logs, ended=processes, **known)
 
 
 @pytest.mark.parametrize("launcher_code", [9, 137], ids=["Hydra", "Open MPI and srun"])
@@ -112,6 +116,46 @@ def test_a_report_stands():
     assert verdict.lines[0].startswith("rank 0 ")
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (ENDED, 1, "ended with code 0 without leaving"),
+        (exits(7), 7, "ended with code 7 without leaving"),
+        (KILLED, 137, "was killed by signal 9"),
+    ],
+)
+def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, words):
+    states = {1: (RankState.REPORTED, 0)}
+    ends = (0, status), (2, TERMINATED), (1, exits(1))
+    verdict = job(1, *ends, states=states, is_hydra=False).judge()
+    assert verdict.code == code
+    assert verdict.lines[0].startswith("rank 0 ")
+    assert words in verdict.lines[0]
+    # An older system does not tell how, and another machine's ranks are not seen.
+    ends = (0, None), (2, TERMINATED), (1, exits(1))
+    assert job(1, *ends, states=states, is_hydra=False).judge() == Verdict(1)
+    ends = (2, TERMINATED), (1, exits(1))
+    assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == Verdict(1)
+
+
+def test_a_signal_to_the_command_is_told_where_no_rank_does():
+    files = {0: file_of(0), 1: file_of(1), 2: file_of(2, calls=3)}
+    files[2].wait(3)
+    verdict = interrupted(signal.SIGINT, RankLogs.of_job(files.values()))
+    assert verdict.code == 130
+    place = "all_reduce(SUM, float64[4]), at train.py:33"
+    (line,) = verdict.lines
+    assert line == (
+        f"interrupted (SIGINT); the ranks were ended; ranks 0, 1 after collective 2, {place}; "
+        f"rank 2 in collective 3, {place}"
+    )
+    assert interrupted(signal.SIGTERM, {}) == Verdict(
+        143, ("ended by SIGTERM; the ranks were ended",)
+    )
+    files[1].end(RankState.REPORTED, 130)
+    assert interrupted(signal.SIGINT, RankLogs.of_job(files.values())) == Verdict(130)
+
+
 def test_ranks_that_left_have_codes_of_their_own():
     left = dict.fromkeys(range(3), (RankState.LEFT,))
     ends = (0, ENDED), (1, exits(3)), (2, exits(4))
@@ -131,6 +175,29 @@ def test_before_and_in_init():
     files = {0: file_of(0, RankState.STARTED), 2: file_of(2, calls=0)}
     assert "in mpishard.init();" in job(9, (0, KILLED), files=files).judge().lines[0]
     assert "before any collective" in job(9, (2, KILLED), files=files).judge().lines[0]
+
+
+def test_a_rank_that_fails_before_any_calls_init_is_named():
+    verdict = job(1, (1, exits(1)), (0, TERMINATED), files={}, is_hydra=False).judge()
+    assert verdict.code == 1
+    (line,) = verdict.lines
+    assert line == (
+        "rank 1 (process 4001) ended with code 1 before it called mpishard.init(); "
+        "the others were ended for it"
+    )
+
+
+def test_machines_that_cannot_be_reached():
+    hosts = ["a", "b"]
+    (line,) = job(255, files={}, hosts=hosts, is_local=False, program="mpirun").judge().lines
+    assert line == (
+        "no rank was started (exit code 255 of mpirun): can a, b be reached by `ssh a true`, "
+        "`ssh b true`?"
+    )
+    assert job(3, files={}, hosts=hosts, is_local=False).judge() == Verdict(3)
+    assert job(255, files={}).judge() == Verdict(255)
+    states = dict.fromkeys(range(3), (RankState.LEFT,))
+    assert job(255, states=states, hosts=hosts, is_local=False).judge() == Verdict(255)
 
 
 def test_those_that_others_waited_for_in_init_are_named():
@@ -156,7 +223,9 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 
 def test_a_world_of_one_may_end_as_it_likes():
-    one = JobEnd(1, 0, {0: file_of(0, world_size=1)}, [RankProcess(0, 4000, ENDED, True)])
+    one = JobEnd(
+        1, 0, RankLogs.of_job([file_of(0, world_size=1)]), [RankProcess(0, 4000, ENDED, True)]
+    )
     assert one.judge() == Verdict(0)
 
 
@@ -168,7 +237,56 @@ def test_the_rank_for_which_the_job_was_ended():
 
 
 def test_a_call_log_can_be_read():
-    lines = calls_text(file_of(1)).splitlines()
+    lines = RankLogs((file_of(1),)).text().splitlines()
     assert lines[0].startswith("rank 1 of 3, process ")
-    assert lines[0].endswith("running, 2 collectives")
+    assert lines[0].endswith(": ended without leaving, 2 collectives")
     assert lines[2].endswith("  collective 2, all_reduce(SUM, float64[4]), at train.py:33")
+
+
+class TestSeveralWorldsOfOneProcess:
+    """Halves of a job, or a second world beside the first."""
+
+    def two(self, first, second):
+        return RankLogs((file_of(2, first), file_of(0, second, calls=3, world_number=1)))
+
+    def test_a_rank_has_left_where_it_left_all(self):
+        left, running = RankState.LEFT, RankState.RUNNING
+        assert self.two(left, left).state is left
+        assert self.two(running, left).state is running
+        assert self.two(left, running).state is running
+        assert self.two(running, RankState.STARTED).state is RankState.STARTED
+        assert self.two(RankState.REPORTED, left).state is RankState.REPORTED
+
+    def test_the_last_collective_is_that_of_the_process(self):
+        first, second = file_of(0), file_of(0, calls=3, world_number=1)
+        assert RankLogs((first, second)).last_call.number == 3
+        call = Call.describe(3, Kind.BARRIER, None)
+        number = first.record(3, call.description, encode_place(call, ""))
+        first.wait(number)
+        logs = RankLogs((first, second))
+        assert logs.last_call.call.kind is Kind.BARRIER
+        assert logs.waits_in_last
+
+    def test_the_launchers_number_is_named(self):
+        # Two halves of a job of 4: both have a rank 1.
+        halves = [
+            file_of(rank % 2, world_size=2, launched_rank=rank, calls=rank) for rank in range(4)
+        ]
+        logs = RankLogs.of_job(halves)
+        ended = [RankProcess(3, 4003, KILLED, True), RankProcess(1, 4001, KILLED, True)]
+        (line,) = JobEnd(4, 9, logs=logs, ended=ended, is_hydra=True).judge().lines
+        assert line.startswith("rank 3 (process 4003 ")
+        assert "after collective 3" in line
+        assert "rank 3 of the job, in a world of its own rank 1 of 2, process " in logs[3].text()
+
+    def test_a_world_that_was_left_hides_nothing(self):
+        files = [
+            file_of(rank, state, world_number=number)
+            for rank in range(2)
+            for number, state in enumerate((RankState.RUNNING, RankState.LEFT))
+        ]
+        ended = [RankProcess(1, 4001, ENDED, True)]
+        verdict = JobEnd(2, 0, RankLogs.of_job(files), ended, is_hydra=True).judge()
+        assert verdict.code == 1
+        assert verdict.lines[0].startswith("rank 1 ")
+        assert "ended with code 0 without leaving" in verdict.lines[0]

@@ -1,8 +1,18 @@
 """The folder of --log-dir: nothing of an earlier job is lost."""
 
-import pytest
+import errno
+import fcntl
 
-from mpishard.cli.log_folder import CALLS, check_log_folder, prepare_log_folder
+import pytest
+import typer
+
+from mpishard.cli.log_folder import (
+    CALLS,
+    check_log_folder,
+    held_log_folder,
+    prepare_log_folder,
+)
+from mpishard.cli.run import _log_folder
 from mpishard.communication.call_file import CallFile
 
 
@@ -15,7 +25,8 @@ def leave_logs(folder, text):
 
 def test_earlier_logs_are_moved_aside(tmp_path):
     folder = tmp_path / "a" / "logs"
-    assert prepare_log_folder(folder) is None
+    with held_log_folder(folder):
+        assert prepare_log_folder(folder) is None
     (folder / "notes.txt").write_text("mine")
     for number, text in enumerate(("first", "second"), start=1):
         leave_logs(folder, text)
@@ -40,3 +51,26 @@ def test_the_folder_of_a_running_job_is_refused(tmp_path):
     CallFile.create(tmp_path / CALLS / "rank-2.calls", 2, 4)
     with pytest.raises(ValueError, match=r"belongs to a job that still runs: its rank 2 is proc"):
         check_log_folder(tmp_path)
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path, capsys):
+    """The second is refused before it moves anything, whatever its script imports."""
+    folder = tmp_path / "logs"
+    with _log_folder("run", folder):
+        leave_logs(folder, "of the first")
+        with pytest.raises(typer.Exit) as refused, _log_folder("run", folder):
+            pytest.fail("two jobs were let in")
+        assert refused.value.exit_code == 2
+        assert "belongs to a job that still runs. Give each job" in capsys.readouterr().err
+        assert (folder / "rank-0.log").read_text() == "of the first"
+    with _log_folder("run", folder):
+        assert "moved the logs of an earlier job" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_does_not_keep_jobs_from_logging(tmp_path, monkeypatch):
+    def flock(handle, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with held_log_folder(tmp_path):
+        pass

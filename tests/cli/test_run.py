@@ -176,6 +176,7 @@ def test_names_the_first_that_was_killed_and_keeps_its_log(script, tmp_path):
     assert folder.endswith("my logs/calls")
     assert shared
     assert not [path for path in shared if Path(f"/{path}").exists()]
+    assert not (tmp_path / "my logs" / "calls").exists()
     for rank in (0, 1):
         calls = (tmp_path / "my logs" / f"rank-{rank}.calls.txt").read_text()
         assert calls.startswith(f"rank {rank} of 2, process ")
@@ -216,6 +217,8 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_job(script, tmp_path):
     assert log.startswith("before init\nTraceback")
     assert "ValueError: boom" in log
     assert (logs / "rank-0.log").read_text().startswith("before init\n")
+    assert "SIGTERM" not in error
+    assert not (logs / "calls").exists()
 
 
 @pytest.mark.spawned
@@ -282,6 +285,18 @@ def test_refuses(script, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MPISHARD_TIMEOUT", "soon"), ("MPISHARD_ARENA", "sand")]
+)
+def test_a_bad_setting_is_refused_before_the_job_starts(script, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["run", "-n", "2", script("")])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"mpishard run: {name} must be ")
+    assert line.endswith(f"got {value!r}")
 
 
 def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch, tmp_path):

@@ -29,7 +29,7 @@ class Node:
     def __init__(self, size):
         self.size = size
         self.folder = None
-        self.errors = [""] * size
+        self.names = [f"of rank {rank} of another node" for rank in range(size)]
 
     def of(self, rank):
         return Seat(self, rank)
@@ -45,6 +45,9 @@ class Seat:
         return self.node.folder
 
     def allgather(self, value):
+        if value.endswith(".calls"):
+            self.node.names[self.rank] = value
+            return self.node.names
         return [value if rank == self.rank else "" for rank in range(self.node.size)]
 
 
@@ -52,6 +55,7 @@ def shared(world_size, monkeypatch):
     """Boards of one node. Rank 0 comes last to what is done when all have opened the files."""
     boards = [CallBoard(rank, world_size) for rank in range(world_size)]
     node, ranks = Node(world_size), range(world_size)
+    node.names = [board.name for board in boards]
     seats = [node.of(rank) for rank in ranks]
     folder = seats[0].bcast(boards[0]._choose_folder())
     for board in boards:
@@ -97,14 +101,33 @@ class TestFiles:
     def test_the_files_of_a_job_s_folder_stay(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         early = CallBoard(1, 2)
-        assert call_files(tmp_path)[1].state is RankState.STARTED
+        assert call_files(tmp_path)[0].state is RankState.STARTED
         assert early.records()[0].state is None
         assert early.records()[0].is_known
         boards = shared(2, monkeypatch)
         boards[0].journal.end(RankState.RUNNING)
-        assert call_files(tmp_path)[0].state is RankState.RUNNING
         assert boards[1].records()[0].state is RankState.RUNNING
-        assert (tmp_path / "rank-0.calls").exists()
+        assert (tmp_path / boards[0].name).exists()
+
+    def test_worlds_beside_each_other_do_not_read_each_other(self, tmp_path, monkeypatch):
+        """Two halves of a job of 4 in one folder: both have a rank 0 and a rank 1."""
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+        stranger = CallBoard(0, 2, (0, 1))
+        mine = CallBoard(1, 2, (2, 3))
+        assert [record.state for record in mine.records()] == [None, RankState.STARTED]
+        peer = CallBoard(0, 2, (2, 3))
+        assert mine.records()[0].state is RankState.STARTED
+        node = Node(2)
+        node.names = [peer.name, mine.name]
+        for board in (peer, mine):
+            board._make_file(tmp_path)
+        stranger.journal.end(RankState.LEFT)
+        mine.share(node.of(1), node.of(1), [0, 1])
+        assert mine.records()[0].state is RankState.STARTED
+        assert [file.launched_rank for file in call_files(tmp_path)] == [0, 2, 3]
+        # They end together: one report is enough.
+        assert stranger.claim_report(1)
+        assert not mine.claim_report(1)
 
     def test_ranks_of_other_nodes_are_read_where_the_folder_is_theirs_too(
         self, tmp_path, monkeypatch
@@ -112,6 +135,7 @@ class TestFiles:
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         here, elsewhere = CallBoard(0, 3), CallBoard(1, 3)
         seat = Node(3).of(0)
+        seat.node.names[1] = elsewhere.name
         here.share(seat, seat, [0])
         elsewhere.journal.end(RankState.RUNNING)
         assert [record.is_known for record in here.records()] == [True, True, False]
@@ -132,6 +156,25 @@ class TestFiles:
         old.end(RankState.LEFT)
         assert reader.state is RankState.LEFT
         assert [p.name for p in tmp_path.iterdir()] == ["rank-0.calls"]
+
+    def test_a_file_that_lies_in_its_way_is_neither_followed_nor_written(
+        self, tmp_path, monkeypatch
+    ):
+        path, precious = tmp_path / "rank-0.calls", tmp_path / "precious"
+        precious.write_text("keep")
+        begun = tmp_path / f".rank-0.calls.{os.getpid()}"
+        begun.symlink_to(precious)
+        CallFile.create(path, 0, 2)
+        assert not path.is_symlink()
+        assert precious.read_text() == "keep"
+        # Another user puts it there between the two steps.
+        monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        for trap in (lambda: begun.symlink_to(precious), begun.touch):
+            trap()
+            with pytest.raises(FileExistsError):
+                CallFile.create(path, 0, 2)
+            os.unlink(begun)  # noqa: PTH108
+        assert precious.read_text() == "keep"
 
     def test_without_files_training_goes_on_and_one_rank_says_so(
         self, temporary, monkeypatch, caplog
@@ -202,6 +245,40 @@ class TestReports:
         assert boards[0].dead_rank() == 1
         boards[1].journal.end(RankState.LEFT)
         assert boards[0].dead_rank() is None
+
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
+    @pytest.mark.parametrize("gone", [(1,), (3,), (0, 3), (1, 2), (4, 0, 1)])
+    @pytest.mark.parametrize("left", [(), (2,)])
+    def test_each_rank_watches_the_next(self, temporary, monkeypatch, gone, left):
+        boards = shared(5, monkeypatch)
+        for rank in left:
+            boards[rank].journal.end(RankState.LEFT)
+        for board in boards:
+            for rank in gone:
+                monkeypatch.setattr(board._files[rank], "pid", 2**22 + 1)
+        found = {b.rank: b.dead_rank() for b in boards if b.rank not in (*gone, *left)}
+        dead = set(gone) - set(left)
+        assert set(found.values()) <= dead | {None}
+        # The one before the first of those that are gone, in the ring, sees it at once.
+        for rank in dead:
+            before = (rank - 1) % 5
+            while before in left:
+                before = (before - 1) % 5
+            assert before in gone or found[before] == rank
+        # Whoever is stopped meanwhile is watched by the others in turn.
+        for board in boards:
+            if board.rank in found:
+                assert any(board.dead_rank() in dead for _ in range(4))
+
+    def test_watching_costs_the_same_on_a_node_of_many(self, temporary, monkeypatch):
+        boards = shared(40, monkeypatch)
+        asked = []
+        monkeypatch.setattr(CallFile, "is_alive", lambda file: asked.append(file.rank) or True)
+        for _ in range(39):
+            before = len(asked)
+            assert boards[0].dead_rank() is None
+            assert len(asked) - before <= 2
+        assert set(asked) == set(range(1, 40))
 
     def test_a_process_number_that_nobody_sees_says_nothing(self, temporary, monkeypatch):
         monkeypatch.setattr(CallFile, "is_alive", lambda self: False)
@@ -425,3 +502,20 @@ def test_processes_read_each_other(backend):
     assert board.dead_rank() is None
     for path in board.journal.file.shared_memory:
         assert Path(path).parent == Path("/dev/shm")
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 600])
+def test_the_log_holds_exactly_the_last_256(count):
+    assert settings.CALL_LOG_LENGTH == 256
+
+    def body(backend):
+        for _ in range(count):
+            backend.barrier()
+        return [call.sequence for call in backend.call_log]
+
+    kept = list(range(max(1, count - 255), count + 1))
+    assert run_in_threads(2, body) == [kept, kept]
+    journal = FileJournal(CallFile.unshared(0, 1))
+    for number in range(1, count + 1):
+        journal.record(a_call(number), "")
+    assert [logged.call.sequence for logged in journal.file.calls()] == kept

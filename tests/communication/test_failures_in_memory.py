@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import InMemoryCommunicationBackend, run_in_threads
+from mpishard.communication import memory
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -188,3 +189,63 @@ def test_own_threads_tell_the_others_through_with():
         thread.join()
     InMemoryCommunicationBackend.clear_environment("own threads")
     assert {type(error) for error in errors} == {ValueError, PeerError}
+
+
+def in_threads(body, count=2):
+    """What ``body`` returned for each rank, or what it raised."""
+    results = [None] * count
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_world_that_was_shut_down_and_begins_again_forgets_its_failure():
+    backends = [InMemoryCommunicationBackend(r, 2, "again", timeout=0.05) for r in range(2)]
+    for backend in backends:
+        backend.initialize()
+    group = in_threads(lambda rank: backends[rank].split(0))[0]
+    with pytest.raises(CollectiveTimeoutError):
+        group.barrier()
+    del group
+    for backend in backends:
+        backend.shutdown()
+
+    def again(rank):
+        backends[rank]._timeout = 10
+        backends[rank].initialize()
+        total = backends[rank].all_reduce(np.ones(2))
+        backends[rank].shutdown()
+        return total.tolist(), len(backends[rank].call_log)
+
+    assert in_threads(again) == [([2, 2], 1)] * 2
+
+
+def test_ranks_may_begin_again_before_others_have_left_or_come():
+    first, second = (InMemoryCommunicationBackend(r, 2, "early", timeout=10) for r in range(2))
+    for _ in range(2):
+        first.initialize()
+        first.shutdown()
+    first.initialize()
+    for _ in range(2):
+        second.initialize()
+        second.shutdown()
+    second.initialize()
+    backends = first, second
+
+    def body(rank):
+        return backends[rank].all_reduce(np.ones(1)).tolist()
+
+    assert in_threads(body) == [[2], [2]]
+    for backend in backends:
+        backend.shutdown()
+    assert "early" not in memory._environments

@@ -1,9 +1,13 @@
+import os
+import socket
+
 import pytest
 
 import mpishard
-from mpishard import run_in_threads
-from mpishard.communication import start
+from mpishard import run_in_threads, settings
+from mpishard.communication import exit_hooks, start
 from mpishard.communication.launcher import check_launched_world, launcher_name
+from mpishard.communication.rank_process import claim_rank, is_helper
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
 LAUNCHERS = ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS")
@@ -101,3 +105,74 @@ def test_under_srun_without_its_mpi_plugin_the_mend_names_it(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     with pytest.raises(MPIUnavailableError, match="srun --mpi=pmi2"):
         check_launched_world(1, "MPICH Version: 5")
+
+
+# ------------------------------------------------------------------------- helpers of a rank
+
+
+@pytest.fixture
+def rank_process(alone):
+    """A process that a launcher started as rank 1 of 2, and that has claimed to be it."""
+    alone.setenv("PMI_SIZE", "2")
+    alone.setenv("PMI_RANK", "1")
+    alone.delenv("PMI_FD", raising=False)
+    alone.setenv("MPISHARD_RANK_PROCESS", "")
+    claim_rank()
+    return alone
+
+
+def test_what_a_rank_starts_is_no_rank(rank_process):
+    assert not is_helper()
+    claim_rank()  # as every import does
+    assert not is_helper()
+    rank = os.getpid()
+    rank_process.setattr(os, "getpid", lambda: rank + 1)
+    assert is_helper()
+    claim_rank()
+    assert is_helper()
+    for make in (mpishard.init, lambda: mpishard.init("mpi"), mpishard.MPICommunicationBackend):
+        with pytest.raises(MPIUnavailableError, match=rf"helper process of rank 1: .*\({rank}\)"):
+            make()
+    assert mpishard.init("memory").world_size == 1
+    assert run_in_threads(2, lambda backend: backend.rank) == [0, 1]
+
+
+def test_a_helper_hooks_no_exceptions(rank_process):
+    rank = os.getpid()
+    rank_process.setattr(exit_hooks, "_hooked", set())
+    hooks = []
+    rank_process.setattr(exit_hooks, "_hook_exceptions", lambda: hooks.append(1))
+    exit_hooks.install_before_init()
+    assert hooks == [1]
+    rank_process.setattr(os, "getpid", lambda: rank + 1)
+    exit_hooks.install_before_init()
+    assert hooks == [1]
+
+
+@pytest.mark.parametrize("identity", ["PMI_RANK", "PMIX_NAMESPACE", "SLURM_STEP_ID"])
+def test_what_the_launcher_of_an_inner_job_starts_is_a_rank(rank_process, identity):
+    rank = os.getpid()
+    rank_process.setattr(os, "getpid", lambda: rank + 1)
+    rank_process.setenv(identity, "another 0")
+    assert not is_helper()
+    claim_rank()
+    rank_process.setattr(os, "getpid", lambda: rank + 2)
+    assert is_helper()
+
+
+def test_a_connection_of_its_own_makes_a_rank(rank_process):
+    rank = os.getpid()
+    outer, inner = socket.socketpair(), socket.socketpair()
+    with outer[0], outer[1], inner[0], inner[1]:
+        rank_process.setenv("PMI_FD", str(outer[0].fileno()))
+        claim_rank()
+        rank_process.setattr(os, "getpid", lambda: rank + 1)
+        assert is_helper()  # inherited, as by os.system
+        rank_process.setenv("PMI_FD", str(inner[0].fileno()))
+        assert not is_helper()
+        rank_process.setenv("PMI_FD", "99999")  # closed, as by subprocess
+        assert is_helper()
+
+
+def test_a_job_outside_the_launcher_s_is_not_told_of_the_rank(rank_process):
+    assert "MPISHARD_RANK_PROCESS" not in settings.outside_launcher()

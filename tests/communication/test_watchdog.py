@@ -1,5 +1,6 @@
 """What the watchdog does at which moment, told the time; the jobs are in tests/spawned."""
 
+import io
 import os
 import signal
 import sys
@@ -23,8 +24,9 @@ class Heard(Ending):
         self.warnings = []
         self.dead = None
 
-    def end(self, report, code):
+    def end(self, report, code, *, is_own=True):
         self.ends.append((code, report))
+        self.is_own = is_own
 
     def warn(self, waited, where, give_up_after):
         self.warnings.append((waited, where, give_up_after))
@@ -218,19 +220,36 @@ def test_signals_of_ours_are_heard_and_given_back(pipe):
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_handler_of_the_user_s_stays(pipe):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGINT])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_handler_of_the_user_s_stays_and_alone_is_called(pipe, number, when):
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("theirs"))
+    before = signal.getsignal(number)
     try:
-        theirs = signal.getsignal(signal.SIGTERM)
+        if when == "after":
+            pipe.install()
+        signal.signal(number, lambda *_: heard.append("theirs"))
+        theirs = signal.getsignal(number)
         pipe.install()
-        assert signal.getsignal(signal.SIGTERM) is theirs
-        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(number) is theirs
+        os.kill(os.getpid(), number)
         assert heard == ["theirs"]
+        assert pipe.wait(0) == set()
         pipe.restore()
-        assert signal.getsignal(signal.SIGTERM) is theirs
+        assert signal.getsignal(number) is theirs
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def test_ctrl_c_that_nobody_else_handles_is_heard(pipe):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        pipe.install()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert pipe.wait(20) == {signal.SIGINT}
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -261,7 +280,90 @@ def test_on_another_thread_signals_are_left_alone(pipe):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_signals_that_another_thread_could_not_give_back_do_what_they_did(pipe, monkeypatch):
+    pipe.install()
+    thread = threading.Thread(target=pipe.restore)
+    thread.start()
+    thread.join()
+    send, sent = os.kill, []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", lambda *args: sent.append(args))
+        send(os.getpid(), signal.SIGTERM)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 # -------------------------------------------------------------------------------------- ending
+
+
+class ProcessEnded(BaseException):
+    """In place of the end of the process of the test."""
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """With which exit codes the job, and then the process, was ended."""
+    codes = []
+
+    def leave(code):
+        codes.append(("process", code))
+        raise ProcessEnded
+
+    monkeypatch.setattr(ending_module, "_one_thread", threading.Lock())
+    monkeypatch.setattr(ending_module, "_light_fuse", lambda code: None)
+    monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
+    monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
+    monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
+    monkeypatch.setattr(Ending, "claim_report", lambda self, code: True)
+    monkeypatch.setattr(os, "_exit", leave)
+    return codes
+
+
+class Broken(io.StringIO):
+    def flush(self):
+        raise BrokenPipeError
+
+
+def closed_stream():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("make", [closed_stream, object, Broken, lambda: None])
+def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", make())
+    monkeypatch.setattr(sys, "stderr", make())
+    Ending(0, 2).warn(31.0, "in collective 7", 0.0)
+    with pytest.raises(ProcessEnded):
+        Ending(0, 2).fail(ValueError("boom"), "in collective 8")
+    monkeypatch.undo()
+    assert ended == [("job", 1), ("process", 1)]
+    shown = capfd.readouterr().err
+    assert "rank 0 of 2 has waited 31 s in collective 7\n" in shown
+    assert "rank 0 of 2 failed in collective 8; the job ends\nValueError: boom" in shown
+
+
+@pytest.mark.parametrize("fails", ["_light_fuse", "_abort"])
+def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, monkeypatch):
+    def fail(code):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(ending_module, fails, fail)
+    with pytest.raises(ProcessEnded):
+        Ending(0, 2).interrupt("here")
+    assert ended[-1] == ("process", 130)
+    assert (("job", 130) in ended) == (fails != "_abort")
+
+
+def test_an_exception_without_a_text_is_reported(ended, capfd):
+    class NoTextError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(ProcessEnded):
+        Ending(0, 2).fail(NoTextError(), "here")
+    assert "NoTextError: (its text cannot be shown: RuntimeError)" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of Linux sockets")
@@ -315,9 +417,10 @@ def failing():
 
 
 def test_of_this_package_the_last_frame_is_shown(monkeypatch):
-    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+    monkeypatch.setenv("MPISHARD_LOG", "debug")  # run_in_threads keeps all frames
     with pytest.raises(KeyError) as caught:
         failing()
+    monkeypatch.delenv("MPISHARD_LOG")
     text = short_traceback(caught.value)
     assert "in failing" in text
     assert "in <lambda>" in text
@@ -328,3 +431,17 @@ def test_of_this_package_the_last_frame_is_shown(monkeypatch):
     assert "raised on" not in text
     monkeypatch.setenv("MPISHARD_LOG", "debug")
     assert "threads.py" in short_traceback(caught.value)
+
+
+def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(ended, monkeypatch):
+    claims = []
+    monkeypatch.setattr(Ending, "claim_report", lambda self, code: claims.append(code) or True)
+    monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
+    for end in (
+        lambda: Ending(0, 2).mourn(1, "while it waited"),
+        lambda: Ending(0, 2).fail(ValueError("boom"), "in collective 8"),
+    ):
+        with pytest.raises(ProcessEnded):
+            end()
+    assert claims == [0, 1]
+    assert ended == [("job", 1), ("process", 1)] * 2

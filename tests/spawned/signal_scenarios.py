@@ -5,6 +5,8 @@ A rank that says "ready" names its process, and is then as the test wants to fin
 
 import multiprocessing
 import os
+import shlex
+import signal
 import sys
 import threading
 import time
@@ -111,13 +113,40 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def enters_again():
+    backend = mpishard.init()
+    backend.shutdown()
+    backend.initialize()
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if RANK == 1:
+        time.sleep(LONG)
+    backend.barrier()
+
+
+def starts_a_helper():
+    """It has the rank's variables and connection to the launcher, imports mpishard, and fails."""
+    backend = mpishard.init()
+    if RANK == 0:
+        fails = [sys.executable, "-c", "import mpishard; raise ValueError('a helper')"]
+        print("helper", os.waitstatus_to_exitcode(os.system(shlex.join(fails))), flush=True)
+    backend.barrier()
+    print("went on", flush=True)
+
+
+def finishes_later_on_rank_1():
+    backend = mpishard.init()
+    backend.barrier()
+    if RANK == 1:
+        time.sleep(1.5)
+
+
 def forks():
     """Of three children of rank 0 one ends, one raises and one would be a rank; none is missed."""
     backend = mpishard.init()
     half = backend.split(0)
     backend.barrier()
     if RANK == 0:
-        pending = backend.receive_async(1, 3)
+        pending = backend.receive_async(1, 3, dtype=np.float64)
         for child in ("ends", "raises", "calls"):
             pid = os.fork()
             if pid == 0:

@@ -157,6 +157,28 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
 
 
+def test_a_world_entered_again_is_watched_again():
+    ended = run("enters_again", MPISHARD_TIMEOUT="1")
+    assert ended.code == 124, ended
+    assert "has waited 1 s in collective 1, barrier()" in ended.err, ended
+
+
+def test_what_a_rank_starts_fails_for_itself():
+    ended = run("starts_a_helper")
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert "the job ends" not in ended.err, ended
+    assert "helper 1" in ended.out, ended
+
+
+def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
+    ended = run("finishes_later_on_rank_1", MPISHARD_WARN_AFTER="0.3", MPISHARD_TIMEOUT="1")
+    assert ended.code == 0, ended
+    assert ended.err.count("has finished") == 1, ended
+    said = "rank 0 of 2 has finished, and has waited 0 s for rank 1. Rank 1: in no collective since"
+    assert said in ended.err, ended
+
+
 def test_a_forked_child_that_ends_leaves_no_world():
     ended = run("forks", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended

@@ -1,0 +1,201 @@
+"""What is said of a failure: by a rank of an MPI job, and by run_in_threads."""
+
+import sys
+import time
+import traceback
+
+import numpy as np
+import pytest
+
+from mpishard import run_in_threads
+from mpishard.communication import exit_call as exit_call_module
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.call_file import CallFile, LoggedCall, MessageWait, RankState
+from mpishard.communication.departure import Departure
+from mpishard.communication.exit_call import exit_call, watch_exit
+from mpishard.communication.failure_report import failure_report
+from mpishard.communication.rank_record import RankRecord, records_of_files
+from mpishard.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    NonFiniteLossError,
+    NoSampleError,
+    PeerError,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("boom"), "rank 2 of 4 failed"),
+        (CollectiveMismatchError("x"), "the ranks' calls differ, reported by rank 2 of 4"),
+        (CollectiveTimeoutError("x"), "a rank did not arrive in time, reported by rank 2 of 4"),
+        (PeerError("x", 1), "rank 1 failed or left, reported by rank 2 of 4"),
+        (PeerError("x", -1), "a thread that is no rank failed or left, reported by rank 2 of 4"),
+        (
+            NonFiniteLossError("x"),
+            "the loss or its gradient is not finite, reported by rank 2 of 4",
+        ),
+        (NoSampleError("x"), "no rank has a sample that counts, reported by rank 2 of 4"),
+    ],
+)
+def test_what_every_rank_raises_is_no_failure_of_the_one_that_reports_it(error, words):
+    report = failure_report(error, "rank 2 of 4", 2, "in or after collective 3")
+    assert report.startswith(f"mpishard: {words} in or after collective 3; the job ends\n")
+
+
+def test_a_message_of_mpishard_s_stands_once_in_a_report():
+    with pytest.raises(CollectiveMismatchError) as caught:
+        raise CollectiveMismatchError("they differ:\n  rank 0: barrier()") from KeyError("why")
+    caught.value.add_note("a note")
+    report = failure_report(caught.value, "rank 0 of 2", 0, "in collective 3")
+    assert report.count("they differ:\n  rank 0: barrier()") == 1
+    assert "KeyError: 'why'" in report
+    assert report.endswith("\nCollectiveMismatchError: (as above)\na note")
+    other = failure_report(ValueError("boom"), "rank 0 of 2", 0, "in collective 3")
+    assert other.endswith("\nValueError: boom")
+
+
+# ------------------------------------------------------------------------------- a rank that left
+
+
+def barrier(sequence, number, group="", method=""):
+    call = Call.describe(sequence, Kind.BARRIER, None)
+    call.filename, call.line, call.method, call.number = "train.py", 7, method, number
+    return LoggedCall(number, call, group, 0.0)
+
+
+def described(records, awaited, group=""):
+    return Departure(1, 4, group, 0, "in collective 5, barrier()", awaited).describe(records)
+
+
+LEFT = {"state": RankState.LEAVING, "calls": (barrier(4, 4),)}
+
+
+def test_a_rank_that_left_without_a_record_is_named():
+    call = barrier(5, 5, method="Model.save").call
+    assert described([], call, "group 1 (ranks 0, 1)") == (
+        "rank 1 left after collective 4 of group 1 (ranks 0, 1), while rank 0 waits in collective "
+        "5, barrier(). Model.save is collective: look for a loop or a branch in which rank 1 calls "
+        "it less often"
+    )
+    text = described([], MessageWait(1, 0, is_send=False, group=""))
+    assert text.endswith("Look for a loop or a branch that ends earlier on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [("sys.exit('no file')", "Look why rank 1"), ("sys.exit(3)", "Look why rank 1"),
+     ("sys.exit(0)", "A collective is called"), ("sys.exit()", "A collective is called")],
+)  # fmt: skip
+def test_how_it_left_is_told_where_it_did_so_on_purpose(given, advice):
+    waits = barrier(5, 5)
+    records = [
+        RankRecord(0, RankState.RUNNING, calls=(waits,)), RankRecord(1, exit_call=given, **LEFT)
+    ]  # fmt: skip
+    text = described(records, waits.call)
+    assert f"rank 1 left after collective 4, by {given}, while rank 0 waits in" in text
+    assert f". {advice}" in text
+
+
+def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left():
+    world, group = barrier(5, 6), barrier(1, 6, "group 1 (ranks 0, 2)")
+    records = [
+        # Rank 0 has not said yet that it waits.
+        RankRecord(0, RankState.RUNNING, calls=(barrier(4, 5), world)),
+        RankRecord(1, **LEFT),
+        RankRecord(2, RankState.RUNNING, calls=(barrier(4, 5), group), waits=group, waited=1.0),
+    ]
+    text = described(records, world.call)
+    assert "rank 2 waits in collective 1, barrier(), of group 1 (ranks 0, 2) at" in text
+    assert "call the collectives of different groups in different orders" in text
+    assert "look for a loop" not in text
+
+
+def test_the_last_call_of_sys_exit_is_what_ended_the_rank(monkeypatch):
+    called = []
+    monkeypatch.setattr(sys, "exit", called.append)
+    monkeypatch.setattr(exit_call_module, "_watching", [])
+    monkeypatch.setattr(exit_call_module, "_noted", [])
+    watch_exit(lambda: 99)
+    watch_exit(lambda: 4)
+    assert exit_call(4) == ""
+    sys.exit(2)
+    sys.exit("bad input file: foo.txt")
+    assert called == [2, "bad input file: foo.txt"]
+    assert exit_call(4) == "sys.exit('bad input file: foo.txt')"
+    assert exit_call(5) == ""  # it went on: somebody caught it
+    sys.exit()
+    assert exit_call(4) == "sys.exit()"
+
+
+def test_how_a_rank_left_can_be_read_by_others(tmp_path):
+    own = CallFile.create(tmp_path / "rank-1.calls", 1, 2)
+    seen = CallFile.open(tmp_path / "rank-1.calls")
+    assert seen.exit_call == ""
+    own.note_exit("sys.exit('\u00e9" + "x" * 400)
+    own.note_exit("sys.exit('\u00e9')")
+    own.end(RankState.LEFT)
+    record = records_of_files({1: seen}, 2, time.time(), all_are_here=True)[1]
+    assert (record.exit_call, record.state) == ("sys.exit('\u00e9')", RankState.LEFT)
+
+
+def test_groups_in_another_order_where_others_have_left():
+    def body(backend):
+        group = backend.split(backend.rank // 2)
+        if backend.rank == 2:
+            group.barrier()  # rank 3 calls the world's: a bug
+        elif backend.rank == 3:
+            time.sleep(0.1)
+            backend.barrier()
+
+    with pytest.raises(PeerError) as caught:
+        run_in_threads(4, body)
+    text = str(caught.value)
+    assert "of group 1 (ranks 2, 3) at" in text
+    assert "different groups in different orders" in text
+
+
+# ----------------------------------------------------------------------------------------- threads
+
+
+def differing(backend):
+    def deeper():
+        backend.all_reduce(np.ones(3 + backend.rank))
+
+    deeper()
+
+
+def functions_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_threads_raise_with_the_user_s_frames_and_the_last_of_mpishard(monkeypatch):
+    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_in_threads(2, differing)
+    assert functions_of(caught.value)[1:] == [
+        "run_in_threads", "differing", "deeper", "check_calls"
+    ]  # fmt: skip
+    monkeypatch.setenv("MPISHARD_LOG", "debug")
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_in_threads(2, differing)
+    assert "_run_rank" in functions_of(caught.value)
+    assert "wait" in functions_of(caught.value)
+
+
+def test_what_caused_a_failure_loses_its_inner_frames_too(monkeypatch):
+    monkeypatch.delenv("MPISHARD_LOG", raising=False)
+
+    def body(backend):
+        try:
+            backend.all_reduce([1])
+        except TypeError as error:
+            raise KeyError("theirs") from error
+
+    with pytest.raises(KeyError) as caught:
+        run_in_threads(1, body)
+    assert functions_of(caught.value)[1:] == ["run_in_threads", "body"]
+    inner = functions_of(caught.value.__cause__)
+    assert inner[0] == "body"
+    assert len(inner) == 2
