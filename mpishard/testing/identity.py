@@ -130,5 +130,3 @@ def _ways(
         )
     for way, call in calls.items():
         yield way, call(fresh())
-        if backend.world_size > 1:
-            backend.barrier()
