@@ -104,7 +104,8 @@ ranks() {
 
 # What differs between MPI libraries is how data travel: models see no more of it than a step does.
 openmpi() {
-    local selected=(tests/communication tests/models/test_equality.py)
+    local selected=(tests/communication/test_conformance.py tests/communication/test_transfers.py)
+    [ "$1" != 2 ] || selected=(tests/communication tests/models/test_equality.py)
     [ ${#arguments[@]} = 0 ] || selected=("${arguments[@]}")
     OMP_NUM_THREADS=1 "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
         --bind-to none -n "$1" "$openmpi_python" -m pytest --with-mpi -m mpi \
