@@ -183,7 +183,7 @@ def loss_of_nan():
     try:
         model.train(x, np.ones((2, 2)))
     except mpishard.errors.NonFiniteLossError:
-        print("raised on rank", RANK, flush=True)
+        print(f"raised on rank {RANK}", flush=True)
         time.sleep(0.3)  # so that the other has said so, too, when the job ends
         raise
 
