@@ -196,6 +196,8 @@ def pytest_collection_modifyitems(config, items):
         ):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
+        if not _is_full:
+            _deal_large_worlds(config, items)
         return
     under_mpi = _is_under_mpi(config)
     world_size = config.stash[_verdicts_key].world_size if under_mpi else 1
@@ -210,12 +212,35 @@ def pytest_collection_modifyitems(config, items):
             is_dealt = under_mpi and not _is_full and item.get_closest_marker("dealt")
             # A shift after each three: else a parameter of three values would have one in a world.
             is_mine = not is_dealt or (number + number // 3) % 3 == world_size % 3
+            if under_mpi and not _is_full and world_size > 2 and not is_dealt:
+                is_whole = item.originalname == "test_conformance" or number < 8
+                is_mine = is_whole or (number + world_size) % 2 == 0
             if is_mine and not item.get_closest_marker("threads_alone"):
                 item.add_marker(pytest.mark.mpi)
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
         (kept if is_mpi or not under_mpi else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def _deal_large_worlds(config, items):
+    """Of many rows in worlds of 5 and more threads, a third runs in each; conformance is whole."""
+    rows, kept, left_out = collections.Counter(), [], []
+    for item in items:
+        world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size")
+        number = 0
+        if (
+            isinstance(world_size, int)
+            and world_size > 4
+            and item.get_closest_marker("in_worlds")
+            and item.originalname != "test_conformance"
+        ):
+            number = rows[item.parent, item.originalname, world_size]
+            rows[item.parent, item.originalname, world_size] += 1
+        (left_out if number % 3 else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

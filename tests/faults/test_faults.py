@@ -13,7 +13,7 @@ from catalogue import FAULTS
 from jobs import complaints, launch, thread_complaints, wheels
 
 IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
-SHARE = 3  # of each kind of fault on Open MPI, whose launcher takes a second: one in so many
+SHARE = 5  # of each kind of fault on Open MPI, whose launcher takes a second: one in so many
 
 
 def _kind(fault) -> str:
@@ -45,11 +45,11 @@ def test_there_are_as_many_as_promised():
     assert sum(fault.in_memory() for fault in FAULTS.values()) >= 30
 
 
-def test_open_mpi_gets_a_third_with_every_kind():
+def test_open_mpi_gets_some_of_every_kind():
     kinds = {"raise", "leave", "mismatch", "stall", "kill", "signal", "before init"}
     assert set(KINDS.values()) == kinds
     assert {KINDS[name] for name in ON_OPEN_MPI} == kinds
-    assert len(FAULTS) / 4 < len(ON_OPEN_MPI) < len(FAULTS) / 2
+    assert 7 <= len(ON_OPEN_MPI) < len(FAULTS) / 3
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.in_memory()])

@@ -323,6 +323,7 @@ def test_a_rank_that_fails_leaves_what_it_had(
     def body(backend: Any) -> None:
         backend.barrier()
         if backend.rank == 1:
+            time.sleep(0.3)  # the other has called by then
             raise ValueError("boom\nand more")
         backend.all_reduce(np.ones(2))
 
