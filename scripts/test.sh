@@ -113,9 +113,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait most of the time: two jobs at once.
+# Their ranks wait most of the time: three jobs at once.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 2 --dist worksteal -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n 3 --dist worksteal -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 

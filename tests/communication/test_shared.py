@@ -216,7 +216,8 @@ def test_every_source_serves(backend, source, monkeypatch):
     if source != "window":  # those last as long as MPI
         del shared
         gc.collect()
-        assert len(list(Path("/proc/self/fd").iterdir())) <= handles
+        # The watchdog's thread opens a file now and then, for a moment.
+        assert any(len(list(Path("/proc/self/fd").iterdir())) <= handles for _ in range(1000))
 
 
 @pytest.mark.mpi
