@@ -37,7 +37,6 @@ from mpishard.communication.letters import Delivery, Letter, Taken
 from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
 from mpishard.communication.point_to_point import refuse_other_message
 from mpishard.communication.recording import stop_recording
-from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import CollectiveWork, Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
@@ -277,23 +276,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------------- collectives
 
-    def _call(
-        self,
-        kind: Kind,
-        array: Array | None,
-        *,
-        operation: ReductionOperation | None = None,
-        root: int = -1,
-        counts: tuple[int, ...] | None = None,
-        out_rows: int = -1,
-    ) -> Call:
+    def _admit(self, kind: Kind, sequence: int) -> None:
         world = self._joined()
         if world.failures:
             # It need not wait for the rank that failed: that may go on, after abort().
             raise world.failures[0].error(f"{kind.label} is called after a failure")
-        return super()._call(
-            kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
-        )
 
     def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
         """First meeting of a collective: check the calls, give back the ranks' values.

@@ -30,7 +30,6 @@ from mpishard.communication.messages import Messages
 from mpishard.communication.patience import Patience
 from mpishard.communication.rank_process import helper_error, is_helper
 from mpishard.communication.recording import record_if_asked
-from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.small_collectives import SmallCollectives
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work, in_call
 from mpishard.errors import CommunicationError, PeerError
@@ -209,24 +208,11 @@ class MPICommunicationBackend(SmallCollectives):
         assert self._job is not None
         return self._job, self._talk
 
-    def _call(
-        self,
-        kind: Kind,
-        array: Array | None,
-        *,
-        operation: ReductionOperation | None = None,
-        root: int = -1,
-        counts: tuple[int, ...] | None = None,
-        out_rows: int = -1,
-    ) -> Call:
-        _, group = self._joined()
+    def _admit(self, kind: Kind, sequence: int) -> None:
+        group = self._talk
         if group.broken is not None:
             raise group.broken
-        call = super()._call(
-            kind, array, operation=operation, root=root, counts=counts, out_rows=out_rows
-        )
-        group.sequence = call.sequence
-        return call
+        group.sequence = sequence
 
     # ---------------------------------------------------------------------------------- waiting
 

@@ -156,10 +156,8 @@ class SmallCollectives(StagedCollectives):
 
     def _repeat(self, call: Call) -> Call:
         """Number and log ``call`` as made once more."""
-        group = self._talk
-        if group.broken is not None:
-            raise group.broken
-        self._sequence = group.sequence = self._sequence + 1
+        self._admit(call.kind, self._sequence + 1)
+        self._sequence += 1
         call = call.again(self._sequence)
         self.call_log.record(call, sys._getframe(2))
         return call

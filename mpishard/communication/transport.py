@@ -372,6 +372,7 @@ class Transport(ABC):
         out_rows: int = -1,
     ) -> Call:
         self._ready()
+        self._admit(kind, self._sequence + 1)
         self._sequence += 1
         call = Call.describe(
             self._sequence, kind, array, operation=operation, root=root, counts=counts,
@@ -379,6 +380,9 @@ class Transport(ABC):
         )  # fmt: skip
         self.call_log.record(call, sys._getframe(1))
         return call
+
+    def _admit(self, kind: Kind, sequence: int) -> None:
+        """Hear of a collective before it is called; raise where nothing can be called any more."""
 
     def _ready(self) -> None:
         if not self._initialized:

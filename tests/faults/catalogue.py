@@ -231,9 +231,9 @@ class Breaks(mpishard.nn.Linear):
         self._pass(backward=False)
         return super().forward(p, x, context)
 
-    def backward_input(self, p, saved, dy):
+    def backward_weight(self, pending, g):
         self._pass(backward=True)
-        return super().backward_input(p, saved, dy)
+        return super().backward_weight(pending, g)
 
 
 def _step_with(backend, culprit, *, backward):
