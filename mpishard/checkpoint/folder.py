@@ -73,6 +73,10 @@ class CheckpointFolder:
         self.keep_last = _at_least_one("keep_last", keep_last)
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` steps is, or would be."""
+        return self.path / f"step-{step:08d}"
+
     def target(self, step: int) -> Target:
         """Where the checkpoint after ``step`` steps goes.
 
@@ -115,7 +119,7 @@ class _StepTarget(Target):
     """A step's place in a folder."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(folder.path / f"step-{step:08d}")
+        super().__init__(folder.path_of(step))
         self._folder = folder
         self._sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
 

@@ -23,6 +23,7 @@ from mpishard.errors import CheckpointError
 __all__ = ["PendingSave"]
 
 _JOIN_SECONDS = 0.05
+_ABANDON_SECONDS = 2.0
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -75,6 +76,7 @@ class PendingSave:
         self._state = _State.WORKING
         self._commits = False
         self._is_done = False
+        self._is_abandoned = threading.Event()
         directory: Path | None = None
         try:
             with together(backend):
@@ -138,6 +140,15 @@ class PendingSave:
         while not self.poll():
             self._thread.join(_JOIN_SECONDS)
 
+    def abandon(self) -> None:
+        """Write no more, because this rank cannot go on with the others. Communicates nothing.
+
+        Where all ranks had written their files already the checkpoint may still become whole. What
+        is left of it otherwise is no checkpoint, and the next save in its place removes it.
+        """
+        self._is_abandoned.set()
+        self._thread.join(_ABANDON_SECONDS)
+
     # ------------------------------------------------------------------------------- in a thread
 
     def _start(self, body: Callable[[], None]) -> threading.Thread:
@@ -161,11 +172,15 @@ class PendingSave:
                 "must be on a file system that all ranks share"
             )
         try:
-            self._file.write(self._directory)
+            self._file.write(self._directory, self._check_wanted)
         except OSError as error:
             if error.errno in _IS_FULL:
                 raise _no_room(self._directory, self._file.nbytes, str(error)) from error
             raise
+
+    def _check_wanted(self) -> None:
+        if self._is_abandoned.is_set():
+            raise CheckpointError("the run has ended while it was written")
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None

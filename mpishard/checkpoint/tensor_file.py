@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,10 @@ class TensorFile:
         """Where in the file each array begins, in bytes."""
         return {entry.key: len(self._header) + entry.start for entry in self._entries}
 
-    def write(self, file: Path) -> None:
+    def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
         """Write it, durably, and note the `checksums`.
+
+        ``check`` is called before each part, and may raise: then no more is written.
 
         Raises
         ------
@@ -99,7 +101,7 @@ class TensorFile:
             Where the file is there already or cannot be written.
         """
         self.checksums.clear()
-        disk.write_file(file, self._parts())
+        disk.write_file(file, self._parts() if check is None else _checked(self._parts(), check))
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -136,3 +138,9 @@ class TensorFile:
                 yield piece
         if filled:
             self.checksums.append(crc)
+
+
+def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    for part in parts:
+        check()
+        yield part
