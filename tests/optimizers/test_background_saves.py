@@ -61,7 +61,7 @@ def slow_disk(monkeypatch):
 
     def list_slowly(parts):
         for part in parts:
-            time.sleep(0.05)
+            time.sleep(0.01)
             yield part
 
     monkeypatch.setattr(disk, "write_file", slow)
@@ -117,7 +117,7 @@ def test_early_stopping_waits_for_the_last_save(tmp_path, slow_disk):
 
 def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_disk):
     def main(backend):
-        bad = Inputs(2, lambda x: x * np.nan)  # the third step, while what the second left is saved
+        bad = Inputs(3, lambda x: x * np.nan)  # the third step, while what the second left is saved
         with pytest.raises(NonFiniteLossError):
             train(backend, tmp_path / "run", x_train=bad)
 

@@ -171,7 +171,7 @@ def test_state_that_differs_needs_as_many_ranks(tmp_path):
         train(backend, tmp_path / "run", max_steps=step, user_state={"own": own})
 
     ms.run_in_threads(2, counting, 1)
-    with pytest.raises(ValueError, match="another on each of 2 ranks when .* 3 ranks now"):
+    with pytest.raises(ValueError, match=r"another on each of 2 ranks when .* 3 ranks now"):
         ms.run_in_threads(3, counting, 2)
     alike = tmp_path / "alike"
     ms.run_in_threads(2, train, alike, max_steps=1, user_state={"own": Counter()})
@@ -231,7 +231,7 @@ def test_says_of_each_checkpoint_why_none_can_be_used(tmp_path):
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=6, checkpoint_every=3)
     for name in ("step-00000003", "step-00000006"):
         damage(tmp_path / "run" / name)
-    with pytest.raises(CheckpointError, match="(?s)step-00000006: .*; step-00000003: "):
+    with pytest.raises(CheckpointError, match=r"(?s)step-00000006: .*; step-00000003: "):
         ms.run_in_threads(2, train, tmp_path / "run")
 
 
@@ -247,7 +247,7 @@ def test_a_run_that_begins_anew_leaves_what_is_there_behind(tmp_path):
 
 
 def test_where_there_must_be_a_checkpoint_there_is_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint in .*leave resume out"):
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint in .*leave resume out"):
         ms.run_in_threads(2, train, tmp_path / "run", resume=True)
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=4)
     again, _ = ms.run_in_threads(2, train, tmp_path / "run", resume=True)[0]

@@ -21,23 +21,20 @@ class KilledError(Exception):
     """What ends a run here."""
 
 
-class Recorded:
+class Recorded(np.ndarray):
     """Samples whose reads are written down; the read after so many kills the run."""
 
-    def __init__(self, samples, reads):
-        self.samples = samples
-        self.left = reads
-        self.reads = []
-
-    def __len__(self):
-        return len(self.samples)
+    def __new__(cls, samples, reads):
+        made = X[samples].view(cls)
+        made.samples, made.left, made.reads = samples, reads, []
+        return made
 
     def __getitem__(self, indices):
         if self.left == 0:
             raise KilledError
         self.left -= 1
-        self.reads.append(np.asarray(indices).copy())
-        return X[self.samples[indices]]
+        self.reads.append(self.samples[indices])
+        return np.asarray(self)[indices]
 
 
 def attempt(world_size, folder, samples_of, killed, reads, **options):
@@ -67,9 +64,8 @@ def attempt(world_size, folder, samples_of, killed, reads, **options):
         has_ended = False
     else:
         has_ended = True
-    # A rank that brings no samples to a step reads an empty batch.
     steps = {
-        first + number: [own.samples[own.reads[1 + number]] for own in inputs]
+        first + number: [own.reads[1 + number] for own in inputs]
         for number in range(min(len(own.reads) for own in inputs) - 1)
     }
     return steps, has_ended
