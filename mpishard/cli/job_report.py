@@ -148,8 +148,12 @@ class JobEnd:
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         # One that found another rank gone has no code.
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
-        reason = f", as {who(named)} reported" if named else ""
-        return f"the job ended with code {verdict.code}{reason}"
+        if named:
+            return f"the job ended with code {verdict.code}, as {who(named)} reported"
+        first = self._first()
+        if first is not None and first.exit_code:
+            return f"{self._who(first)} {_how(first.exit_code)}"
+        return f"the job ended with code {verdict.code}"
 
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
