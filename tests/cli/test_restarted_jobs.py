@@ -15,7 +15,7 @@ pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.spawned
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
-LIMIT = 40
+LIMIT = 50
 
 # What happens in a start is the word of its number. What the first start has left behind is
 # looked for in the later ones.
