@@ -1,14 +1,21 @@
 """Which ends of a job are failures, and what follows them: with starts that are only told of."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from mpishard import settings
+from mpishard.cli import app
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome, Verdict
+from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.restarts import Restarts
+from mpishard.cli.supervisor import Supervisor
+
+run_module = sys.modules["mpishard.cli.run"]
 
 HOSTS = [Host("a", 2), Host("b", 2)]
 ROOT = "after 1 restart; root cause, in the first start: "
@@ -181,3 +188,34 @@ def test_the_end_for_want_of_hosts_names_the_root_cause_too(told):
     job = told(failed(), failed(255), hosts=HOSTS, most=5, find_lost=find_lost)
     assert job.code == 255
     assert job.lines[-1] == f"the job failed for good, {ROOT}{LINE}"
+
+
+def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, programs):
+    starts = []
+    ends = [failed(lines=("why",)), WELL]
+    script = tmp_path / "script.py"
+    script.touch()
+
+    def supervise(supervisor, environment):
+        starts.append((supervisor, environment["MPISHARD_RESTART"]))
+        return ends[len(starts) - 1]
+
+    library = MPILibrary("MPICH Version: 5.0.2")
+    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
+    monkeypatch.setattr(run_module, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
+    monkeypatch.setattr(Supervisor, "run", supervise)
+    monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    programs("scontrol", "n1\nn2")
+    programs("sinfo", "n1 alloc\nn2 down*")
+    options = ["-n", "4", "--max-restarts", "1", "--min-ranks", "2"]
+    result = CliRunner().invoke(app, ["run", *options, str(script)])
+    assert result.exit_code == 0, result.output
+    assert "why; restart 1 of 1 with 2 ranks on n1 without n2 in 1 s" in result.stderr
+    (first, _), (second, _) = starts
+    assert [count for _, count in starts] == ["0", "1"]
+    assert first.command[1:3] == ["-n", "4"]
+    assert not [word for word in first.command if word.startswith("--nodelist")]
+    assert second.command[1:3] == ["-n", "2"]
+    assert {"--nodelist=n1", "--nodes=1"} < set(second.command)
+    assert (first.world_size, second.world_size) == (4, 2)

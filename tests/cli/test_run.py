@@ -357,6 +357,13 @@ def test_version_and_help():
     assert "SCRIPT [ARGS]..." in listed.stdout
 
 
+def test_restart_count(monkeypatch):
+    monkeypatch.setenv("MPISHARD_RESTART", "2")
+    assert settings.restart_count() == 2
+    monkeypatch.delenv("MPISHARD_RESTART")
+    assert settings.restart_count() == 0
+
+
 def test_terminal_columns(monkeypatch):
     monkeypatch.setenv("MPISHARD_COLUMNS", "132")
     assert settings.terminal_columns() == 132
