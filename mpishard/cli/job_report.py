@@ -172,8 +172,11 @@ class JobEnd:
             )
             return Verdict(_BROKEN, (line,))
         first = self._first()
-        # Of a signal the launcher itself speaks.
-        if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:
+        if first is None or not self.launcher_code or not first.exit_code:
+            return Verdict(self.launcher_code)
+        # Of a signal the launcher itself speaks; not so that a single rank, which may well have
+        # been in a world of its own, had the exit code of any other.
+        if first.exit_code < 0 and self.world_size > 1:
             return Verdict(self.launcher_code)
         return self._blame(first)
 
@@ -246,6 +249,8 @@ class JobEnd:
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
         if log is None:
+            if self.world_size == 1:  # a world of one writes none
+                return ""
             word = "in" if process.pid in self.starting else "before it called"
             return f" {word} mpishard.init()"
         if log.state is RankState.LEFT:

@@ -238,6 +238,18 @@ def test_a_world_of_one_may_end_as_it_likes():
     assert one.judge() == Verdict(0)
 
 
+@pytest.mark.parametrize(
+    ("launcher_code", "status", "code", "words"),
+    [(9, KILLED, 137, "was killed by signal 9"), (3, exits(3), 3, "ended with code 3")],
+)
+def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, words):
+    ended = [RankProcess(0, 4000, status, True)]
+    verdict = JobEnd(1, launcher_code, {}, ended, is_hydra=True).judge()
+    assert verdict.code == code
+    assert words in verdict.lines[0]
+    assert "init" not in verdict.lines[0]
+
+
 def test_the_rank_for_which_the_job_was_ended():
     culprit = RankProcess(2, 4002, exits(1), True)
     verdict = job(143, (2, exits(1)), files={}, stopped_for=culprit).judge()
