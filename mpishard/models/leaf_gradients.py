@@ -78,7 +78,7 @@ class LeafGradients(GradientStore):
                 kept[...] = values
         elif self._gathers:
             assert isinstance(self._inner, ScatteredGradients)
-            self._inner.gather()
+            self._inner.spread()
 
     def _buffers(self, sums: Sequence[Array]) -> list[list[Array]]:
         if not self._waiting:
