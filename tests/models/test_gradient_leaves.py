@@ -22,7 +22,7 @@ from mpishard.testing.worlds import in_worlds
 LEAVES = 8
 WORLDS = (1, 2, 4, 8)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
-KINDS = ("gpt", "tied", "conv", "dropout", "function", "black_box", "tiny", "one_number")
+KINDS = ("tied", "conv", "dropout", "function", "black_box", "tiny")
 LIMIT = 0.02  # of the gradient's norm: every step is clipped
 CHOICES = {"sgd": {"clip_global_norm": LIMIT}, "adamw": {"clip_global_norm": LIMIT}}
 Bits = list[bytes]
@@ -128,8 +128,8 @@ def test_every_kind_of_model(backend: Any, problems: Any, kind: str) -> None:
         assert bits(backend, problems, kind, strategy, rule) == expected
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb"])
-@in_worlds(2, 4, 8)
+@pytest.mark.parametrize("rule", ["sgd", "lamb"])
+@in_worlds(4)
 def test_norms_of_parameters_too(backend: Any, problems: Any, rule: str) -> None:
     """Some frozen: the ranges that count are other ones."""
     frozen = {"rule_options": {"parameter_options": {"linear1.*": {"frozen": True}}}}
@@ -145,6 +145,24 @@ def blocked(layout: LeafLayout, rank: int) -> list[slice]:
     return [cut.slice(leaf) for leaf in range(rank * steps, (rank + 1) * steps)]
 
 
+def test_losses_go_through_the_tree() -> None:
+    """In a row another one is rounded off."""
+    parts = [1.0, 1e17, -1e17, 1.0, 2.0, 3.0, 4.0, 5.0]
+    weights = list(range(8))
+
+    def body(backend: Any) -> tuple[float, float]:
+        config = ms.ShardingConfiguration(backend, gradient_leaves=8)
+        mine = slice(backend.rank, 8, backend.world_size)
+        own = list(zip(parts[mine], weights[mine], strict=True))
+        return leaves.GradientLeaves(config, backend).total(own)
+
+    a, b, c, d, e, f, g, h = parts
+    expected = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    assert expected != sum(parts)
+    for world_size in WORLDS:
+        assert run_in_threads(world_size, body) == [(expected, 28.0)] * world_size
+
+
 def test_dealt_in_blocks_the_bits_are_others(problems: Any, monkeypatch: Any) -> None:
     """So it is the order in which leaves are dealt that the other tests see."""
     expected = bits_of(problems, 1, "mlp", "ddp", "sgd", "even")
@@ -157,9 +175,9 @@ def test_dealt_in_blocks_the_bits_are_others(problems: Any, monkeypatch: Any) ->
     np.testing.assert_allclose(*close, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "tied", "dropout", "function", "black_box"])
+@pytest.mark.parametrize("kind", ["mlp", "tied", "dropout", "black_box"])
 @pytest.mark.dealt
-@in_worlds(1, 2, 4, 8)
+@in_worlds(2, 4)
 def test_equals_sequential_training(backend: Any, problems: Any, kind: str) -> None:
     """Means over samples or tokens, over leaves that are uneven, one of them empty."""
     for rule, strategy in (("sgd", "ddp"), ("adamw", "fsdp"), ("lamb", "zero1")):
@@ -216,18 +234,18 @@ def test_goes_on_in_other_worlds(
     problems: Any, tmp_path: Any, worlds: Any, strategies: Any, rule: str
 ) -> None:
     def go_on(backend: Any, strategy: str, part: int) -> Bits:
-        model, optimizer = build(backend, problems, "tied", strategy, rule)
+        model, optimizer = build(backend, problems, "dropout", strategy, rule)
         optimizer.bind(model)
         if part:
             checkpoint.load(tmp_path / str(part - 1), model, optimizer)
-        found = walk(problems, "tied", model, optimizer, "uneven", (2 * part, 2 * part + 1))
+        found = walk(problems, "dropout", model, optimizer, "uneven", (2 * part, 2 * part + 1))
         checkpoint.save(tmp_path / str(part), model, optimizer)
         return found
 
     found: Bits = []
     for part, (world, strategy) in enumerate(zip(worlds, strategies, strict=True)):
         found += run_in_threads(world, go_on, strategy, part)[0]
-    (undisturbed,) = run_in_threads(1, bits, problems, "tied", "ddp", rule, steps=6)
+    (undisturbed,) = run_in_threads(1, bits, problems, "dropout", "ddp", rule, steps=6)
     assert found == undisturbed
 
 
