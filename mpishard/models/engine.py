@@ -75,8 +75,8 @@ class Engine:
         self.stage = stage
         self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
         self.round = Round(config, parameters.backend, program.replicas(config))
-        count = config.gradient_leaves
-        self.leaves = None if count is None else GradientLeaves(count, parameters.backend)
+        in_leaves = config.gradient_leaves is not None
+        self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:

@@ -248,7 +248,7 @@ class ScatteredGradients(ReplicatedGradients):
         frozen = self.holdings.frozen
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
-    def gather(self) -> None:
+    def spread(self) -> None:
         """Give every rank what the owners of all pieces have. Collective."""
         works = []
         for piece in self._pieces:

@@ -28,20 +28,16 @@ class LeafGradients(GradientStore):
     ----------
     inner : ScatteredGradients or ShardedGradients
         Holds a pass's gradients, and reduces them.
-    micro_steps : int
-        V/P, the passes of a round; a power of two.
     gathers : bool
         Whether every rank needs all pieces of the result, and ``inner`` has its own alone.
     """
 
-    def __init__(
-        self, inner: ScatteredGradients | ShardedGradients, micro_steps: int, *, gathers: bool
-    ) -> None:
+    def __init__(self, inner: ScatteredGradients | ShardedGradients, *, gathers: bool) -> None:
         super().__init__(inner.holdings)
         self._inner = inner
         self._gathers = gathers
-        self._waiting: list[list[Array]] = []  # by level
-        self._levels = (micro_steps - 1).bit_length()
+        self._waiting: list[list[Array]] = []  # of ever fewer leaves
+        self._free: list[list[Array]] = []
         self._done = 0  # passes of this round
         self._reducer = TreeReducer()
 
@@ -49,6 +45,8 @@ class LeafGradients(GradientStore):
         self._is_last = is_last
         if is_first:
             self._done = 0
+            self._free += self._waiting
+            self._waiting.clear()
         self._inner.begin(is_first=True, is_last=True)
 
     @property
@@ -66,28 +64,36 @@ class LeafGradients(GradientStore):
 
     def settle(self) -> None:
         self._inner.settle()
-        sums = self._inner.own_sums()
-        level = 0
-        while self._done >> level & 1:
-            for left, right in zip(self._waiting[level], sums, strict=True):
-                self._reducer.reduce([left, right], ReductionOperation.SUM, out=right)
-            level += 1
+        own = self._inner.own_sums()
+        total, carry = own, self._done
+        while carry & 1:
+            total = self._combine(self._waiting.pop(), total, own)
+            carry >>= 1
         self._done += 1
         if not self._is_last:
-            for kept, values in zip(self._buffers(sums)[level], sums, strict=True):
-                kept[...] = values
+            self._waiting.append(self._kept(own) if total is own else total)
         elif self._gathers:
             assert isinstance(self._inner, ScatteredGradients)
-            self._inner.gather()
+            self._inner.spread()
 
-    def _buffers(self, sums: Sequence[Array]) -> list[list[Array]]:
-        if not self._waiting:
+    def _combine(self, left: list[Array], right: list[Array], own: list[Array]) -> list[Array]:
+        """Add two sums of as many leaves: where the first waited, at last where ``inner`` looks."""
+        out, spare = (own, left) if self._is_last else (left, right)
+        for first, second, result in zip(left, right, out, strict=True):
+            self._reducer.reduce([first, second], ReductionOperation.SUM, out=result)
+        if spare is not own:
+            self._free.append(spare)
+        return out
+
+    def _kept(self, own: list[Array]) -> list[Array]:
+        """A copy of what the next pass overwrites."""
+        if not self._free:
             allocate = self.holdings.allocate
-            self._waiting = [
-                [allocate(MemoryCategory.GRADIENTS, int(values.size)) for values in sums]
-                for _ in range(self._levels)
-            ]
-        return self._waiting
+            self._free.append([allocate(MemoryCategory.GRADIENTS, int(a.size)) for a in own])
+        kept = self._free.pop()
+        for target, values in zip(kept, own, strict=True):
+            target[...] = values
+        return kept
 
     def abandon(self) -> None:
         self._inner.abandon()

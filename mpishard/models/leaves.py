@@ -131,22 +131,27 @@ class GradientLeaves:
 
     Parameters
     ----------
-    count : int
-        V, a power of two.
+    config : ShardingConfiguration
+        With ``gradient_leaves``, V, a power of two.
     axis : CommunicationBackend
         The ranks that compute other samples; at most V, a power of two.
 
     Attributes
     ----------
+    count : int
+        V.
     micro_steps : int
         How many leaves each rank computes, one after the other.
     """
 
-    def __init__(self, count: int, axis: CommunicationBackend) -> None:
-        self.count = count
-        self.micro_steps = count // axis.world_size
+    def __init__(self, config: ShardingConfiguration, axis: CommunicationBackend) -> None:
+        assert config.gradient_leaves is not None
+        self.count = config.gradient_leaves
+        self.micro_steps = self.count // axis.world_size
         self._axis = axis
-        self._slots = slice(axis.rank, count, axis.world_size)
+        # Units are what ranks cut, and so cells and with them norms depend on it.
+        self._unit_size = config.minimum_parameter_group_size
+        self._slots = slice(axis.rank, self.count, axis.world_size)
         self._places: dict[int, int] = {}  # of all cells that are trained, by where they begin
         self._own: list[int] = []
 
@@ -215,7 +220,11 @@ class GradientLeaves:
 
     def numerics(self) -> dict[str, str]:
         """All that decides the bits of a run beside its program and data, for checkpoints."""
-        return {"gradient_leaves": str(self.count), **numerics_fingerprint()}
+        return {
+            "gradient_leaves": str(self.count),
+            "minimum_parameter_group_size": str(self._unit_size),
+            **numerics_fingerprint(),
+        }
 
     def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
         """Cut what is trained into cells, and remember where each counts in a norm.

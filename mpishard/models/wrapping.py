@@ -222,7 +222,7 @@ def build_engine(
     def reducing(holdings: Holdings) -> GradientStore:
         if config.gradient_leaves is None:
             return _gradient_store(holdings, policy, compresses)
-        return _leaf_store(holdings, policy, config.gradient_leaves)
+        return _leaf_store(holdings, policy)
 
     def make_gradients(holdings: Holdings) -> GradientStore:
         if offload.gradients:
@@ -271,9 +271,8 @@ def _gradient_store(
     return ReplicatedGradients(holdings, compresses, mine)
 
 
-def _leaf_store(holdings: Holdings, policy: Policy, leaves: int) -> LeafGradients:
+def _leaf_store(holdings: Holdings, policy: Policy) -> LeafGradients:
     inner = _gradient_store(holdings, policy, lambda: False, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)
-    steps = leaves // holdings.backend.world_size
-    return LeafGradients(inner, steps, gathers=not shows_all)
+    return LeafGradients(inner, gathers=not shows_all)
