@@ -29,6 +29,7 @@ and is shown by rank 0, the only one whose output is printed.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -41,6 +42,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+from _pytest.doctest import DoctestModule
 
 from mpishard import settings
 from mpishard.communication import MPICommunicationBackend
@@ -186,8 +188,43 @@ def pytest_report_header(config):
     return f"MPI: not started; installed: {', '.join(versions) or 'nothing'}"
 
 
+# What the text of a file holds that has tests of a kind: the others need not even be imported.
+_WORDS = {"mpi": ("in_worlds(", "mark.mpi"), "spawned": ("mark.spawned",)}
+
+
+@functools.cache
+def _has_words(path: Path, kind: str) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in _WORDS[kind])
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files of which nothing would be selected: each process of a job reads them all."""
+    kind = "mpi" if config.getoption("with_mpi") else config.getoption("markexpr")
+    is_file = collection_path.suffix == ".py" and collection_path.name != "conftest.py"
+    return True if kind in _WORDS and is_file and not _has_words(collection_path, kind) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    """Tests have no doctests."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
+def _hold_to_words(items):
+    """Refuse a test that `pytest_ignore_collect` would leave out."""
+    for item in items:
+        for kind, marker in (("mpi", "mpi"), ("mpi", "in_worlds"), ("spawned", "spawned")):
+            if item.get_closest_marker(marker) and not _has_words(item.path, kind):
+                raise pytest.UsageError(
+                    f"{item.nodeid} is marked {marker}, but its file holds none of {_WORDS[kind]}: "
+                    f"runs of these tests alone would leave it out; use one of these words there"
+                )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    _hold_to_words(items)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         if "gpu" in item.fixturenames or "cuda" in (
