@@ -80,12 +80,15 @@ layer() {
 
 # shellcheck disable=SC2329 # layer() calls it, and those below
 static() {
-    local code=0
+    local code=0 types
+    "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest: beside the others
+    types=$!
     "$venv/bin/ruff" check || code=1
     "$venv/bin/ruff" format --check || code=1
     "$venv/bin/lint-imports" --no-logo || code=1
-    "$venv/bin/mypy" --strict mpishard || code=1
     NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || code=1
+    wait "$types" || code=1
+    cat "$logs/types"
     return "$code"
 }
 

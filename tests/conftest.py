@@ -249,7 +249,7 @@ def pytest_collection_modifyitems(config, items):
             is_dealt = under_mpi and not _is_full and item.get_closest_marker("dealt")
             # A shift after each three: else a parameter of three values would have one in a world.
             is_mine = not is_dealt or (number + number // 3) % 3 == world_size % 3
-            if under_mpi and not _is_full and world_size > 2 and item.path.name not in _WHOLE:
+            if under_mpi and not _is_full and world_size > 2 and item.originalname not in _WHOLE:
                 # More ranks than cores are slow, and threads run all of it in this world.
                 is_mine = is_mine and (number < 1 or (number + world_size) % 6 == 0)
             if is_mine and not item.get_closest_marker("threads_alone"):
@@ -263,7 +263,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
-_WHOLE = {"test_conformance.py", "test_equality.py"}
+_WHOLE = {"test_conformance", "test_equals_sequential_training"}
 """What runs whole beyond two MPI ranks."""
 
 

@@ -35,7 +35,7 @@ def suite(world_size):
 def test_conformance(backend, name):
     check = getattr(suite(backend.world_size), name)
     # Stale buffers and left-over messages show in the second run.
-    for _ in range(2 if backend.world_size < 4 or FULL else 1):
+    for _ in range(2 if backend.world_size < 3 or FULL else 1):
         check(backend)
 
 
@@ -56,7 +56,9 @@ def test_conformance_of_groups(backend, division):
     color, key = DIVISIONS[division](backend.rank, backend.world_size)
     group = backend.split(color, key)
     if group is not None:
-        inner = CommunicationConformance(DTYPES if FULL else SAMPLE[1:3])
+        # One dtype on this page of the matrix and the other on the next.
+        place = 1 + (list(DIVISIONS).index(division) + backend.world_size) % 2
+        inner = CommunicationConformance(DTYPES if FULL else SAMPLE[place : place + 1])
         for name in inner.names():
             getattr(inner, name)(group)
         group.shutdown()
