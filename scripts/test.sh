@@ -92,9 +92,9 @@ static() {
     return "$code"
 }
 
-# A process for each core: thread-ranks share one.
+# A process for each core: thread-ranks share one, and leave the other core's to its own.
 memory() {
-    "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
