@@ -116,9 +116,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait most of the time: three jobs at once.
+# Their ranks wait much of the time: four jobs at once.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 3 --dist worksteal -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n 4 --dist worksteal -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 
