@@ -60,7 +60,9 @@ def test_conformance_of_groups(backend, division):
         place = 1 + (list(DIVISIONS).index(division) + backend.world_size) % 2
         inner = CommunicationConformance(DTYPES if FULL else SAMPLE[place : place + 1])
         for name in inner.names():
-            getattr(inner, name)(group)
+            # What costs most, in every division of one world or another.
+            if name != "check_mismatches" or place == 1 or FULL:
+                getattr(inner, name)(group)
         group.shutdown()
     CommunicationConformance(SAMPLE[:1]).check_all_reduce(backend)
 
@@ -131,9 +133,10 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
     for module in ("mpi_collectives", "pairwise_collectives"):
         monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
     monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
-    CommunicationConformance().check_all_reduce(backend)
-    CommunicationConformance().check_reduce_scatter(backend)
-    CommunicationConformance().check_async_orders(backend)
+    checks = CommunicationConformance(DTYPES if FULL else SAMPLE)
+    checks.check_all_reduce(backend)
+    checks.check_reduce_scatter(backend)
+    checks.check_async_orders(backend)
 
 
 @pytest.mark.mpi
