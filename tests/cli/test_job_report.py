@@ -245,6 +245,27 @@ def test_the_rank_for_which_the_job_was_ended():
     assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
 
 
+def test_the_cause_in_a_line():
+    def cause(*ends, **known):
+        end = job(*ends, **known)
+        return end.cause(end.judge())
+
+    assert cause(9, (1, KILLED)).startswith("rank 1 (process 4001 on ")
+    reports = {1: (RankState.REPORTED, 124), 2: (RankState.REPORTED, 0)}
+    assert cause(124, states=reports) == "the job ended with code 124, as rank 1 reported"
+    assert cause(1, states={2: (RankState.REPORTED, 0)}).endswith("code 1, as rank 2 reported")
+    # Of scripts without mpishard nothing is said by itself.
+    words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV)"
+    assert cause(11, (1, signal.SIGSEGV), (0, KILLED), files={}) == words
+    assert cause(3, files={}, is_local=False) == "the job ended with code 3"
+
+
+def test_a_world_is_known_by_its_logs():
+    assert job(1).called_init
+    assert job(1, files={}, starting=frozenset({4000})).called_init
+    assert not job(1, files={}).called_init
+
+
 def test_a_call_log_can_be_read():
     lines = RankLogs((file_of(1),)).text().splitlines()
     assert lines[0].startswith("rank 1 of 3, process ")
