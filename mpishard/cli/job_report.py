@@ -148,8 +148,12 @@ class JobEnd:
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         # One that found another rank gone has no code.
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
-        reason = f", as {who(named)} reported" if named else ""
-        return f"the job ended with code {verdict.code}{reason}"
+        if named:
+            return f"the job ended with code {verdict.code}, as {who(named)} reported"
+        first = self._first()
+        if first is not None and first.exit_code:
+            return f"{self._who(first)} {_how(first.exit_code)}"
+        return f"the job ended with code {verdict.code}"
 
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
@@ -168,8 +172,11 @@ class JobEnd:
             )
             return Verdict(_BROKEN, (line,))
         first = self._first()
-        # Of a signal the launcher itself speaks.
-        if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:
+        if first is None or not self.launcher_code or not first.exit_code:
+            return Verdict(self.launcher_code)
+        # Of a signal the launcher itself speaks; not so that a single rank, which may well have
+        # been in a world of its own, had the exit code of any other.
+        if first.exit_code < 0 and self.world_size > 1:
             return Verdict(self.launcher_code)
         return self._blame(first)
 
@@ -242,6 +249,8 @@ class JobEnd:
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
         if log is None:
+            if self.world_size == 1:  # a world of one writes none
+                return ""
             word = "in" if process.pid in self.starting else "before it called"
             return f" {word} mpishard.init()"
         if log.state is RankState.LEFT:

@@ -29,8 +29,8 @@ class Restarts:
     """Starts a job, and starts it again where it fails.
 
     A failure is any exit code but 0, `settings.EXIT_PREEMPTED` and `settings.EXIT_INTERRUPT`; also
-    not 2 before a rank has called ``init``, as of a script that does not like its arguments. A
-    signal that is to end the job ends it for good, also between two starts.
+    not 2 where no rank has entered a world with others, as of a script that does not like its
+    arguments. A signal that is to end the job ends it for good, also between two starts.
 
     Before a restart it pauses for 1 second; for 2, 4, 8, 16 and 30 where starts in a row have
     lasted less than a minute.

@@ -293,6 +293,8 @@ class Supervisor:
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         """Ask the ranks of this machine what they do. The job goes on."""
+        if self._job is not None and self._processes is not None:
+            self._processes.look()
         running = self._running()
         # Unprepared, as before init, a process would end of it.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
@@ -307,7 +309,8 @@ class Supervisor:
     def _running(self) -> list[RankProcess]:
         """The ranks of this machine that have not ended."""
         known = {} if self._processes is None else self._processes.ranks
-        return [process for process in known.values() if not process.has_ended]
+        # A copy: a signal handler may find more meanwhile.
+        return [process for process in list(known.values()) if not process.has_ended]
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:
