@@ -70,7 +70,7 @@ def _checksums(engine: Engine) -> list[tuple[Region, int]]:
         pieces = parameters.holdings.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
     regions = engine.program.placement.cut((piece.start, array) for piece, array in held)
-    return [(region, zlib.crc32(_bits(array))) for region, array in regions]
+    return [(region, zlib.crc32(_bits(array).data)) for region, array in regions]
 
 
 def _bits(array: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
