@@ -75,8 +75,10 @@ class TensorFile:
     ) -> None:
         self._entries: list[_Entry] = []
         start = 0
-        # Wide elements first: then each array is aligned to its own.
-        for key, array in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        # Wide elements first: then each array is aligned to its own. Of those the small ones, of
+        # which ranks read each other's: so they share few blocks that each must verify.
+        order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[1].nbytes))
+        for key, array in order:
             self._entries.append(_Entry(key, array, start))
             start += array.nbytes
         self._header = self._make_header(metadata)

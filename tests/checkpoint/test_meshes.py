@@ -83,14 +83,14 @@ class Rank:
         return self.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:
-        return self._pieces(counted=True)
+        return self._pieces(written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         return self._pieces()
 
-    def _pieces(self, *, counted: bool = False) -> checkpoint.Pieces:
+    def _pieces(self, *, written: bool = False) -> checkpoint.Pieces:
         return {
-            kind: self.placement.cut([(self.start, own)], counted=counted)
+            kind: self.placement.cut([(self.start, own)], written=written)
             for kind, own in self.own.items()
         }
 
