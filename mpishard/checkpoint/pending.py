@@ -20,7 +20,7 @@ from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["PendingSave"]
+__all__ = ["PendingSave", "require_room"]
 
 _JOIN_SECONDS = 0.05
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -88,7 +88,7 @@ class PendingSave:
             total = int((sizes if backend is None else backend.all_gather(sizes)).sum())
             with together(backend):
                 if directory is not None:
-                    _require_room(directory, total)
+                    require_room(directory, total)
             self._directory = Path(share_text(backend, str(directory)))
         except BaseException:
             if directory is not None:
@@ -202,7 +202,8 @@ class PendingSave:
         ) from self._error
 
 
-def _require_room(directory: Path, needed: int) -> None:
+def require_room(directory: Path, needed: int) -> None:
+    """Refuse to write ``needed`` bytes where there is no room for them."""
     if needed > disk.free_bytes(directory):
         raise _no_room(directory, needed, "there is not enough room")
 

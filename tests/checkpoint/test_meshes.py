@@ -160,7 +160,7 @@ def test_without_ranks_and_in_few_bits(dtype: Any, tmp_path: Path, fakes: Any) -
     assert {name: array.shape for name, array in arrays.items()} == SHAPES
     flat = np.concatenate([array.ravel() for array in arrays.values()])
     assert flat.tobytes() == vectors(1, fakes, dtype)["model"]["parameters"].tobytes()
-    checkpoint.consolidate(tmp_path / "c", tmp_path / "one")
+    checkpoint.convert(tmp_path / "c", tmp_path / "one", "checkpoint")
     document = json.loads((tmp_path / "one" / "manifest.json").read_text())
     for record in document["content"]["arrays"].values():
         assert [piece["tensor"] for piece in record["pieces"]] == [*SHAPES]
