@@ -8,7 +8,6 @@ bytes add up to, and lets no other thread run meanwhile. The library reads it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import zlib
@@ -21,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from mpishard.checkpoint import disk
+from mpishard.checkpoint.checksums import ChecksumThread
 from mpishard.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile", "checksums_of"]
@@ -28,7 +28,7 @@ __all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
 
-_PIECE_BYTES = 1 << 20  # what is read through once for the checksum and again for the disk
+_PART_BYTES = 4 << 20  # what is given to the system at once
 _ALIGNMENT = 64  # bytes; where the arrays begin, so that a memory map of them is aligned
 
 _DTYPES = {
@@ -144,8 +144,11 @@ class TensorFile:
         OSError
             Where the file is there already or cannot be written.
         """
-        self.checksums.clear()
-        disk.write_file(file, self._parts())
+        # Arrays are in memory anyway; of what is read as it is written little may wait there.
+        is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
+        with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
+            disk.write_file(file, thread.watch(self._parts()))
+        self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -166,20 +169,9 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def _parts(self) -> Iterator[memoryview]:
-        """The content, while its checksums are taken."""
-        crc, filled = 0, 0
-        header = np.frombuffer(self._header, np.uint8)
-        contents = (content for entry in self._entries for content in entry.contents())
-        for content in itertools.chain([header], contents):
-            for start in range(0, content.size, _PIECE_BYTES):
-                rest = piece = content[start : start + _PIECE_BYTES].data
-                while rest:
-                    part = rest[: BLOCK_BYTES - filled]
-                    crc, filled = zlib.crc32(part, crc), filled + len(part)
-                    if filled == BLOCK_BYTES:
-                        self.checksums.append(crc)
-                        crc, filled = 0, 0
-                    rest = rest[len(part) :]
-                yield piece
-        if filled:
-            self.checksums.append(crc)
+        """The content, a few MiB at a time."""
+        yield memoryview(self._header)
+        for entry in self._entries:
+            for content in entry.contents():
+                for start in range(0, content.size, _PART_BYTES):
+                    yield content[start : start + _PART_BYTES].data
