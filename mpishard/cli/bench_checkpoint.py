@@ -26,6 +26,7 @@ from mpishard.optimizers import AdamW
 __all__ = ["CheckpointBenchmark", "CheckpointResult", "checkpoint_table"]
 
 _WIDTH = 1024
+_STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
 _KINDS = 3  # parameters, and AdamW's two moments
 _ITEM = 4  # bytes
 _PART = 8 << 20  # bytes that are written and read at once, where nothing else is done
@@ -114,7 +115,7 @@ class _Run:
         self._model = as_distributed(plain, backend, "fsdp")
         self._optimizer = as_distributed(AdamW(1e-3), backend, "fsdp")
         self._staging = checkpoint.StagingBuffer()
-        self._square = np.ones((_WIDTH, _WIDTH), np.float32)
+        self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
         self._product = np.empty_like(self._square)
         self._seconds: dict[str, list[float]] = {}
 
