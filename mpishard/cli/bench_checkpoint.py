@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class _Run:
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
-            self._timed("save", lambda path=path: self._save(path))
+            self._timed("save", partial(self._save, path))
             self._remove(path)
             self._save_beside_steps(self._folder / f"async{repeat}", is_first=repeat == 0)
             self._timed("read", lambda: _read(file, content))
