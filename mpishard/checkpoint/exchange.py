@@ -173,7 +173,7 @@ def _require_nothing_at(target: str | os.PathLike[str]) -> None:
 
 
 def _without_states(source: TensorSource) -> TensorSource:
-    metadata = {key: source.metadata.get(key) for key in ("model", "user")} | {"optimizer": None}
+    metadata = {key: source.metadata[key] for key in ("model", "user")} | {"optimizer": None}
     parameters = {PARAMETERS: source.tensors[PARAMETERS]}
     return replace(source, tensors=parameters, metadata=metadata)
 

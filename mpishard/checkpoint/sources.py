@@ -23,13 +23,16 @@ from mpishard.checkpoint.tensor_file import DTYPES_OF_FILES, LazyTensor
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 
-__all__ = ["CHECKPOINT_HEADER", "INDEX", "TensorSource", "open_source"]
+__all__ = ["CHECKPOINT_HEADER", "INDEX", "NOTHING_BESIDE", "TensorSource", "open_source"]
 
 CHECKPOINT_HEADER = "mpishard.checkpoint"
 """Key, in a file's metadata, of what a checkpoint knows beside its tensors, as JSON."""
 
 INDEX = ".safetensors.index.json"
 """How the name of the table of contents of a sharded directory ends."""
+
+NOTHING_BESIDE: Mapping[str, Any] = {"model": {}, "optimizer": None, "user": {}}
+"""What a checkpoint says beside its tensors, where nobody knows anything."""
 
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 16 << 20
@@ -58,9 +61,7 @@ class TensorSource:
     path: Path
     is_checkpoint: bool
     tensors: Mapping[str, Mapping[str, LazyTensor]]
-    metadata: Mapping[str, Any] = field(
-        default_factory=lambda: {"model": {}, "optimizer": None, "user": {}}
-    )
+    metadata: Mapping[str, Any] = field(default_factory=lambda: dict(NOTHING_BESIDE))
     frozen: frozenset[str] = frozenset()
 
 
@@ -115,7 +116,7 @@ def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
     if PARAMETERS not in tensors:
         raise CheckpointError(f"{reader.path} holds {sorted(tensors)}, and no {PARAMETERS}")
     frozen = frozenset(entry.name for entry in reader.parameters if not entry.trainable)
-    return TensorSource(reader.path, True, tensors, reader.metadata, frozen)
+    return TensorSource(reader.path, True, tensors, {**NOTHING_BESIDE, **reader.metadata}, frozen)
 
 
 def _blocks_of_region(
@@ -136,18 +137,23 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     tensors = {name: _tensor_of(opened, file, name) for name in opened.offset_keys()}
     if CHECKPOINT_HEADER in words:
         return _former_checkpoint(file, tensors, words[CHECKPOINT_HEADER])
-    source = TensorSource(file, False, {PARAMETERS: tensors})
+    metadata = dict(NOTHING_BESIDE)
     if CHOICES_HEADER in words:
         choices = _json_object(file, CHOICES_HEADER, words[CHOICES_HEADER])
-        source.metadata["model"]["choices"] = choices
-    return source
+        metadata["model"] = {"choices": choices}
+    return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
 
 
 def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str) -> TensorSource:
     """A file that a checkpoint was written to: its tensors' names say of which kind they are."""
     known = _json_object(file, CHECKPOINT_HEADER, words)
     kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
-    if not (_is_names(kinds) and _is_names(frozen) and isinstance(metadata, dict)):
+    if not (
+        _is_names(kinds)
+        and _is_names(frozen)
+        and isinstance(metadata, dict)
+        and isinstance(metadata.get("user"), dict)
+    ):
         raise CheckpointError(f"{file}: its header's {CHECKPOINT_HEADER!r} is malformed")
     by_kind: dict[str, dict[str, LazyTensor]] = {PARAMETERS: {}, **{kind: {} for kind in kinds}}
     for key, tensor in tensors.items():

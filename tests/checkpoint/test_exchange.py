@@ -264,6 +264,11 @@ def former(words: str) -> bytes:
         (lambda _: header(NARROW), "'a' has dtype F8_E4M3; BOOL, "),
         (lambda _: former("[]"), "is a JSON list, not an object"),
         (lambda _: former("{}"), "'mpishard.checkpoint' is malformed"),
+        (lambda _: former('{"kinds": [], "frozen": [], "metadata": {"user": 3}}'), "malformed"),
+        (
+            lambda _: former('{"kinds": ["x"], "frozen": [], "metadata": {"user": {}}}'),
+            "x: nothing",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused(change: Any, message: str, tmp_path: Path) -> None:
