@@ -432,7 +432,30 @@ def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -
     assert "by rank, blas_kernel is " in record.message
 
 
-# ------------------------------------------------------------------------------------ memory
+# ----------------------------------------------------------------------------- memory, bytes
+
+
+@pytest.mark.parametrize("path", ["messages"], indirect=True)
+@pytest.mark.parametrize("gradient_leaves", [4, 16])
+def test_what_is_sent(problems: Any, path: str, gradient_leaves: int) -> None:
+    """As docs/strategies.md has it, and numbers of a few bytes, as many for each strategy."""
+
+    def sent(backend: Any, strategy: str) -> int:
+        model, optimizer = build(backend, problems, "mlp", strategy, "sgd", 1, gradient_leaves)
+        walk(problems, "mlp", model, optimizer, "even", range(1))
+        x, y = (part[model.batch_indices(16)] for part in global_batch(problems, "mlp", 1, "even"))
+        backend.traffic.reset()
+        optimizer.step(model, x, y)
+        return int(backend.traffic.total_bytes)
+
+    units = [8 * layer.parameter_count for layer in ms.nn.MLP([5, 7, 6, 2]).get_all_layer_info()]
+    ranks, passes, size, kept = 4, gradient_leaves // 4, sum(units), units[-1]
+    replicated = (passes + 1) * (ranks - 1) * size
+    sharded = passes * (ranks - 1) * (3 * (size - kept) + 2 * kept)
+    formulae = {"ddp": replicated, "zero1": replicated, "zero2": replicated, "fsdp": sharded}
+    found = {s: sum(run_in_threads(ranks, sent, s)) - wanted for s, wanted in formulae.items()}
+    assert len(set(found.values())) == 1
+    assert 0 < found["ddp"] < 8192
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
