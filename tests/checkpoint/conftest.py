@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+import random
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +20,8 @@ from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
 from mpishard.sharding import Box, ParameterEntry, Placement, Region
 from mpishard.sharding.regions import box_shape, take_region
+
+sys.path.insert(0, str(Path(__file__).parent))  # what tests of this folder share lies beside them
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (2,), "b.scale": (), "b.empty": (0, 3), "b.weight": (4, 1)}
 LENGTH = 13
@@ -154,3 +161,41 @@ class Fakes:
 @pytest.fixture(scope="session")
 def fakes() -> type[Fakes]:
     return Fakes
+
+
+class Torture:
+    """How much a test does, drawn from which seed; ``scripts/torture.sh checkpoint`` asks for more.
+
+    Parameters
+    ----------
+    name : str
+        Of the test, for the report.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._order = json.loads(os.environ.get("MPISHARD_TEST_TORTURE", "{}"))
+        self.is_nightly = bool(self._order)
+
+    def count(self, usual: int, nightly: int) -> int:
+        """How often to try."""
+        if not self.is_nightly:
+            return usual
+        return int(self._order["count"] or nightly)
+
+    def dice(self, number: int) -> random.Random:
+        """What trial ``number`` draws from: the same whenever it runs."""
+        return random.Random(f"{self._order.get('seed', 0)} {number}")
+
+    def saw(self, figures: str) -> None:
+        """Note what came out, for who asked."""
+        if self.is_nightly:
+            with open(self._order["report"], "a") as report:
+                print(f"{self._name}: {figures}", file=report)
+        else:
+            print(figures)
+
+
+@pytest.fixture
+def torture(request: pytest.FixtureRequest) -> Torture:
+    return Torture(request.node.name)
