@@ -72,6 +72,8 @@ class CheckpointFolder:
         self.path = Path(path).resolve()
         self.keep_last = _at_least_one("keep_last", keep_last)
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
+        # By identity of the file: a manifest is read once, however many a run keeps.
+        self._manifests: Manifests = {}
 
     def target(self, step: int) -> Target:
         """Where the checkpoint after ``step`` steps goes.
@@ -95,7 +97,8 @@ class CheckpointFolder:
 
     def entries(self) -> list[Entry]:
         """The checkpoints of the folder, the newest first; those that cannot be read last."""
-        return _entries(self.path)
+        known, self._manifests = self._manifests, {}
+        return _entries(self.path, known, self._manifests)
 
     def prune(self) -> None:
         """Remove what nobody keeps. The newest that can be read always stays."""
@@ -107,7 +110,7 @@ class CheckpointFolder:
 
 def newest_of(path: Path) -> Path | None:
     """The newest checkpoint of a folder, None where there are none."""
-    entries = _entries(path)
+    entries = _entries(path, {}, {})
     return entries[0].path if entries else None
 
 
@@ -132,7 +135,11 @@ class _StepTarget(Target):
         self._folder.prune()
 
 
-def _entries(folder: Path) -> list[Entry]:
+Manifests = dict[tuple[int, int, int], Manifest]
+
+
+def _entries(folder: Path, known: Manifests, found_now: Manifests) -> list[Entry]:
+    """The checkpoints of a folder; those of ``known`` manifests that are there go on."""
     found = []
     if folder.is_dir():
         for directory in folder.iterdir():
@@ -140,13 +147,17 @@ def _entries(folder: Path) -> list[Entry]:
             # What a save was replacing counts where that save was killed between its renames.
             if match is None or (match[2] and Path(str(directory)[: -len(match[2])]).exists()):
                 continue
-            found.append(_entry(directory, int(match[1])))
+            found.append(_entry(directory, int(match[1]), known, found_now))
     return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
 
 
-def _entry(directory: Path, step: int) -> Entry:
+def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -> Entry:
+    file = directory / MANIFEST
     try:
-        manifest = Manifest.from_json((directory / MANIFEST).read_text(encoding="utf-8"))
+        status = file.stat()
+        mark = status.st_ino, status.st_mtime_ns, status.st_size
+        manifest = known.get(mark) or Manifest.from_json(file.read_text(encoding="utf-8"))
+        found_now[mark] = manifest
         torn = manifest.torn_files(directory)
     except (OSError, ValueError) as error:
         return Entry(directory, step, 0, f"{MANIFEST}: {error}")
