@@ -28,7 +28,9 @@ __all__ = [
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the file system of ``directory``."""
+    """Bytes that this user may still write on the file system of ``directory``, there or not."""
+    while not directory.exists():
+        directory = directory.parent
     system = os.statvfs(directory)
     return system.f_bavail * system.f_frsize
 

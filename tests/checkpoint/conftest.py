@@ -190,7 +190,7 @@ class Torture:
     def saw(self, figures: str) -> None:
         """Note what came out, for who asked."""
         if self.is_nightly:
-            with open(self._order["report"], "a") as report:
+            with Path(self._order["report"]).open("a") as report:
                 print(f"{self._name}: {figures}", file=report)
         else:
             print(figures)

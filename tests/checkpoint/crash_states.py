@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -142,13 +142,13 @@ class Recording:
                     tree.files[op.number] = bytearray()
         share = 0.0 if dice is None else dice.choice([0.1, 0.5, 0.9, 1.0])
         for index, op in enumerate(self.operations[:count]):
-            if dice is not None and op.kind != "sync" and not self._lasts(index, count):
-                if dice.random() < share:
-                    continue
+            if dice is None or op.kind == "sync" or self._lasts(index, count):
+                tree.apply(op)
+            elif dice.random() >= share:
+                part = op.content
                 if op.kind == "write" and dice.random() < 0.3:
-                    keep = dice.randrange(len(op.content) + 1)
-                    op = Operation("write", op.number, offset=op.offset, content=op.content[:keep])
-            tree.apply(op)
+                    part = part[: dice.randrange(len(part) + 1)]
+                tree.apply(replace(op, content=part))
         return tree
 
     def _lasts(self, index: int, count: int) -> bool:

@@ -4,81 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from crash_states import Recording, recorded
-
-from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint import CheckpointFolder, newest_valid
-from mpishard.checkpoint.snapshot import begin_save
-from mpishard.checkpoint.target import Target
-
-
-NEVER = 1000  # more saves than any of these tests makes
-
-
-class Place:
-    """Where a job saves: a single path, or a folder of which the two newest stay."""
-
-    def __init__(self, root: Path, fakes: Any, *, is_folder: bool) -> None:
-        self.path = root / "job" / "c"
-        self.fakes = fakes
-        self.is_folder = is_folder
-
-    def save(self, step: int, seed: int, world_size: int) -> None:
-        def work(backend: Any) -> None:
-            model = self.fakes.Model(backend, self.fakes.values(seed))
-            optimizer = self.fakes.Optimizer(backend, {"m": self.fakes.values(seed + NEVER)})
-            named = {"seed": seed}
-            begin_save(lambda: self._target(step), model, optimizer, metadata=named).wait()
-
-        run_in_threads(world_size, work)
-
-    def _target(self, step: int) -> Target:
-        return CheckpointFolder(self.path).target(step) if self.is_folder else Target(self.path)
-
-    def seed(self) -> int | None:
-        """Which save is found here, with every bit of it; None for none."""
-        found: Path | None = self.path
-        if self.is_folder:
-            found = newest_valid(self.path)
-            self._check_latest()
-        try:
-            checkpoint.check(found or self.path)
-        except FileNotFoundError:
-            return None
-        model = self.fakes.Model(None, np.zeros(self.fakes.LENGTH))
-        optimizer = self.fakes.Optimizer(None, {"m": np.zeros(self.fakes.LENGTH)})
-        seed: int = checkpoint.load(found or self.path, model, optimizer)["seed"]
-        assert model.equals({"parameters": self.fakes.values(seed)})
-        assert optimizer.equals({"optimizer/m": self.fakes.values(seed + NEVER)})
-        return seed
-
-    def _check_latest(self) -> None:
-        """`latest` names a whole checkpoint, where there is one."""
-        latest = self.path / "latest"
-        if latest.exists():
-            named = self.path / latest.read_text().removesuffix("\n")
-            is_waiting = not named.exists()  # its successor is about to take its place
-            checkpoint.check(named.with_name(f"{named.name}.previous") if is_waiting else named)
-
-    def check_is_tidy(self) -> None:
-        """Nothing is there but checkpoints."""
-        entries = sorted(
-            entry.name for entry in (self.path if self.is_folder else self.path.parent).iterdir()
-        )
-        if self.is_folder:
-            assert entries.pop(0) == "latest"
-            assert len(entries) <= 2
-            assert all(re.fullmatch(r"step-\d{8}", name) for name in entries), entries
-        else:
-            assert entries == ["c"]
+from places import Place
 
 
 def put(recording: Recording, count: int, root: Path, dice: Random | None = None) -> None:
@@ -151,7 +84,7 @@ def test_lost_operations(tmp_path: Path, fakes: Any, torture: Any) -> None:
         case = CASES[dice.randrange(len(CASES))]
         if case not in recordings:
             recordings[case] = record(tmp_path / str(len(recordings)), fakes, *case)
-        is_folder, kind, world_size = case
+        is_folder, kind, _ = case
         place = Place(tmp_path / "after", fakes, is_folder=is_folder)
         old, new = ([None] + [seed for _, seed in SAVES[kind]])[-2:]
         step = SAVES[kind][-1][0]
@@ -163,6 +96,8 @@ def test_lost_operations(tmp_path: Path, fakes: Any, torture: Any) -> None:
             found = place.seed()
             what = f"trial {number}: {case}, {at} of {len(recording)} operations, save {new}"
             assert found in ({new} if at == len(recording) else {old, new}), what
+            if is_folder and at == len(recording):
+                assert (place.path / "latest").read_text() == f"step-{step:08d}\n", what
             kept += found == new
             if dice.random() < 0.6:
                 break
