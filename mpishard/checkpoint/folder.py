@@ -167,7 +167,7 @@ def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -
     try:
         status = file.stat()
         mark = status.st_ino, status.st_mtime_ns, status.st_size
-        manifest = known.get(mark) or Manifest.from_json(file.read_text(encoding="utf-8"))
+        manifest = known.get(mark) or Manifest.read(directory)
         found_now[mark] = manifest
         torn = manifest.torn_files(directory)
     except (OSError, ValueError) as error:

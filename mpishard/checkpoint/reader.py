@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,10 +58,11 @@ class CheckpointReader:
         self.path = _find(path)
         manifest = self.path / MANIFEST
         try:
-            self._manifest = Manifest.from_json(manifest.read_text(encoding="utf-8"))
-        except (CheckpointError, UnicodeDecodeError) as error:
+            self._manifest = Manifest.read(self.path)
+        except CheckpointError as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
         self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
+        self._tensors = self._manifest.tensors_by_file()
         self._files: dict[str, _MappedFile] = {}
         self._check_sizes()
 
@@ -253,7 +255,9 @@ class CheckpointReader:
     def _open(self, name: str) -> _MappedFile:
         if name not in self._files:
             try:
-                self._files[name] = _MappedFile(self, name, self._manifest.files[name])
+                self._files[name] = _MappedFile(
+                    self, name, self._manifest.files[name], self._tensors[name]
+                )
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         return self._files[name]
@@ -261,8 +265,7 @@ class CheckpointReader:
     def was_replaced(self) -> bool:
         """Whether another checkpoint lies at `path` by now."""
         try:
-            text = (self.path / MANIFEST).read_text(encoding="utf-8")
-            return Manifest.from_json(text).identity != self._manifest.identity
+            return Manifest.read(self.path).identity != self._manifest.identity
         except (OSError, ValueError):
             return True
 
@@ -270,14 +273,42 @@ class CheckpointReader:
 class _MappedFile:
     """One file, of which each block is compared with its checksum before it is first used."""
 
-    def __init__(self, reader: CheckpointReader, name: str, record: FileRecord) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        name: str,
+        record: FileRecord,
+        tensors: Mapping[str, tuple[int, int]],
+    ) -> None:
         self._reader = reader
+        self._tensors = tensors
         self._file = reader.path / name
         self._record = record
         self._content = np.memmap(self._file, np.uint8, "r")
         if self._content.size != record.nbytes:
             raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
         self._verified = np.zeros(self.block_count, bool)
+        self._check_header()
+
+    def _check_header(self) -> None:
+        """Refuse a file that does not say of its tensors what the manifest says of them."""
+        length = int.from_bytes(self._content[:8].tobytes(), "little")
+        start = 8 + length
+        found = {}
+        try:
+            for key, entry in json.loads(self._content[8:start].tobytes()).items():
+                if key != "__metadata__":
+                    low, high = entry["data_offsets"]
+                    found[key] = start + low, start + high
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"its header is not one of a safetensors file: {why}") from None
+        for key in [*self._tensors, *found]:
+            if found.get(key) != self._tensors.get(key):
+                raise ValueError(
+                    f"of {key!r} its header says that it is bytes {found.get(key)}, the manifest "
+                    f"that it is {self._tensors.get(key)}"
+                )
 
     @property
     def block_count(self) -> int:

@@ -203,7 +203,7 @@ def a_huge_parameter(folder: Path, dice: Random) -> None:
         size *= dim
     content["parameters"].append({"name": "huge", "shape": shape, "start": content["length"]})
     content["length"] += size
-    first = sorted(content["files"])[0]
+    first = min(content["files"])
     for record in content["arrays"].values():
         if size:
             record["pieces"].append(
