@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.coverage import check_region
 from mpishard.checkpoint.folder import newest_of
-from mpishard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord
+from mpishard.checkpoint.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.mapped_file import MappedFile, PieceValues
 from mpishard.checkpoint.overlap import overlaps
 from mpishard.checkpoint.target import previous_of
-from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
@@ -63,7 +62,7 @@ class CheckpointReader:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
         self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
         self._tensors = self._manifest.tensors_by_file()
-        self._files: dict[str, _MappedFile] = {}
+        self._files: dict[str, MappedFile] = {}
         self._check_sizes()
 
     @property
@@ -126,7 +125,7 @@ class CheckpointReader:
         for piece in record.pieces[region.name]:
             found = list(overlaps(piece.region, region))
             if found:
-                values = _Values(self._open(piece.file), piece, record.dtype, kind)
+                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
                 for overlap in found:
                     overlap.copy(values, out)
 
@@ -232,6 +231,7 @@ class CheckpointReader:
             count = file.block_count
             try:
                 file.verify(part * count // parts, (part + 1) * count // parts)
+                file.check_header()
             except CheckpointError as error:
                 changed.append(str(error))
         if changed:
@@ -252,12 +252,13 @@ class CheckpointReader:
         if torn:
             raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
 
-    def _open(self, name: str) -> _MappedFile:
+    def _open(self, name: str) -> MappedFile:
         if name not in self._files:
             try:
-                self._files[name] = _MappedFile(
-                    self, name, self._manifest.files[name], self._tensors[name]
-                )
+                self._files[name] = MappedFile(
+                    self.path / name, self._manifest.files[name], self._tensors[name],
+                    self.was_replaced,
+                )  # fmt: skip
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         return self._files[name]
@@ -268,92 +269,6 @@ class CheckpointReader:
             return Manifest.read(self.path).identity != self._manifest.identity
         except (OSError, ValueError):
             return True
-
-
-class _MappedFile:
-    """One file, of which each block is compared with its checksum before it is first used."""
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        name: str,
-        record: FileRecord,
-        tensors: Mapping[str, tuple[int, int]],
-    ) -> None:
-        self._reader = reader
-        self._tensors = tensors
-        self._file = reader.path / name
-        self._record = record
-        self._content = np.memmap(self._file, np.uint8, "r")
-        if self._content.size != record.nbytes:
-            raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
-        self._verified = np.zeros(self.block_count, bool)
-        self._check_header()
-
-    def _check_header(self) -> None:
-        """Refuse a file that does not say of its tensors what the manifest says of them."""
-        length = int.from_bytes(self._content[:8].tobytes(), "little")
-        start = 8 + length
-        found = {}
-        try:
-            for key, entry in json.loads(self._content[8:start].tobytes()).items():
-                if key != "__metadata__":
-                    low, high = entry["data_offsets"]
-                    found[key] = start + low, start + high
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"its header is not one of a safetensors file: {why}") from None
-        for key in [*self._tensors, *found]:
-            if found.get(key) != self._tensors.get(key):
-                raise ValueError(
-                    f"of {key!r} its header says that it is bytes {found.get(key)}, the manifest "
-                    f"that it is {self._tensors.get(key)}"
-                )
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks."""
-        return len(self._record.checksums)
-
-    def verify(self, first: int, stop: int, what: str = "") -> None:
-        """Compare blocks that nobody compared yet."""
-        for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
-            if checksums_of(self._content, block, block + 1) != [self._record.checksums[block]]:
-                low = block * BLOCK_BYTES
-                of = f", of {what}," if what else ""
-                why = (
-                    "the checkpoint was replaced while it was read"
-                    if self._reader.was_replaced()
-                    else "the disk, or somebody, changed them"
-                )
-                raise CheckpointError(
-                    f"{self._file}: bytes {low} to {min(low + BLOCK_BYTES, self._content.size)}"
-                    f"{of} do not have the checksum that they were written with; {why}"
-                )
-            self._verified[block] = True
-
-    def part(self, start: int, stop: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes ``start`` to ``stop``, a view."""
-        self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
-        return self._content[start:stop]
-
-
-class _Values:
-    """The values of a piece, which are read where they are sliced."""
-
-    def __init__(
-        self, file: _MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str
-    ) -> None:
-        self._file = file
-        self._offset = piece.offset
-        self._dtype = dtype
-        self._what = f"{kind} of {piece.region.name}"
-
-    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
-        low, high = (
-            self._offset + index * self._dtype.itemsize for index in (part.start, part.stop)
-        )
-        return self._file.part(low, high, self._what).view(self._dtype)
 
 
 def find_single(path: str | os.PathLike[str]) -> Path | None:

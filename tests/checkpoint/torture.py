@@ -47,8 +47,9 @@ def main(
         for name in rows:
             report.write_text("")
             order = json.dumps({"count": count, "seed": seed, "report": str(report)})
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER / TESTS[name]],
+                [*command, FOLDER / TESTS[name]],
                 env=os.environ | {"MPISHARD_TEST_TORTURE": order, "OMP_NUM_THREADS": "1"},
                 cwd=ROOT, capture_output=True, text=True, check=False,
             )  # fmt: skip
