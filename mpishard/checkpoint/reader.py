@@ -231,7 +231,8 @@ class CheckpointReader:
             count = file.block_count
             try:
                 file.verify(part * count // parts, (part + 1) * count // parts)
-                file.check_header()
+                if part == 0:
+                    file.check_header()
             except CheckpointError as error:
                 changed.append(str(error))
         if changed:
