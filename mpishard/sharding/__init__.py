@@ -1,7 +1,9 @@
 """Who owns which elements: parameter table, units, pieces, configuration."""
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
+from mpishard.sharding.cells import cells_of, cut_at_cells
 from mpishard.sharding.configuration import ShardingConfiguration
+from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
 from mpishard.sharding.placement import Placement, Slice
 from mpishard.sharding.regions import Box, Region, whole_box
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
@@ -20,7 +22,11 @@ __all__ = [
     "Slice",
     "Unit",
     "build_units",
+    "cells_of",
+    "cut_at_cells",
     "nested_views",
+    "numerics_differences",
+    "numerics_fingerprint",
     "owned_pieces",
     "pieces_within",
     "whole_box",
