@@ -17,6 +17,7 @@ from mpishard.checkpoint.manifest import (
     Manifest,
     PieceRecord,
     file_name,
+    tensor_key,
 )
 from mpishard.checkpoint.protocol import Pieces
 from mpishard.checkpoint.tensor_file import Tensor, TensorFile
@@ -141,7 +142,7 @@ class RankFile:
         tensors: dict[str, Tensor] = {}
         for kind, given in pieces.items():
             for region, array in given:
-                key = _key(kind, region)
+                key = tensor_key(kind, region)
                 if key in tensors:
                     raise ValueError(f"{kind}: {region} is given twice")
                 tensors[key] = array
@@ -175,7 +176,7 @@ class RankFile:
             kind: {
                 "dtypes": sorted({name for _, name in given}),
                 "pieces": [
-                    [offsets[_key(kind, region)], region.name, region.box, region.start,
+                    [offsets[tensor_key(kind, region)], region.name, region.box, region.start,
                      region.stop]
                     for region, _ in given
                 ],
@@ -184,10 +185,6 @@ class RankFile:
         }  # fmt: skip
         file = None if self.is_empty else [self._file.nbytes, self._file.checksums]
         return {"rank": self._rank, "kinds": kinds, "file": file}
-
-
-def _key(kind: str, region: Region) -> str:
-    return f"{kind}@{region}"
 
 
 def assemble(
