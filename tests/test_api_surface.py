@@ -303,7 +303,7 @@ FUNCTIONS = [
     (ms.checkpoint, "save(path, model, optimizer=None, *, training=None, metadata=None)"),
     (ms.checkpoint, "load(path, model, optimizer=None, *, training=None)"),
     (ms.checkpoint, "check(path)"),
-    (ms.checkpoint, "consolidate(path, target)"),
+    (ms.checkpoint, "consolidate(path, target, *, optimizer=False, progress=None)"),
     (ms.checkpoint, "load_arrays(path)"),
 ]
 
