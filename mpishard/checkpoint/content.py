@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from mpishard.checkpoint.manifest import (
     Manifest,
     PieceRecord,
     file_name,
+    tensor_key,
 )
 from mpishard.checkpoint.protocol import Pieces
-from mpishard.checkpoint.tensor_file import TensorFile
+from mpishard.checkpoint.tensor_file import Tensor, TensorFile
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
@@ -71,13 +73,23 @@ class StagingBuffer:
             starts.append(total)
             total += -(-array.nbytes // 64) * 64
         if self._memory.size < total:
-            self._memory = np.empty(total, np.uint8)
+            self._memory = _touched_memory(total)
         copied = []
         for array, start in zip(arrays, starts, strict=True):
             copy = self._memory[start : start + array.nbytes].view(array.dtype)
             copy[...] = array
             copied.append(copy)
         return copied
+
+
+def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory, whose pages the system has given already, where it can be asked to.
+
+    NumPy would ask for huge pages, page by page as they are written to; to make room for those
+    the system moves others about, and the first save would wait for it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
 def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
@@ -110,8 +122,8 @@ class RankFile:
     ----------
     rank : int
         Whose it is.
-    pieces : dict of str to list of (Region, array)
-        What `on_host` gave.
+    pieces : mapping of str to sequence of (Region, array)
+        What `on_host` gave, or tensors that are not in memory.
 
     Raises
     ------
@@ -121,22 +133,25 @@ class RankFile:
         For a dtype that a file cannot hold.
     """
 
-    def __init__(self, rank: int, pieces: HostPieces) -> None:
+    def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
         self._rank = rank
         self._pieces = {
             kind: [(region, array.dtype.name) for region, array in given]
             for kind, given in pieces.items()
         }
-        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        tensors: dict[str, Tensor] = {}
         for kind, given in pieces.items():
             for region, array in given:
-                key = _key(kind, region)
+                key = tensor_key(kind, region)
                 if key in tensors:
                     raise ValueError(f"{kind}: {region} is given twice")
                 tensors[key] = array
         self.is_empty = not tensors
         """Whether the rank has nothing to write."""
-        self._file = TensorFile(tensors, {"format": "np"})
+        # Small ones first, side by side: they are what ranks read of each other's files, and then
+        # share the few blocks that each of those ranks must verify.
+        ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes))
+        self._file = TensorFile(ordered, {"format": "np"})
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +176,7 @@ class RankFile:
             kind: {
                 "dtypes": sorted({name for _, name in given}),
                 "pieces": [
-                    [offsets[_key(kind, region)], region.name, region.box, region.start,
+                    [offsets[tensor_key(kind, region)], region.name, region.box, region.start,
                      region.stop]
                     for region, _ in given
                 ],
@@ -170,10 +185,6 @@ class RankFile:
         }  # fmt: skip
         file = None if self.is_empty else [self._file.nbytes, self._file.checksums]
         return {"rank": self._rank, "kinds": kinds, "file": file}
-
-
-def _key(kind: str, region: Region) -> str:
-    return f"{kind}@{region}"
 
 
 def assemble(
