@@ -25,6 +25,7 @@ __all__ = [
     "cuda_aware_hint",
     "forwarded_variables",
     "is_debugging",
+    "is_fault_tolerant",
     "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
@@ -154,6 +155,12 @@ def launch_identity() -> tuple[str, ...]:
         "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
     )  # fmt: skip
     return tuple(os.environ.get(name, "").replace(" ", "_") for name in names)
+
+
+def is_fault_tolerant() -> bool:
+    """Whether Open MPI was started with ``--with-ft ulfm``, which sets OMPI_MCA_mpi_ft_enable."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - as Open MPI spells it
+    return value.lower() in ("1", "true", "yes")
 
 
 def rank_process() -> str:
