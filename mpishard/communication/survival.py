@@ -161,12 +161,9 @@ class Survival:
         return now - self._unnoticed_since > _UNNOTICED_SECONDS
 
     def _learn(self) -> None:
-        try:
-            for _ in range(_STIRS):
-                self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
-        except self._mpi.Exception as error:
-            if not is_loss(self._mpi, error):
-                raise
+        # Of a communicator that is revoked MPI says so at once, and looks at nothing else.
+        for _ in range(_STIRS):
+            self._mpi.COMM_SELF.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         self._note_lost()
 
     def _note_lost(self) -> None:
