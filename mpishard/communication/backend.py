@@ -7,6 +7,7 @@ backend in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -445,7 +446,7 @@ class CommunicationBackend(PointToPoint):
             member._name_group("")
         return member  # type: ignore[no-any-return]
 
-    def shrink(self) -> CommunicationBackend:
+    def shrink(self) -> Self:
         """Go on without the ranks that are gone. Called by each rank that is left.
 
         To be called where a collective has raised `PeerError`, or any time. Ranks that still wait
@@ -495,7 +496,6 @@ class CommunicationBackend(PointToPoint):
             )
         heir = self._shrink()
         self._retire(heir)
-        assert isinstance(heir, CommunicationBackend)
         return heir
 
     # ------------------------------------------------------------------------------------- memory

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -144,8 +144,8 @@ class MPICommunicationBackend(ShrinkingWorld):
                 watch_exit(lambda: board.journal.file.count)
             exit_hooks.install(self)
 
-    def _world_of(self, comm: Any) -> MPICommunicationBackend:
-        return MPICommunicationBackend(comm, on_failure="shrink")
+    def _world_of(self, comm: Any) -> Self:
+        return type(self)(comm, on_failure="shrink")
 
     def _enter(self, job: Job) -> Group:
         rings = self._comm.allgather(job.take_ring())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from mpishard.communication import exit_hooks
 from mpishard.communication.library import leave_mpi_running
@@ -55,10 +55,10 @@ class ShrinkingWorld(SmallCollectives):
         return error if self._job is None else self._job.explain(error, where)
 
     @abstractmethod
-    def _world_of(self, comm: Any) -> ShrinkingWorld:
+    def _world_of(self, comm: Any) -> Self:
         """A backend, not initialised, of the ranks of ``comm``."""
 
-    def _shrink(self) -> ShrinkingWorld:
+    def _shrink(self) -> Self:
         job = self._job
         assert job is not None
         survival = job.survival
@@ -69,14 +69,13 @@ class ShrinkingWorld(SmallCollectives):
             )
         if survival is None:
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
-        made: list[ShrinkingWorld] = []
+        made: list[Self] = []
 
-        def build(comm: Any) -> ShrinkingWorld:
+        def build(comm: Any) -> None:
             world = self._world_of(comm)
             made.append(world)
             world._may_record = False  # ranks have other numbers now, and traces of the old ones
             world.initialize()
-            return world
 
         def undo() -> None:
             for world in made:
@@ -88,8 +87,8 @@ class ShrinkingWorld(SmallCollectives):
         stop_recording(self, survival.error)
         with job.wait(lambda: _IN_SHRINK):
             job.call_off()
-            heir = survival.succeed(build, undo)
-        assert heir is not None
+            survival.succeed(build, undo)
+        heir = made[0]
         exit_hooks.remove(self)
         for group in job.backends():
             group._retire(heir)

@@ -77,8 +77,8 @@ def init(
     check_on_failure(on_failure)
     settings.check()  # before MPI starts: a rank that fails alone later is waited for
     threads = current_backend.get()
-    if threads is not None and threads.is_initialized and backend != "mpi":
-        return threads
+    if threads is not None and threads._newest.is_initialized and backend != "mpi":
+        return threads._newest
     present = None if _process_backend is None else _process_backend._newest
     if present is not None and present.is_initialized:
         sort = "mpi" if isinstance(present, MPICommunicationBackend) else "memory"
@@ -88,7 +88,6 @@ def init(
             )
         if on_failure == "shrink" and isinstance(present, MPICommunicationBackend):
             present._require_survival()
-        assert isinstance(present, CommunicationBackend)
         return present
     made: CommunicationBackend
     if backend == "mpi" or (backend == "auto" and is_launched()):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,8 +29,6 @@ __all__ = ["OnFailure", "Survival", "check_on_failure", "check_survivable", "is_
 
 OnFailure = Literal["abort", "shrink"]
 """What becomes of the others where a rank is gone: they end with it, or go on without."""
-
-T = TypeVar("T")
 
 _STIRS = 16  # calls after which Open MPI has looked at what its launcher says
 _LEARN_SECONDS = 1.0
@@ -178,7 +176,7 @@ class Survival:
         """Let ranks that still wait in this world hear that it is no more. Not collective."""
         self._comm.Revoke()
 
-    def succeed(self, build: Callable[[Any], T] | None, undo: Callable[[], None]) -> T | None:
+    def succeed(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
         """Make a world of the ranks that stay; each that is left calls this, to stay or to go.
 
         Where another rank is lost on the way, they begin again without it.
@@ -190,28 +188,22 @@ class Survival:
             does where one is lost; None for a rank that goes.
         undo : callable
             Takes back what ``build`` did, or half did.
-
-        Returns
-        -------
-        object or None
-            What ``build`` made.
         """
         mpi, base = self._mpi, self._comm
         while True:
             comm = base.Shrink()  # and not Ishrink, which fails where a rank has revoked ``base``
-            made: T | None = None
             is_well = True
             try:
                 staying = self._staying(comm, stays=build is not None)
                 if build is not None:
-                    made = build(staying)
+                    build(staying)
             except (mpi.Exception, PeerError) as error:
                 if not (isinstance(error, PeerError) or is_loss(mpi, error)):
                     raise
                 is_well = False
                 comm.Revoke()
             if self._all_agree(comm, is_well):
-                return made
+                return
             undo()
             base = comm
 

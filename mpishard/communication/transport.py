@@ -60,11 +60,12 @@ class Transport(ABC):
     """
 
     _rank_is_process = True  # and not a thread of it
+    _heir: Self | None  # the world after this one, without the ranks that were lost
 
     def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
-        self._heir: Transport | None = None
+        self._heir = None
         self._world_ranks: tuple[int, ...] | None = None
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
@@ -250,14 +251,14 @@ class Transport(ABC):
         """What a rank that waits ``where`` raises for ``error``; here, that itself."""
         return error
 
-    def _shrink(self) -> Transport:
+    def _shrink(self) -> Self:
         """A new, initialised root world of the ranks that are left. This one is then `_retire`d.
 
         Here, where no rank outlives another, an error.
         """
         raise CommunicationError(f"{self.describe()} ends where one of its ranks does")
 
-    def _retire(self, heir: Transport) -> None:
+    def _retire(self, heir: Self) -> None:
         """Be done with: ``heir`` is the world of the ranks that are left."""
         stop_recording(self)
         self._initialized, self._heir = False, heir
@@ -265,7 +266,7 @@ class Transport(ABC):
         self._transfers.clear()
 
     @property
-    def _newest(self) -> Transport:
+    def _newest(self) -> Self:
         """What became of this world as ranks were lost; itself where none was."""
         newest = self
         while newest._heir is not None:
