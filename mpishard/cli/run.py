@@ -20,6 +20,7 @@ from mpishard.cli.hosts import parse_hosts
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
 from mpishard.cli.log_folder import check_log_folder, held_log_folder, prepare_log_folder
 from mpishard.cli.supervisor import Supervisor
+from mpishard.communication.survival import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["HostsOption", "RanksOption", "ScriptArgument", "prepare_job", "run"]
@@ -60,6 +61,14 @@ def run(
             help="A variable for the ranks on all machines; may be repeated.",
         ),
     ] = None,
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            metavar="abort|shrink",
+            help="Whether the job ends with a rank that is lost, or the others may go on without "
+            'it: for scripts that ask for on_failure="shrink", under Open MPI.',
+        ),
+    ] = "abort",
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
@@ -67,8 +76,9 @@ def run(
     allocation. Ends with the exit code of the rank that failed first, and names it.
     """
     start = prepare_job(
-        "run", script, context.args, ranks, hosts, user_variables=env or (), log_folder=log_dir
-    )
+        "run", script, context.args, ranks, hosts, user_variables=env or (), log_folder=log_dir,
+        on_failure=on_failure,
+    )  # fmt: skip
     raise typer.Exit(start())
 
 
@@ -82,11 +92,13 @@ def prepare_job(
     *,
     user_variables: Sequence[str] = (),
     log_folder: Path | None = None,
+    on_failure: str = "abort",
 ) -> Callable[[], int]:
     """What runs ``script`` to its end, and returns its exit code.
 
     The ranks find ``variables`` in their environment, and ``user_variables``, each a name or
-    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there.
+    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there. With
+    ``on_failure="shrink"`` ranks may outlive each other.
 
     Raises
     ------
@@ -96,6 +108,7 @@ def prepare_job(
     folder = None if log_folder is None else log_folder.absolute()
     try:
         _check(script, ranks)
+        check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
         chosen = _parse_variables(user_variables)
@@ -111,8 +124,9 @@ def prepare_job(
         if machines:
             passed += settings.forwarded_variables()
         command = launcher.command(
-            ranks, program, hosts=machines, variables=tuple(dict.fromkeys(passed))
-        )
+            ranks, program, hosts=machines, variables=tuple(dict.fromkeys(passed)),
+            survives=on_failure == "shrink",
+        )  # fmt: skip
     except (MPIUnavailableError, ValueError) as error:
         typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
@@ -128,6 +142,7 @@ def prepare_job(
             host_count,
             folder,
             [h.name for h in machines],
+            survives=on_failure == "shrink",
         )
         with nullcontext() if folder is None else _log_folder(name, folder):
             return supervisor.run(os.environ | added | chosen)

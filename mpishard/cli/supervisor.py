@@ -64,6 +64,8 @@ class Supervisor:
         Where the call logs of a job that failed are kept.
     hosts : sequence of str
         The machines that the user named.
+    survives : bool
+        Whether ranks may outlive each other.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Supervisor:
     host_count: int
     log_folder: Path | None = None
     hosts: Sequence[str] = ()
+    survives: bool = False
     _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
@@ -140,6 +143,7 @@ class Supervisor:
                 stopped_for=self._stopped_for,
                 program=self.launcher.program.name,
                 hosts=() if self.launcher.is_slurm else self.hosts,
+                survives=self.survives,
             ).judge()
         for line in verdict.lines:
             self._say(line)
@@ -172,12 +176,12 @@ class Supervisor:
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
 
-    @staticmethod
-    def _suspect(processes: RankProcesses, folder: Path) -> RankProcess | None:
+    def _suspect(self, processes: RankProcesses, folder: Path) -> RankProcess | None:
         """The first rank that failed, where the others would not be told of it.
 
         One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
-        Hydra may leave the others to wait.
+        Hydra may leave the others to wait. Of ranks that outlive each other, only one that is lost
+        before there is a world of them.
         """
         if not processes.ended:
             return None
@@ -186,7 +190,10 @@ class Supervisor:
         if RankState.REPORTED in states.values():
             return None
         for process in processes.ended:
-            if states.get(process.rank) is RankState.LEFT:
+            log = logs.get(process.rank)
+            if log is not None and (
+                log.state is RankState.LEFT or (self.survives and log.has_begun)
+            ):
                 continue
             if process.exit_code or process.rank in states:
                 return process

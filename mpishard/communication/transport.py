@@ -261,6 +261,8 @@ class Transport(ABC):
     def _retire(self, heir: Self) -> None:
         """Be done with: ``heir`` is the world of the ranks that are left."""
         stop_recording(self)
+        if self._is_root and self._initialized:
+            self.call_log.journal.end(RankState.LEFT)
         self._initialized, self._heir = False, heir
         self._pending.clear()
         self._transfers.clear()
