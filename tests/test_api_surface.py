@@ -119,7 +119,8 @@ INPUT_DATA = (
     "x_test=None, y_test=None, local_data=False, batch_size=32, epochs=1, max_steps=None, seed=0, "
     "shuffle=True, drop_last=False, validate_every=None, patience=None, tolerance=0.0, "
     "keep_best=None, training_statistics=False, predictions=False, checkpoint=None, "
-    "checkpoint_every=None, resume=None, progress=True, throughput_unit='samples', metrics=None)"
+    "checkpoint_every=None, keep_last=2, keep_every=None, checkpoint_async=False, resume=None, "
+    "progress=True, throughput_unit='samples', metrics=None)"
 )
 
 # Class, how it is made (or nothing, of an interface), members.

@@ -5,8 +5,11 @@ A checkpoint is a directory: one safetensors file for each rank that wrote somet
 so whoever loads it reads the regions that it needs.
 """
 
+from mpishard.checkpoint.content import StagingBuffer
+from mpishard.checkpoint.folder import CheckpointFolder
 from mpishard.checkpoint.inspection import CheckpointReport, check, consolidate, load_arrays
 from mpishard.checkpoint.manifest import Manifest
+from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import (
     Checkpointable,
     CheckpointableOptimizer,
@@ -14,21 +17,27 @@ from mpishard.checkpoint.protocol import (
     Pieces,
 )
 from mpishard.checkpoint.reader import CheckpointReader
-from mpishard.checkpoint.snapshot import load, save
+from mpishard.checkpoint.resume import newest_valid
+from mpishard.checkpoint.snapshot import load, save, save_async
 from mpishard.checkpoint.writer import write_checkpoint
 
 __all__ = [
+    "CheckpointFolder",
     "CheckpointReader",
     "CheckpointReport",
     "CheckpointState",
     "Checkpointable",
     "CheckpointableOptimizer",
     "Manifest",
+    "PendingSave",
     "Pieces",
+    "StagingBuffer",
     "check",
     "consolidate",
     "load",
     "load_arrays",
+    "newest_valid",
     "save",
+    "save_async",
     "write_checkpoint",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
-__all__ = ["differences", "gather_texts", "share_text", "together"]
+__all__ = ["all_texts", "differences", "gather_texts", "share_text", "together"]
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -32,8 +32,9 @@ _KINDS: dict[str, type[Exception]] = {
 def together(backend: CommunicationBackend | None) -> Iterator[None]:
     """Leave the body on every rank, or raise on every rank. Collective.
 
-    A rank whose body raised raises that again. The others raise an error of the same kind, with
-    the message of the first rank that failed. Where nobody failed, only headers travel.
+    A rank whose body raised raises that again. The others raise an error of the same kind as that
+    of the first rank that failed, which names all that did. Where nobody failed, only headers
+    travel.
     """
     failure: Exception | None = None
     try:
@@ -45,12 +46,11 @@ def together(backend: CommunicationBackend | None) -> Iterator[None]:
     if backend is not None:
         text = ""
         if failure is not None:
-            record = [backend.rank, type(failure).__name__, str(failure)]
-            text = json.dumps(record) + "\n"
-        failures = backend.all_gather(_encode(text)).tobytes().decode().splitlines()
+            text = json.dumps([backend.rank, type(failure).__name__, str(failure)])
+        failures = [json.loads(text) for text in all_texts(backend, text)]
         if failures and failure is None:
-            rank, kind, message = json.loads(failures[0])
-            raise _KINDS.get(kind, CheckpointError)(f"rank {rank}: {message}")
+            message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
+            raise _KINDS.get(failures[0][1], CheckpointError)(message)
     if failure is not None:
         raise failure
 
@@ -61,6 +61,18 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
     return shared.tobytes().decode()  # type: ignore[no-any-return]
+
+
+def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
+    """The ranks' ``text``, in the order of ranks, without those that are empty. Collective.
+
+    Where all are empty only headers travel.
+    """
+    if backend is None:
+        return [text] if text else []
+    line = json.dumps(text) + "\n" if text else ""
+    lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.coverage import check_region
-from mpishard.checkpoint.manifest import Manifest, PieceRecord
+from mpishard.checkpoint.folder import newest_of
+from mpishard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord
 from mpishard.checkpoint.overlap import overlaps
-from mpishard.checkpoint.writer import IDENTITY, MANIFEST, crc32_of, previous_of
+from mpishard.checkpoint.target import previous_of
+from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["CheckpointReader"]
+__all__ = ["CheckpointReader", "find_single"]
 
 _NAMED = 10  # differences, or neighbours, that a message lists
 
@@ -34,8 +35,8 @@ class CheckpointReader:
     Parameters
     ----------
     path : path
-        The directory. Where it is missing because a save was killed between two renames, the
-        one that was being replaced is opened.
+        The directory, or a `CheckpointFolder`, of which the newest is opened. Where it is missing
+        because a save was killed between two renames, the one that was being replaced is.
 
     Raises
     ------
@@ -60,7 +61,7 @@ class CheckpointReader:
         except (CheckpointError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
         self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
-        self._files: dict[str, Any] = {}  # safe_open has no types
+        self._files: dict[str, _MappedFile] = {}
         self._check_sizes()
 
     @property
@@ -100,7 +101,7 @@ class CheckpointReader:
     def read(self, kind: str, region: Region, out: Array) -> None:
         """Fill ``out`` with a region of a parameter, or of an optimizer's state of it.
 
-        Of the files only what it takes is read, and never much at a time.
+        Of the files only the blocks that it takes are read, and their checksums compared, once.
 
         Parameters
         ----------
@@ -116,14 +117,14 @@ class CheckpointReader:
         ValueError
             As `check_readable`.
         CheckpointError
-            Where a file is torn, or belongs to another save.
+            Where a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
             found = list(overlaps(piece.region, region))
             if found:
-                values = self._values(piece, record.dtype)
+                values = _Values(self._open(piece.file), piece, record.dtype, kind)
                 for overlap in found:
                     overlap.copy(values, out)
 
@@ -209,27 +210,33 @@ class CheckpointReader:
                 f"the checkpoint {self.path} does not fit the model:\n  " + "\n  ".join(lines)
             )
 
-    def verify(self) -> None:
-        """Read every file and compare it with its checksum.
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Read every file and compare its checksums.
+
+        Parameters
+        ----------
+        part, parts : int
+            Of all blocks, the share that is read: ranks deal them among themselves.
 
         Raises
         ------
         CheckpointError
-            Naming the files whose content has changed since they were written.
+            Naming the first block of each file that has changed since it was written.
         """
         self._check_sizes()
-        files = self._manifest.files.items()
-        changed = [name for name, file in files if crc32_of(self.path / name) != file.crc32]
+        changed = []
+        for name in self._manifest.files:
+            file = self._open(name)
+            count = file.block_count
+            try:
+                file.verify(part * count // parts, (part + 1) * count // parts)
+            except CheckpointError as error:
+                changed.append(str(error))
         if changed:
-            raise CheckpointError(
-                f"{self.path} is corrupt: the content of {', '.join(changed)} does not have the "
-                "checksum that it was written with"
-            )
+            raise CheckpointError("; ".join(changed))
 
     def close(self) -> None:
         """Let go of the files. Idempotent; a later `read` opens them again."""
-        for file in self._files.values():
-            file.__exit__(None, None, None)
         self._files.clear()
 
     def __enter__(self) -> Self:
@@ -239,57 +246,117 @@ class CheckpointReader:
         self.close()
 
     def _check_sizes(self) -> None:
-        torn = []
-        for name, record in self._manifest.files.items():
-            file = self.path / name
-            if not file.is_file():
-                torn.append(f"{name} is missing")
-            elif file.stat().st_size != record.nbytes:
-                torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
+        torn = self._manifest.torn_files(self.path)
         if torn:
             raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
 
-    def _values(self, piece: PieceRecord, dtype: np.dtype[Any]) -> Any:
-        """The values of a piece, not read yet."""
-        try:
-            values = self._open(piece.file).get_slice(piece.key)
-        except (SafetensorError, OSError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"cannot read {self.path / piece.file}: {error}") from error
-        shape = [piece.region.length]
-        if values.get_shape() != shape:
-            raise CheckpointError(
-                f"{self.path / piece.file}: {piece.key} has shape {values.get_shape()}, the "
-                f"manifest says {shape} of {dtype.name}"
-            )
-        return values
-
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> _MappedFile:
         if name not in self._files:
-            file: Any = safe_open(self.path / name, framework="numpy")
-            identity = (file.metadata() or {}).get(IDENTITY)
-            if identity != self._manifest.identity:
-                raise CheckpointError(
-                    f"{self.path / name} belongs to another save than the manifest; the "
-                    "checkpoint was replaced while it was read, or its files were mixed"
-                )
-            self._files[name] = file
+            try:
+                self._files[name] = _MappedFile(self, name, self._manifest.files[name])
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         return self._files[name]
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint lies at `path` by now."""
+        try:
+            text = (self.path / MANIFEST).read_text(encoding="utf-8")
+            return Manifest.from_json(text).identity != self._manifest.identity
+        except (OSError, ValueError):
+            return True
+
+
+class _MappedFile:
+    """One file, of which each block is compared with its checksum before it is first used."""
+
+    def __init__(self, reader: CheckpointReader, name: str, record: FileRecord) -> None:
+        self._reader = reader
+        self._file = reader.path / name
+        self._record = record
+        self._content = np.memmap(self._file, np.uint8, "r")
+        if self._content.size != record.nbytes:
+            raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
+        self._verified = np.zeros(self.block_count, bool)
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks."""
+        return len(self._record.checksums)
+
+    def verify(self, first: int, stop: int, what: str = "") -> None:
+        """Compare blocks that nobody compared yet."""
+        for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
+            if checksums_of(self._content, block, block + 1) != [self._record.checksums[block]]:
+                low = block * BLOCK_BYTES
+                of = f", of {what}," if what else ""
+                why = (
+                    "the checkpoint was replaced while it was read"
+                    if self._reader.was_replaced()
+                    else "the disk, or somebody, changed them"
+                )
+                raise CheckpointError(
+                    f"{self._file}: bytes {low} to {min(low + BLOCK_BYTES, self._content.size)}"
+                    f"{of} do not have the checksum that they were written with; {why}"
+                )
+            self._verified[block] = True
+
+    def part(self, start: int, stop: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes ``start`` to ``stop``, a view."""
+        self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
+        return self._content[start:stop]
+
+
+class _Values:
+    """The values of a piece, which are read where they are sliced."""
+
+    def __init__(
+        self, file: _MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str
+    ) -> None:
+        self._file = file
+        self._offset = piece.offset
+        self._dtype = dtype
+        self._what = f"{kind} of {piece.region.name}"
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        low, high = (
+            self._offset + index * self._dtype.itemsize for index in (part.start, part.stop)
+        )
+        return self._file.part(low, high, self._what).view(self._dtype)
+
+
+def find_single(path: str | os.PathLike[str]) -> Path | None:
+    """The directory of the single checkpoint ``path``; None where it may be a folder of them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    CheckpointError
+        For a file.
+    """
+    check_path("the path of a checkpoint", path)
+    target = Path(path).resolve()
+    for directory in (target, previous_of(target)):
+        if (directory / MANIFEST).is_file():
+            return directory
+        if directory.is_dir():
+            return None
+        if directory.exists():
+            raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
+    return None
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """The directory of the checkpoint ``path``."""
-    check_path("the path of a checkpoint", path)
+    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``."""
+    found = find_single(path)
     target = Path(path).resolve()
-    if (target / MANIFEST).is_file():
-        return target
-    if not target.exists() and (previous_of(target) / MANIFEST).is_file():
-        return previous_of(target)
+    if found is None:
+        found = newest_of(target)
+    if found is not None:
+        return found
     if target.is_dir():
         place, what = target, f"{target} holds no {MANIFEST}"
-    elif target.exists():
-        raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
     else:
         place, what = target.parent, f"there is no checkpoint {target}"
     names = sorted(entry.name for entry in place.iterdir()) if place.is_dir() else None

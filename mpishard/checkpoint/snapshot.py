@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpishard.arguments import check_path
 from mpishard.checkpoint.consensus import together
+from mpishard.checkpoint.content import Content, StagingBuffer
+from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import CheckpointReader
-from mpishard.checkpoint.writer import write_checkpoint
+from mpishard.checkpoint.target import Target
 from mpishard.errors import CheckpointError
 
-__all__ = ["load", "load_states", "save", "save_states"]
+__all__ = ["begin_save", "load", "load_states", "save", "save_async", "save_states"]
 
 
 def save(
@@ -48,9 +50,64 @@ def save(
         As `write_checkpoint`, on every rank; what was at ``path`` is then as it was.
     """
     _check(path, model, optimizer)
+    begin_save(lambda: Target(path), model, optimizer, training=training, metadata=metadata).wait()
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    model: Checkpointable,
+    optimizer: CheckpointableOptimizer | None = None,
+    *,
+    training: CheckpointState | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    staging: StagingBuffer | None = None,
+) -> PendingSave:
+    """As `save`, but only copy now, and write while training goes on. Collective.
+
+    Every rank calls ``poll`` of what is returned once a step, which raises on all ranks where one
+    could not write, and ``wait`` at the end. What is not waited for may never become a checkpoint.
+
+    Parameters
+    ----------
+    path, model, optimizer, training, metadata
+        As for `save`.
+    staging : StagingBuffer, optional
+        Host memory for the copy, kept from save to save by whoever saves often. Only one save at a
+        time may use it.
+
+    Returns
+    -------
+    PendingSave
+        The save under way.
+
+    Raises
+    ------
+    ValueError, TypeError, CheckpointError
+        As `save`, for what is known before anything is written.
+    """
+    _check(path, model, optimizer)
+    return begin_save(
+        lambda: Target(path), model, optimizer, training=training, metadata=metadata,
+        staging=staging or StagingBuffer(),
+    )  # fmt: skip
+
+
+def begin_save(
+    make_target: Callable[[], Target],
+    model: Checkpointable,
+    optimizer: CheckpointableOptimizer | None = None,
+    *,
+    training: CheckpointState | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    staging: StagingBuffer | None = None,
+) -> PendingSave:
+    """Begin to save where ``make_target``, called on rank 0, says. Collective.
+
+    Without ``staging`` nothing may change before the save is done.
+    """
     with together(model.checkpoint_backend):
         states = _states(model, optimizer, training)
-    save_states(path, model, states, metadata=metadata)
+    return _begin(make_target, model, states, metadata, staging)
 
 
 def save_states(
@@ -74,6 +131,16 @@ def save_states(
         As for `save`.
     """
     _check(path, model)
+    _begin(lambda: Target(path), model, states, metadata, None).wait()
+
+
+def _begin(
+    make_target: Callable[[], Target],
+    model: Checkpointable,
+    states: Mapping[str, CheckpointState],
+    metadata: Mapping[str, Any] | None,
+    staging: StagingBuffer | None,
+) -> PendingSave:
     backend = model.checkpoint_backend
     with together(backend):
         arrays: dict[str, Any] = {}
@@ -81,8 +148,8 @@ def save_states(
         for name, state in states.items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
-        parameters, dtype = model.checkpoint_parameters(), model.checkpoint_dtype
-    write_checkpoint(path, backend, parameters, dtype, arrays, document)
+        content = Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
+    return PendingSave(backend, make_target, content, staging)
 
 
 def load(

@@ -11,7 +11,6 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.checkpoint.consensus import differences, together
-from mpishard.checkpoint.writer import target_of
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import take
@@ -19,6 +18,7 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.program import Program
 from mpishard.models.wrapping import program_of
 from mpishard.optimizers.data import OptimizationInputData
+from mpishard.optimizers.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def refuse_early(
                 "that bring data of their own: each needs a share of a batch"
             )
         if data.checkpoint is not None and backend.rank == 0:
-            target_of(data.checkpoint)
+            folder_of(data).target(0)
     given = [getattr(data, f"x_{part}") for part in _PARTS]
     lengths = np.array([[0 if x is None else len(x) for x in given]])
     everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))

@@ -14,9 +14,13 @@ from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
 __all__ = ["OptimizationInputData"]
 
 _AT_LEAST_ONE = (
-    "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "patience",
+    "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
+    "keep_every", "patience",
 )  # fmt: skip
-_FLAGS = ("local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress")
+_FLAGS = (
+    "local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress",
+    "checkpoint_async",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -67,12 +71,19 @@ class OptimizationInputData:
     predictions : bool
         Keep each rank's own predictions of all that is measured at the end.
     checkpoint : path, optional
-        Directory that always holds the newest complete checkpoint: of the run as it goes on, the
-        best parameters beside the newest.
+        Folder of the run's checkpoints (`mpishard.checkpoint.CheckpointFolder`), of the run as it
+        goes on, with the best parameters so far. Where some are there the run goes on from the
+        newest that verifies, at any world size and under any strategy.
     checkpoint_every : int, optional
         Steps between checkpoints; default at the end only.
-    resume : path, optional
-        Checkpoint to go on from, of any world size and strategy.
+    keep_last, keep_every : int, optional
+        How many of the newest checkpoints stay; of which steps they stay for ever.
+    checkpoint_async : bool
+        Copy the state and write it while training goes on. It takes the state's size in memory
+        once more on each rank. Where a rank cannot write all raise at their next step.
+    resume : path or bool, optional
+        A checkpoint, or a folder of them, to go on from in place of what ``checkpoint`` holds.
+        False: begin anew whatever is there. True: there must be one.
     progress : bool
         Show progress on rank 0.
     throughput_unit : str
@@ -103,7 +114,10 @@ class OptimizationInputData:
     predictions: bool = False
     checkpoint: PathLike | None = None
     checkpoint_every: int | None = None
-    resume: PathLike | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    checkpoint_async: bool = False
+    resume: PathLike | bool | None = None
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
@@ -130,7 +144,7 @@ class OptimizationInputData:
             that is neither True nor False.
         ValueError
             For a count below 1, inputs without targets, a tolerance that is negative or without
-            patience, a checkpoint interval without a path, or a blank path.
+            patience, what concerns checkpoints without their folder, or a blank path.
         """
         if self.model is None:
             raise TypeError("OptimizationInputData needs a model")
@@ -138,20 +152,30 @@ class OptimizationInputData:
             self._check_pair(part)
         numbers = self._plain_numbers()
         for name in ("checkpoint", "resume", "metrics"):
-            if getattr(self, name) is not None:
-                check_path(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None and not (name == "resume" and isinstance(value, bool)):
+                check_path(name, value)
         if not 0 <= numbers["tolerance"] < math.inf:
             raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
         if self.tolerance and self.patience is None:
             raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
-        if self.checkpoint_every is not None and self.checkpoint is None:
-            raise ValueError("checkpoint_every needs checkpoint, the directory to write to")
+        if self.checkpoint is None:
+            self._refuse_without_checkpoint()
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
         plain = replace(self, **numbers)
         if not plain.local_data:
             plain.sampler()
         return plain
+
+    def _refuse_without_checkpoint(self) -> None:
+        for name in ("checkpoint_every", "keep_every"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} needs checkpoint, the folder to write to")
+        if self.checkpoint_async:
+            raise ValueError("checkpoint_async needs checkpoint, the folder to write to")
+        if self.resume is True:
+            raise ValueError("resume=True needs checkpoint, the folder to go on from")
 
     def _plain_numbers(self) -> dict[str, Any]:
         numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,12 +23,15 @@ from mpishard.optimizers.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.features import describe_features
 from mpishard.optimizers.position import LOOP, check_position, order_of_samples
 from mpishard.optimizers.result import FitDetectionResult, OptimizationResult
+from mpishard.optimizers.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.stopping import BestParameters, EarlyStopping
 
 if TYPE_CHECKING:
     from mpishard.optimizers.training import ShardedTraining
 
 __all__ = ["TrainingRun"]
+
+_log = logging.getLogger("mpishard")
 
 
 class TrainingRun:
@@ -88,8 +92,10 @@ class TrainingRun:
         self.progress: Progress
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
-        if data.resume is not None:
-            self._resume(Path(data.resume))
+        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data)
+        resumed = checkpoint_to_resume(data, model.backend)
+        if resumed is not None:
+            self._resume(resumed)
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
                 last = optimizer.steps + self.total - self.step - 1
@@ -126,6 +132,8 @@ class TrainingRun:
             while self.step < self.total and not ends:
                 ends = self._one_step()
             self._evaluate_end()
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
         self.result.iterations = self.step
         self.result.stopped_early = ends and self.step < self.total
         self.result.seconds = time.perf_counter() - self.started
@@ -161,14 +169,14 @@ class TrainingRun:
         if data.x_validation is not None:
             score = self._validate() if self.step % self.validate_every == 0 else None
         ends = score is not None and self._judge(score)
-        is_last = ends or self.step == self.total
-        if data.checkpoint is not None and (
-            is_last or (data.checkpoint_every and self.step % data.checkpoint_every == 0)
-        ):
-            checkpoint.save(
-                Path(data.checkpoint), model, self.optimizer,
-                training=self.best, metadata={LOOP: self._position()},
-            )  # fmt: skip
+        if self.checkpoints is not None:
+            is_last = ends or self.step == self.total
+            if self.checkpoints.is_due(self.step, is_last=is_last):
+                self.checkpoints.save(
+                    self.step, model, self.optimizer, self.best, {LOOP: self._position()}
+                )
+            else:
+                self.checkpoints.poll()
         return ends
 
     def _finish_epoch(self) -> float | None:
@@ -286,6 +294,15 @@ class TrainingRun:
         # A best score whose parameters nobody has kept is no solution: it is looked for anew.
         if self.best is None or holds_best:
             self.stopping.restore(position["stopping"])
+        if self.model.rank == 0:
+            if self.step < self.total:
+                _log.info("going on after step %d of %d from %s", self.step, self.total, path)
+            else:
+                _log.warning(
+                    "%s is of a run that ended after step %d, and nothing is left of %d; for a "
+                    "new run choose another folder, or pass resume=False",
+                    path, self.step, self.total,
+                )  # fmt: skip
 
 
 def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> list[int]:

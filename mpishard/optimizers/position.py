@@ -75,5 +75,6 @@ def check_position(path: Path, backend: CommunicationBackend, order: Mapping[str
             raise ValueError(
                 "the run cannot go on where it was, because the order of samples would differ: "
                 + "; ".join(differing)
+                + ". For a new run choose another folder, or pass resume=False"
             )
     return BestParameters.KIND in reader.kinds

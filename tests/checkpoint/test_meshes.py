@@ -162,7 +162,7 @@ def test_without_ranks_and_in_few_bits(dtype: Any, tmp_path: Path, fakes: Any) -
     assert flat.tobytes() == vectors(1, fakes, dtype)["model"]["parameters"].tobytes()
     checkpoint.consolidate(tmp_path / "c", tmp_path / "one")
     document = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    for record in document["arrays"].values():
+    for record in document["content"]["arrays"].values():
         assert [piece["tensor"] for piece in record["pieces"]] == [*SHAPES]
     run_in_threads(4, load, (2, 2, 1), tmp_path / "one", fakes, dtype)
     assert "6 parameters" in str(checkpoint.check(tmp_path / "one"))
@@ -179,6 +179,6 @@ def test_a_rank_without_pieces(tmp_path: Path, fakes: Any) -> None:
 def test_of_replicas_one_writes(tmp_path: Path, fakes: Any) -> None:
     run_in_threads(2, save, (1, 2, 1), tmp_path / "c", fakes)
     document = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    pieces = document["arrays"]["parameters"]["pieces"]
+    pieces = document["content"]["arrays"]["parameters"]["pieces"]
     assert len([piece for piece in pieces if piece["tensor"] == "qkv.weight"]) == 6
     assert [p["file"][:9] for p in pieces if p["tensor"] == "out.bias"] == ["rank00000"]

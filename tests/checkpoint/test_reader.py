@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ def path(tmp_path: Path, fakes: Any) -> Path:
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Edit the manifest."""
+    """Edit the content of the manifest, as one who knows its checksum."""
     document = json.loads((path / "manifest.json").read_text())
-    edit(document)
+    edit(document["content"])
+    document["crc32"] = zlib.crc32(json.dumps(document["content"]).encode())
     (path / "manifest.json").write_text(json.dumps(document))
 
 
@@ -78,7 +80,7 @@ def test_only_the_files_of_the_region_are_opened(path: Path, fakes: Any) -> None
     with CheckpointReader(path) as reader:
         reader.read("parameters", weight(0, 2), out)
         assert out.tobytes() == fakes.values(1)[:2].tobytes()
-        with pytest.raises(CheckpointError, match=r"cannot read .*rank00001"):
+        with pytest.raises(CheckpointError, match=r"rank00001.*parameters of a.weight.*checksum"):
             reader.read("parameters", weight(2, 4), out)
 
 
@@ -154,7 +156,8 @@ def test_a_changed_bit_is_found_by_check(path: Path) -> None:
     content[-3] ^= 1
     file.write_bytes(content)
     CheckpointReader(path)
-    with pytest.raises(CheckpointError, match=r"content of rank00001.safetensors does not"):
+    match = r"rank00001.safetensors: bytes 0 to \d+ do not .*checksum.*somebody"
+    with pytest.raises(CheckpointError, match=match):
         checkpoint.check(path)
 
 
@@ -165,7 +168,7 @@ def test_files_of_two_saves_are_not_mixed(path: Path, tmp_path: Path, fakes: Any
         checkpoint.save(path, fakes.Model(backend, fakes.values(2)))
 
     run_in_threads(3, save)
-    with pytest.raises(CheckpointError, match="belongs to another save"):
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
         reader.read("parameters", weight(0, 6), np.empty(6))
 
 
@@ -187,9 +190,10 @@ def test_a_torn_manifest(length: int, path: Path) -> None:
         CheckpointReader(path)
 
 
-@pytest.mark.parametrize("version", [3, 1, 0, "2", None])
+@pytest.mark.parametrize("version", [4, 2, 0, "3", None])
 def test_another_version(version: Any, path: Path) -> None:
-    change(path, lambda document: document.update(version=version))
+    document = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(document | {"version": version}))
     with pytest.raises(CheckpointError, match=f"has version {version!r}; this mpishard reads ve"):
         CheckpointReader(path)
 
@@ -197,12 +201,19 @@ def test_another_version(version: Any, path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d.update(format="other"), "does not say that its format"),
         (lambda d: d.update(length=14), "have 13 elements, and it says 14"),
         (lambda d: d.update(dtype="float31"), "malformed: KeyError: 'float31'"),
         (lambda d: d.pop("files"), "malformed: KeyError: 'files'"),
         (lambda d: d.update(arrays=3), "malformed: AttributeError"),
-        (lambda d: d.update(files={"../x": {"bytes": 0, "crc32": 0}}), "'../x' is not the name"),
+        (lambda d: d.update(files={"../x": {"bytes": 0, "crc32": []}}), "'../x' is not the name"),
+        (lambda d: d.update(files={"r": {"bytes": 0, "crc32": []}}), "'r' is not the name"),
+        (lambda d: d["files"]["rank00000.safetensors"].update(crc32=[]), "has 0 checksums"),
+        (lambda d: d["files"]["rank00000.safetensors"].update(crc32=[1, 2]), "has 2 checksums"),
+        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(offset=-1), "to be bytes -1 to"),
+        (
+            lambda d: d["arrays"]["parameters"]["pieces"][0].update(offset=1 << 60),
+            r"bytes 1152921504606846976 to .* of rank00000.safetensors, which has \d+",
+        ),
         (lambda d: d["files"].pop("rank00001.safetensors"), "rank00001.* not among the files"),
         (
             lambda d: d["arrays"]["parameters"]["pieces"].pop(1),
@@ -223,28 +234,66 @@ def test_a_wrong_manifest(edit: Any, message: str, path: Path) -> None:
         CheckpointReader(path)
 
 
-def test_a_tensor_that_is_not_what_the_manifest_says(path: Path) -> None:
-    def piece_at(document: dict[str, Any], start: int) -> dict[str, Any]:
-        pieces = document["arrays"]["parameters"]["pieces"]
-        of_weight: list[dict[str, Any]] = [p for p in pieces if p["tensor"] == "a.weight"]
-        assert sorted(p["start"] for p in of_weight) == [0, 2, 4, 5]
-        return next(p for p in of_weight if p["start"] == start)
+def test_a_manifest_that_somebody_edited(path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"fake"', '"mine"'))
+    with pytest.raises(CheckpointError, match="does not have the checksum"):
+        CheckpointReader(path)
+    manifest.write_text("{}")
+    with pytest.raises(CheckpointError, match="does not say that its format"):
+        CheckpointReader(path)
 
-    def swap(document: dict[str, Any]) -> None:
-        piece_at(document, 0).update({k: piece_at(document, 2)[k] for k in ("file", "key")})
-        piece_at(document, 2).update(key="none")
-        other = piece_at(document, 4)
-        other.update(file="rank00000.safetensors", key="parameters@a.weight[0:3, 0:2][0:2]")
 
-    change(path, swap)
-    with CheckpointReader(path) as reader:
-        reader.read("parameters", weight(0, 2), np.empty(2))  # as long as the other one
-        with pytest.raises(CheckpointError, match=r"cannot read .*none"):
-            reader.read("parameters", weight(2, 4), np.empty(2))
-        with pytest.raises(
-            CheckpointError, match=r"has shape \[2\], the manifest says \[1\] of fl"
-        ):
-            reader.read("parameters", weight(4, 5), np.empty(1))
+def test_a_manifest_that_is_nested_without_end(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not JSON: RecursionError"):
+        CheckpointReader(path)
+
+
+def test_a_swapped_file(path: Path) -> None:
+    """Of two ranks, as long as each other: found where it is read."""
+
+    def save(backend: Any) -> None:
+        start = 5 * backend.rank
+        region = Region("w", ((0, 10),), start, start + 5)
+        arrays = {"parameters": [(region, np.arange(start, start + 5.0))]}
+        entry = ParameterEntry("w", (10,), 0)
+        write_checkpoint(path, backend, [entry], np.dtype("f8"), arrays, {})
+
+    run_in_threads(2, save)
+    one, other = path / "rank00000.safetensors", path / "rank00001.safetensors"
+    assert one.stat().st_size == other.stat().st_size
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank00000.*parameters of w"):
+        checkpoint.load_arrays(path)
+
+
+def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many blocks each rank reads some, and together they find each that has changed."""
+    monkeypatch.setattr(checkpoint.tensor_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checkpoint.reader, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checkpoint.manifest, "BLOCK_BYTES", 64)
+    vector = np.arange(1000.0)
+    entry = ParameterEntry("w", (1000,), 0)
+    arrays = {"parameters": [(Region.whole("w", (1000,)), vector)]}
+    write_checkpoint(path, None, [entry], vector.dtype, arrays, {})
+    file = path / "rank00000.safetensors"
+    content = file.read_bytes()
+    for place in (8, 4000, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 4
+        file.write_bytes(changed)
+        found = []
+        for part in range(3):
+            with CheckpointReader(path) as reader:
+                try:
+                    reader.verify(part, 3)
+                except CheckpointError as error:
+                    found.append((part, str(error)))
+        ((_, message),) = found
+        assert f"bytes {place // 64 * 64} to" in message
 
 
 @given(
@@ -260,10 +309,11 @@ def test_a_manifest_is_what_its_text_says(
         entries.append(ParameterEntry(name, tuple(shape), entries[-1].stop if entries else 0))
     dtype = np.dtype("f4")
     pieces = [
-        PieceRecord("f", f"k{entry.name}", Region.whole(entry.name, entry.shape))
+        PieceRecord("rank00000.safetensors", 8, Region.whole(entry.name, entry.shape))
         for entry in entries
         if entry.size
     ]
     arrays = {"parameters": KindRecord.of(dtype, pieces)}
-    manifest = Manifest("id", dtype, tuple(entries), arrays, {"f": FileRecord(1, 2)}, metadata)
+    files = {"rank00000.safetensors": FileRecord(8 + 4 * 4**4, (2,))}
+    manifest = Manifest("id", 3, dtype, tuple(entries), arrays, files, metadata)
     assert Manifest.from_json(manifest.to_json()) == manifest

@@ -177,6 +177,15 @@ def test_before_and_in_init():
     assert "before any collective" in job(9, (2, KILLED), files=files).judge().lines[0]
 
 
+def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
+    starting = frozenset({4001, 4002})
+    verdict = job(255, (2, KILLED), (1, KILLED), files={}, starting=starting).judge()
+    assert verdict.code == 137
+    assert "rank 2 (process 4002) was killed by signal 9" in verdict.lines[0]
+    # After init it may be an MPI_Abort(-1), for which Hydra ends all ranks.
+    assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == Verdict(255)
+
+
 def test_a_rank_that_fails_before_any_calls_init_is_named():
     verdict = job(1, (1, exits(1)), (0, TERMINATED), files={}, is_hydra=False).judge()
     assert verdict.code == 1

@@ -53,10 +53,10 @@ def test_on_every_rank(options, error, message):
     on_all_ranks(error, message, lambda rank: options)
 
 
-def test_a_checkpoint_path_with_other_files(tmp_path):
-    (tmp_path / "mine.txt").write_text("precious")
-    on_all_ranks(CheckpointError, "mine.txt", lambda rank: {"checkpoint": tmp_path})
-    assert (tmp_path / "mine.txt").read_text() == "precious"
+def test_a_folder_that_is_a_checkpoint(tmp_path):
+    (tmp_path / "manifest.json").write_text("precious")
+    on_all_ranks(CheckpointError, "is a single", lambda rank: {"checkpoint": tmp_path})
+    assert (tmp_path / "manifest.json").read_text() == "precious"
 
 
 @pytest.mark.parametrize(

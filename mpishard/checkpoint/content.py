@@ -1,0 +1,227 @@
+"""What a save writes: pieces in host memory, laid out in one file for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import to_host
+from mpishard.checkpoint.manifest import (
+    FileRecord,
+    KindRecord,
+    Manifest,
+    PieceRecord,
+    file_name,
+)
+from mpishard.checkpoint.protocol import Pieces
+from mpishard.checkpoint.tensor_file import TensorFile
+from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = ["Content", "RankFile", "StagingBuffer", "assemble", "on_host"]
+
+HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint is made of.
+
+    Parameters
+    ----------
+    parameters : sequence of ParameterEntry
+        The parameters along the flat vector. Rank 0's counts.
+    dtype : dtype
+        Of the parameters.
+    arrays : mapping of str to sequence of (Region, Array)
+        Kind -> this rank's pieces, as `CheckpointState.arrays_to_write` says.
+    metadata : mapping
+        What JSON can hold, NumPy scalars too. Rank 0's counts.
+    """
+
+    parameters: Sequence[ParameterEntry]
+    dtype: np.dtype[Any]
+    arrays: Pieces
+    metadata: Mapping[str, Any]
+
+
+class StagingBuffer:
+    """Host memory that a save copies into, so that training goes on while it is written.
+
+    It grows to what a save needs and is kept for the next.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return int(self._memory.nbytes)
+
+    def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Copies of 1-D arrays, valid until the next call."""
+        starts, total = [], 0
+        for array in arrays:
+            starts.append(total)
+            total += -(-array.nbytes // 64) * 64
+        if self._memory.size < total:
+            self._memory = np.empty(total, np.uint8)
+        copied = []
+        for array, start in zip(arrays, starts, strict=True):
+            copy = self._memory[start : start + array.nbytes].view(array.dtype)
+            copy[...] = array
+            copied.append(copy)
+        return copied
+
+
+def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
+    """The pieces in host memory, without the empty ones, and apart from what training changes."""
+    pieces: HostPieces = {}
+    shared: list[tuple[str, int]] = []
+    for kind, given in arrays.items():
+        pieces[kind] = []
+        for region, array in given:
+            if array.shape != (region.length,):
+                raise ValueError(
+                    f"{kind}: the piece {region} has shape ({region.length},), got {array.shape}"
+                )
+            if array.size:
+                host = np.ascontiguousarray(to_host(array))
+                if staging is not None and np.may_share_memory(host, array):
+                    shared.append((kind, len(pieces[kind])))
+                pieces[kind].append((region, host))
+    if staging is not None:
+        copies = staging.copies([pieces[kind][index][1] for kind, index in shared])
+        for (kind, index), copy in zip(shared, copies, strict=True):
+            pieces[kind][index] = (pieces[kind][index][0], copy)
+    return pieces
+
+
+class RankFile:
+    """The file of one rank, and what rank 0 needs to know of it.
+
+    Parameters
+    ----------
+    rank : int
+        Whose it is.
+    pieces : dict of str to list of (Region, array)
+        What `on_host` gave.
+
+    Raises
+    ------
+    ValueError
+        For a region that is given twice.
+    CheckpointError
+        For a dtype that a file cannot hold.
+    """
+
+    def __init__(self, rank: int, pieces: HostPieces) -> None:
+        self._rank = rank
+        self._pieces = {
+            kind: [(region, array.dtype.name) for region, array in given]
+            for kind, given in pieces.items()
+        }
+        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        for kind, given in pieces.items():
+            for region, array in given:
+                key = _key(kind, region)
+                if key in tensors:
+                    raise ValueError(f"{kind}: {region} is given twice")
+                tensors[key] = array
+        self.is_empty = not tensors
+        """Whether the rank has nothing to write."""
+        self._file = TensorFile(tensors, {"format": "np"})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return 0 if self.is_empty else self._file.nbytes
+
+    def write(self, directory: Path) -> None:
+        """Write it, if there is anything to write.
+
+        Raises
+        ------
+        OSError
+            Where it cannot be written.
+        """
+        if not self.is_empty:
+            self._file.write(directory / file_name(self._rank))
+
+    def record(self) -> dict[str, Any]:
+        """What `assemble` takes, as JSON knows it. Once it is written."""
+        offsets = self._file.offsets
+        kinds = {
+            kind: {
+                "dtypes": sorted({name for _, name in given}),
+                "pieces": [
+                    [offsets[_key(kind, region)], region.name, region.box, region.start,
+                     region.stop]
+                    for region, _ in given
+                ],
+            }
+            for kind, given in self._pieces.items()
+        }  # fmt: skip
+        file = None if self.is_empty else [self._file.nbytes, self._file.checksums]
+        return {"rank": self._rank, "kinds": kinds, "file": file}
+
+
+def _key(kind: str, region: Region) -> str:
+    return f"{kind}@{region}"
+
+
+def assemble(
+    identity: str, sequence: int, content: Content, records: Iterable[Mapping[str, Any]]
+) -> Manifest:
+    """The manifest of what the ranks wrote.
+
+    Parameters
+    ----------
+    identity, sequence
+        As those of `Manifest`.
+    content : Content
+        Rank 0's.
+    records : iterable of mapping
+        Of each rank, what `RankFile.record` gave.
+
+    Raises
+    ------
+    CheckpointError
+        Where a kind's pieces differ in dtype, and as `Manifest`.
+    """
+    files: dict[str, FileRecord] = {}
+    dtypes: dict[str, set[str]] = {}
+    pieces: dict[str, list[PieceRecord]] = {}
+    for record in records:
+        name = file_name(record["rank"])
+        if record["file"] is not None:
+            nbytes, checksums = record["file"]
+            files[name] = FileRecord(nbytes, tuple(checksums))
+        for kind, given in record["kinds"].items():
+            dtypes.setdefault(kind, set()).update(given["dtypes"])
+            of_kind = pieces.setdefault(kind, [])
+            for offset, parameter, box, start, stop in given["pieces"]:
+                region = Region(parameter, tuple((low, high) for low, high in box), start, stop)
+                of_kind.append(PieceRecord(name, offset, region))
+    for kind, names in dtypes.items():
+        if len(names) > 1:
+            raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
+    own = np.dtype(content.dtype)
+    return Manifest(
+        identity=identity,
+        sequence=sequence,
+        dtype=own,
+        parameters=tuple(content.parameters),
+        arrays={
+            kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {own.name}))), given)
+            for kind, given in pieces.items()
+        },
+        files=files,
+        metadata=content.metadata,
+    )

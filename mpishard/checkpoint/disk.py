@@ -1,0 +1,80 @@
+"""Every change of the file system that a save makes, in one place.
+
+A save that is cut short anywhere must leave a whole checkpoint, so what it does to the disk, and
+in which order, is here and nowhere else: tests record these calls, break them one by one, and
+look at the disk as it is after each.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = [
+    "free_bytes",
+    "make_directory",
+    "remove_tree",
+    "rename",
+    "replace_text",
+    "sync_directory",
+    "write_file",
+]
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write on the file system of ``directory``."""
+    system = os.statvfs(directory)
+    return system.f_bavail * system.f_frsize
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory, whose parent is there."""
+    os.mkdir(directory)  # noqa: PTH102
+
+
+def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """Make ``file``, of ``parts`` one after the other, and have its content reach the disk."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Make ``file`` hold ``text``: at every moment it holds that or what it held before."""
+    beside = file.with_name(f".{file.name}.tmp")
+    beside.unlink(missing_ok=True)
+    write_file(beside, [text.encode()])
+    rename(beside, file)
+    sync_directory(file.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, over another one, or a directory."""
+    os.rename(source, target)  # noqa: PTH104
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in ``directory`` reach the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems cannot sync a directory, and say so; a disk that fails says EIO.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove what nobody needs any more. What cannot be removed stays, for the next save."""
+    shutil.rmtree(directory, ignore_errors=True)

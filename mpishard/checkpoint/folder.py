@@ -1,0 +1,170 @@
+"""A folder of the checkpoints of one run: the newest, some before it, and which is the newest."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpishard.arguments import as_integer, check_path
+from mpishard.checkpoint import disk
+from mpishard.checkpoint.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.target import Target
+from mpishard.errors import CheckpointError
+
+__all__ = ["LATEST", "CheckpointFolder", "Entry", "newest_of"]
+
+LATEST = "latest"
+"""Name of the text file that names the newest checkpoint of a folder."""
+
+_NAME = re.compile(r"step-(\d{8,})(\.previous)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint of a folder.
+
+    Parameters
+    ----------
+    path : Path
+        Its directory.
+    step : int
+        The step after which it was saved.
+    sequence : int
+        Which save it was: the newest has the highest, also where a run went back and on again.
+    problem : str
+        Why it cannot be read, as far as its manifest and its files' lengths tell; empty where
+        it can.
+    """
+
+    path: Path
+    step: int
+    sequence: int
+    problem: str = ""
+
+
+class CheckpointFolder:
+    """Where a run saves again and again: ``<path>/step-00000010`` and so on.
+
+    Beside them ``latest`` is a text file with the name of the newest. It moves when that is whole
+    and on the disk, and only then older ones are removed.
+
+    Parameters
+    ----------
+    path : path
+        The folder, on a file system that all ranks see; made by the first save.
+    keep_last : int
+        How many of the newest stay. One that cannot be read is not counted.
+    keep_every : int, optional
+        Those of steps that it divides stay for ever.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, a blank one, or numbers below 1.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep_last: int = 2, keep_every: int | None = None
+    ) -> None:
+        check_path("the path of a folder of checkpoints", path)
+        self.path = Path(path).resolve()
+        self.keep_last = _at_least_one("keep_last", keep_last)
+        self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
+        # By identity of the file: a manifest is read once, however many a run keeps.
+        self._manifests: Manifests = {}
+
+    def target(self, step: int) -> Target:
+        """Where the checkpoint after ``step`` steps goes.
+
+        Raises
+        ------
+        ValueError
+            For a negative step.
+        CheckpointError
+            Where the folder is something else.
+        """
+        if as_integer("step", step) < 0:
+            raise ValueError(f"step must be at least 0, got {step}")
+        if self.path.is_file() or (self.path / MANIFEST).exists():
+            what = "a file" if self.path.is_file() else "a single checkpoint"
+            raise CheckpointError(
+                f"{self.path} is {what}; a run saves to a folder of checkpoints. Choose another "
+                "path"
+            )
+        return _StepTarget(self, int(step))
+
+    def entries(self) -> list[Entry]:
+        """The checkpoints of the folder, the newest first; those that cannot be read last."""
+        known, self._manifests = self._manifests, {}
+        return _entries(self.path, known, self._manifests)
+
+    def prune(self) -> None:
+        """Remove what nobody keeps. The newest that can be read always stays."""
+        whole = [entry for entry in self.entries() if not entry.problem]
+        for entry in whole[self.keep_last :]:
+            if self.keep_every is None or entry.step % self.keep_every:
+                disk.remove_tree(entry.path)
+
+
+def newest_of(path: Path) -> Path | None:
+    """The newest checkpoint of a folder, None where there are none."""
+    entries = _entries(path, {}, {})
+    return entries[0].path if entries else None
+
+
+class _StepTarget(Target):
+    """A step's place in a folder."""
+
+    def __init__(self, folder: CheckpointFolder, step: int) -> None:
+        super().__init__(folder.path / f"step-{step:08d}")
+        self._folder = folder
+        self._sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    def _is_left_over(self, name: str) -> bool:
+        return re.fullmatch(r"\.step-\d{8,}\.[0-9a-f]{16}\.tmp", name) is not None
+
+    def put(self, directory: Path) -> None:
+        super().put(directory)
+        disk.replace_text(self._folder.path / LATEST, f"{self.path.name}\n")
+        self._folder.prune()
+
+
+Manifests = dict[tuple[int, int, int], Manifest]
+
+
+def _entries(folder: Path, known: Manifests, found_now: Manifests) -> list[Entry]:
+    """The checkpoints of a folder; those of ``known`` manifests that are there go on."""
+    found = []
+    if folder.is_dir():
+        for directory in folder.iterdir():
+            match = _NAME.fullmatch(directory.name)
+            # What a save was replacing counts where that save was killed between its renames.
+            if match is None or (match[2] and Path(str(directory)[: -len(match[2])]).exists()):
+                continue
+            found.append(_entry(directory, int(match[1]), known, found_now))
+    return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
+
+
+def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -> Entry:
+    file = directory / MANIFEST
+    try:
+        status = file.stat()
+        mark = status.st_ino, status.st_mtime_ns, status.st_size
+        manifest = known.get(mark) or Manifest.from_json(file.read_text(encoding="utf-8"))
+        found_now[mark] = manifest
+        torn = manifest.torn_files(directory)
+    except (OSError, ValueError) as error:
+        return Entry(directory, step, 0, f"{MANIFEST}: {error}")
+    return Entry(directory, step, manifest.sequence, "; ".join(torn))
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if as_integer(name, value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)

@@ -1,0 +1,215 @@
+"""A save under way: each rank's thread writes its file, rank 0's commits when all have."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from mpishard.checkpoint import disk
+from mpishard.checkpoint.consensus import all_texts, gather_texts, share_text, together
+from mpishard.checkpoint.content import Content, RankFile, StagingBuffer, assemble, on_host
+from mpishard.checkpoint.manifest import MANIFEST, as_json
+from mpishard.checkpoint.target import Target
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.errors import CheckpointError
+
+__all__ = ["PendingSave"]
+
+_JOIN_SECONDS = 0.05
+_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _State(IntEnum):
+    WORKING = 0
+    DONE = 1
+    FAILED = 2
+
+
+class PendingSave:
+    """A checkpoint that is being written. `poll` and `wait` are collective.
+
+    Each rank writes its pieces into one file of a directory beside the target, in a thread that
+    communicates nothing. When all have, rank 0's thread checks that they are complete, writes the
+    manifest, and puts the directory in its place. What the ranks must know of each other they say
+    in `poll`, so that all take each step, and raise, at the same call.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend or None
+        The ranks that write together; None for a single process.
+    make_target : callable
+        Called on rank 0: where it goes.
+    content : Content
+        What to write.
+    staging : StagingBuffer, optional
+        Takes a copy of host arrays, which may then change before the save is done.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a blank path, or arrays that cannot be written.
+    CheckpointError
+        Where the target holds something else, or there is not enough room. All ranks raise what
+        one of them raises.
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend | None,
+        make_target: Callable[[], Target],
+        content: Content,
+        staging: StagingBuffer | None = None,
+    ) -> None:
+        self._backend = backend
+        self._rank = 0 if backend is None else backend.rank
+        self._content = content
+        self._target: Target | None = None
+        self._error: BaseException | None = None
+        self._state = _State.WORKING
+        self._commits = False
+        self._is_done = False
+        directory: Path | None = None
+        try:
+            with together(backend):
+                self._file = RankFile(self._rank, on_host(content.arrays, staging))
+                if self._rank == 0:
+                    # Training changes lists while this one is written.
+                    self._content = replace(content, metadata=as_json(content.metadata))
+                    self._target = make_target()
+                    directory = self._target.make_temporary()
+            sizes = np.array([self._file.nbytes])
+            total = int((sizes if backend is None else backend.all_gather(sizes)).sum())
+            with together(backend):
+                if directory is not None:
+                    _require_room(directory, total)
+            self._directory = Path(share_text(backend, str(directory)))
+        except BaseException:
+            if directory is not None:
+                disk.remove_tree(directory)
+            raise
+        self._thread = self._start(self._write)
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is whole and in its place. Communicates nothing."""
+        return self._is_done
+
+    def poll(self) -> bool:
+        """Go on where all ranks can; return whether it is done. Collective, and takes no time.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, where any of them could not write. What was there before is as it was.
+        """
+        if self._is_done:
+            return True
+        states = self._states()
+        if _State.WORKING in states:
+            return False
+        if _State.FAILED in states:
+            self._fail()
+        if self._commits:
+            self._is_done = True
+            return True
+        records = gather_texts(self._backend, json.dumps(self._file.record()))
+        self._commits = True
+        if self._rank == 0:
+            self._state = _State.WORKING
+            self._thread = self._start(lambda: self._commit(records))
+        return False
+
+    def wait(self) -> None:
+        """Return when it is done. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            As `poll`.
+        """
+        # The ranks meet all the while: a slow disk is no rank that hangs.
+        while not self.poll():
+            self._thread.join(_JOIN_SECONDS)
+
+    # ------------------------------------------------------------------------------- in a thread
+
+    def _start(self, body: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 - poll() raises it, on all ranks
+                self._error = error
+                self._state = _State.FAILED
+            else:
+                self._state = _State.DONE
+
+        thread = threading.Thread(target=run, name="mpishard-checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self) -> None:
+        if not (self._file.is_empty or self._directory.is_dir()):
+            raise CheckpointError(
+                f"the directory {self._directory}, which rank 0 made, is not there; a checkpoint "
+                "must be on a file system that all ranks share"
+            )
+        try:
+            self._file.write(self._directory)
+        except OSError as error:
+            if error.errno in _IS_FULL:
+                raise _no_room(self._directory, self._file.nbytes, str(error)) from error
+            raise
+
+    def _commit(self, records: Sequence[str]) -> None:
+        assert self._target is not None
+        identity = self._directory.name.rsplit(".", 2)[1]
+        manifest = assemble(
+            identity, self._target.sequence, self._content, map(json.loads, records)
+        )
+        disk.write_file(self._directory / MANIFEST, [manifest.to_json().encode()])
+        self._target.put(self._directory)
+
+    # ---------------------------------------------------------------------------------- together
+
+    def _states(self) -> list[int]:
+        mine = np.array([int(self._state)])
+        states = mine if self._backend is None else self._backend.all_gather(mine)
+        return [int(state) for state in states]
+
+    def _fail(self) -> None:
+        """Raise on every rank what any of them says. Collective."""
+        text = ""
+        if self._error is not None:
+            own = self._error
+            words = str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
+            text = f"rank {self._rank}: {words}"
+        failures = all_texts(self._backend, text)
+        self._is_done = True
+        if self._rank == 0:
+            disk.remove_tree(self._directory)
+            assert self._target is not None
+        where = self._directory.parent
+        raise CheckpointError(
+            f"no checkpoint was written in {where}, and what was there is as it was; "
+            + "; ".join(failures)
+        ) from self._error
+
+
+def _require_room(directory: Path, needed: int) -> None:
+    if needed > disk.free_bytes(directory):
+        raise _no_room(directory, needed, "there is not enough room")
+
+
+def _no_room(directory: Path, needed: int, why: str) -> CheckpointError:
+    free = disk.free_bytes(directory)
+    return CheckpointError(
+        f"{why}: {needed:,} bytes are needed and {free:,} are free in {directory.parent}; free "
+        "some, or save elsewhere"
+    )

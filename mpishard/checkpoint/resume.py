@@ -1,0 +1,79 @@
+"""Which checkpoint of a folder to go on from: the newest whose every byte is as it was written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from mpishard.checkpoint.consensus import all_texts, share_text
+from mpishard.checkpoint.folder import CheckpointFolder
+from mpishard.checkpoint.reader import CheckpointReader
+from mpishard.communication.backend import CommunicationBackend
+from mpishard.errors import CheckpointError
+
+__all__ = ["newest_valid"]
+
+_log = logging.getLogger("mpishard")
+
+
+def newest_valid(
+    folder: str | os.PathLike[str], backend: CommunicationBackend | None = None
+) -> Path | None:
+    """The newest checkpoint of a folder that verifies. Collective: each rank reads its share.
+
+    Where a newer one does not, rank 0 says so, and why, by a warning in the log "mpishard".
+
+    Parameters
+    ----------
+    folder : path
+        What a `CheckpointFolder` writes to. Rank 0's counts.
+    backend : CommunicationBackend, optional
+        The ranks that ask together.
+
+    Returns
+    -------
+    Path or None
+        None where there is no checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        Where there are some, and none of them can be used; it says of each why.
+    """
+    rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
+    listed = ""
+    if rank == 0:
+        entries = CheckpointFolder(folder).entries()
+        listed = json.dumps([[str(entry.path), entry.problem] for entry in entries])
+    refused: list[str] = []
+    for name, problem in json.loads(share_text(backend, listed)):
+        path = Path(name)
+        reasons = [problem] if problem else _verify(path, backend, rank, world_size)
+        if not reasons:
+            if refused and rank == 0:
+                _log.warning(
+                    "going on from %s, because what was saved after it cannot be used: %s",
+                    path, "; ".join(refused),
+                )  # fmt: skip
+            return path
+        refused.append(f"{path.name}: {', '.join(reasons)}")
+    if refused:
+        raise CheckpointError(
+            f"none of the checkpoints in {Path(folder)} can be used: {'; '.join(refused)}"
+        )
+    return None
+
+
+def _verify(
+    path: Path, backend: CommunicationBackend | None, rank: int, world_size: int
+) -> list[str]:
+    """What is wrong with a checkpoint, as far as any rank finds."""
+    problem = ""
+    try:
+        with CheckpointReader(path) as reader:
+            reader.verify(rank, world_size)
+    except OSError as error:  # a CheckpointError is one
+        problem = str(error)
+    return list(dict.fromkeys(all_texts(backend, problem)))

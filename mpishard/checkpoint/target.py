@@ -1,0 +1,100 @@
+"""Where a checkpoint goes: one that takes the place of another, or of nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from mpishard.arguments import check_path
+from mpishard.checkpoint import disk
+from mpishard.errors import CheckpointError
+
+__all__ = ["Target", "previous_of"]
+
+_OURS = re.compile(r"manifest\.json|rank\d{5,}\.safetensors|\.nfs.*")
+_TOKEN_BYTES = 8
+_LISTED = 5
+
+
+def previous_of(path: Path) -> Path:
+    """Where the checkpoint that ``path`` replaces waits until it is replaced."""
+    return path.with_name(f"{path.name}.previous")
+
+
+class Target:
+    """The directory of one checkpoint. Rank 0 has it; nothing of it communicates.
+
+    Parameters
+    ----------
+    path : path
+        To make or replace.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    CheckpointError
+        Where something else is there, and would be lost.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_path("the path of a checkpoint", path)
+        self.path = Path(path).resolve()
+        for directory in (self.path, previous_of(self.path)):
+            if directory.is_dir():
+                foreign = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
+                if foreign:
+                    raise CheckpointError(
+                        f"{directory} holds {_listed(foreign)}, which are no part of a checkpoint "
+                        "and would be lost: saving replaces the directory. Save to a path of its "
+                        "own"
+                    )
+            elif directory.exists():
+                raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
+
+    @property
+    def sequence(self) -> int:
+        """Which save it is, of those in the same folder."""
+        return 1
+
+    def make_temporary(self) -> Path:
+        """A new directory beside it; those of saves that were killed are removed."""
+        parent = self.path.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        for entry in parent.iterdir():
+            if self._is_left_over(entry.name):
+                disk.remove_tree(entry)
+        directory = parent / f".{self.path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp"
+        disk.make_directory(directory)
+        return directory
+
+    def _is_left_over(self, name: str) -> bool:
+        return (
+            re.fullmatch(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.tmp", name) is not None
+        )
+
+    def put(self, directory: Path) -> None:
+        """Put ``directory``, whose content is on the disk, in the checkpoint's place."""
+        previous = previous_of(self.path)
+        disk.sync_directory(directory)
+        if self.path.exists():
+            if previous.exists():
+                disk.remove_tree(previous)
+            disk.rename(self.path, previous)
+            try:
+                disk.rename(directory, self.path)
+            except BaseException:
+                disk.rename(previous, self.path)
+                raise
+        else:
+            disk.rename(directory, self.path)
+        disk.sync_directory(self.path.parent)
+        if previous.exists():
+            disk.remove_tree(previous)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

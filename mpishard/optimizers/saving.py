@@ -1,0 +1,121 @@
+"""A training run's checkpoints: when they are written, and which one the run goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
+from mpishard.checkpoint.consensus import together
+from mpishard.checkpoint.pending import PendingSave
+from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointState
+from mpishard.checkpoint.reader import find_single
+from mpishard.checkpoint.snapshot import begin_save
+from mpishard.communication import CommunicationBackend
+from mpishard.models import ShardedModelBase
+from mpishard.optimizers.data import OptimizationInputData
+
+__all__ = ["RunCheckpoints", "checkpoint_to_resume", "folder_of"]
+
+
+def folder_of(data: OptimizationInputData) -> CheckpointFolder:
+    """The folder that a run saves to."""
+    assert data.checkpoint is not None
+    return CheckpointFolder(data.checkpoint, keep_last=data.keep_last, keep_every=data.keep_every)
+
+
+def checkpoint_to_resume(data: OptimizationInputData, backend: CommunicationBackend) -> Path | None:
+    """The checkpoint that a run goes on from; None where it begins anew. Collective.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where one was asked for, and there is none.
+    CheckpointError
+        Where there are some, and none of them can be used.
+    """
+    if data.resume is False or (data.resume is None and data.checkpoint is None):
+        return None
+    is_asked_for = data.resume is not None
+    place = data.checkpoint if data.resume in (None, True) else data.resume
+    assert place is not None
+    assert not isinstance(place, bool)
+    with together(backend):
+        single = find_single(place)
+    if single is not None:
+        return single
+    newest = newest_valid(place, backend)
+    if newest is None and is_asked_for:
+        raise FileNotFoundError(
+            f"there is no checkpoint in {Path(place)} to go on from; leave resume out to begin "
+            "where there is none"
+        )
+    return newest
+
+
+class RunCheckpoints:
+    """The saves of one run, one at a time.
+
+    Parameters
+    ----------
+    data : OptimizationInputData
+        Which has a ``checkpoint``.
+    """
+
+    def __init__(self, data: OptimizationInputData) -> None:
+        self._folder = folder_of(data)
+        self._every = data.checkpoint_every
+        self._staging = StagingBuffer() if data.checkpoint_async else None
+        self._pending: PendingSave | None = None
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to save after ``step`` steps."""
+        return is_last or (self._every is not None and step % self._every == 0)
+
+    def save(
+        self,
+        step: int,
+        model: ShardedModelBase,
+        optimizer: CheckpointableOptimizer,
+        training: CheckpointState | None,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Save, or begin to, where that is done in the background. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, where any of them could not write this one or the one before.
+        """
+        self.finish()
+        self._pending = begin_save(
+            lambda: self._folder.target(step), model, optimizer,
+            training=training, metadata=metadata, staging=self._staging,
+        )  # fmt: skip
+        if self._staging is None:
+            self.finish()
+
+    def poll(self) -> None:
+        """Hear of the save under way, if there is one. Collective; called once a step.
+
+        Raises
+        ------
+        CheckpointError
+            As `save`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.poll():
+            self._pending = pending
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            As `save`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()

@@ -1,0 +1,195 @@
+"""A folder of checkpoints: what stays, which is the newest, and which is gone on from."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint import CheckpointFolder, StagingBuffer, disk, newest_valid
+from mpishard.checkpoint.snapshot import begin_save
+from mpishard.errors import CheckpointError
+
+
+def save(folder: CheckpointFolder, fakes: Any, *steps: int, backend: Any = None) -> None:
+    for step in steps:
+        model = fakes.Model(backend, fakes.values(step))
+        begin_save(lambda step=step: folder.target(step), model).wait()  # type: ignore[misc]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_stays(tmp_path: Path, fakes: Any) -> None:
+    folder = CheckpointFolder(tmp_path / "run", keep_last=2, keep_every=4)
+    for step in range(1, 11):
+        run_in_threads(2, lambda b, s=step: save(folder, fakes, s, backend=b))
+        assert (tmp_path / "run" / "latest").read_text() == f"step-{step:08d}\n"
+    assert names(tmp_path / "run") == [
+        "latest", "step-00000004", "step-00000008", "step-00000009", "step-00000010"
+    ]  # fmt: skip
+    assert [entry.step for entry in folder.entries()] == [10, 9, 8, 4]
+    assert newest_valid(tmp_path / "run") == tmp_path / "run" / "step-00000010"
+
+
+def test_a_folder_is_read_as_its_newest(tmp_path: Path, fakes: Any) -> None:
+    save(CheckpointFolder(tmp_path), fakes, 3, 7)
+    model = fakes.Model(None, np.zeros(fakes.LENGTH))
+    checkpoint.load(tmp_path, model)
+    assert model.equals({"parameters": fakes.values(7)})
+    assert checkpoint.check(tmp_path).path.name == "step-00000007"
+
+
+def test_going_back_makes_a_newer_one(tmp_path: Path, fakes: Any) -> None:
+    """A run that goes on from step 2 after one that came to 9: its own are the newest."""
+    save(CheckpointFolder(tmp_path, keep_last=3), fakes, 2, 9, 4)
+    assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [4, 9, 2]
+    assert newest_valid(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_what_cannot_be_read_is_not_counted(tmp_path: Path, fakes: Any) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    save(folder, fakes, 1, 2)
+    (tmp_path / "step-00000002" / "rank00000.safetensors").write_bytes(b"torn")
+    save(folder, fakes, 3)
+    assert [entry.step for entry in folder.entries() if not entry.problem] == [3, 1]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_newest_that_verifies(
+    world_size: int, tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(CheckpointFolder(tmp_path, keep_last=4), fakes, 1, 2, 3, 4)
+    flip(tmp_path / "step-00000004" / "rank00000.safetensors")
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        found = run_in_threads(world_size, lambda b: newest_valid(tmp_path, b))
+    assert found == [tmp_path / "step-00000002"] * world_size
+    (record,) = caplog.records
+    assert "step-00000004: " in record.message
+    assert "do not have the checksum" in record.message
+
+    for step in (1, 2):
+        flip(tmp_path / f"step-0000000{step}" / "rank00000.safetensors")
+
+    def fail(backend: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"none of .*step-00000004: .*step-00000003: "):
+            newest_valid(tmp_path, backend)
+
+    run_in_threads(world_size, fail)
+
+
+def test_where_there_is_none(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "nothing") is None
+    assert newest_valid(tmp_path) is None
+
+
+def test_a_save_that_was_killed_between_its_renames(tmp_path: Path, fakes: Any) -> None:
+    save(CheckpointFolder(tmp_path), fakes, 5)
+    (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.previous")
+    assert newest_valid(tmp_path) == tmp_path / "step-00000005.previous"
+    checkpoint.check(tmp_path)
+    save(CheckpointFolder(tmp_path), fakes, 5)
+    assert names(tmp_path) == ["latest", "step-00000005"]
+
+
+def test_what_killed_saves_left_is_removed(tmp_path: Path, fakes: Any) -> None:
+    shutil.copytree(Path(__file__).parent, tmp_path / ".step-00000003.0123456789abcdef.tmp")
+    (tmp_path / "mine").mkdir()
+    save(CheckpointFolder(tmp_path), fakes, 5)
+    assert names(tmp_path) == ["latest", "mine", "step-00000005"]
+
+
+def test_wrong_arguments(tmp_path: Path, fakes: Any) -> None:
+    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
+        CheckpointFolder(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match="keep_every must be at least 1, got -2"):
+        CheckpointFolder(tmp_path, keep_every=-2)
+    with pytest.raises(ValueError, match="blank"):
+        CheckpointFolder(" ")
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        CheckpointFolder(tmp_path).target(-1)
+    checkpoint.save(tmp_path / "one", fakes.Model(None, fakes.values(1)))
+    with pytest.raises(CheckpointError, match="one is a single checkpoint"):
+        CheckpointFolder(tmp_path / "one").target(1)
+
+
+def test_a_full_disk_is_known_before(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(CheckpointFolder(tmp_path), fakes, 1)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 100)
+
+    def fail(backend: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"[\d,]+ bytes are needed and 100 are free"):
+            save(CheckpointFolder(tmp_path), fakes, 2, backend=backend)
+
+    run_in_threads(2, fail)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_in_the_background(tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is what there was, and training may go on meanwhile."""
+
+    def train(backend: Any) -> None:
+        model = fakes.Model(backend, fakes.values(1))
+        staging = StagingBuffer()
+        for seed in (2, 3):
+            pending = checkpoint.save_async(
+                tmp_path / "c", model, metadata={"seed": seed - 1}, staging=staging
+            )
+            other = fakes.Model(backend, fakes.values(seed))
+            for own, new in zip(
+                model.pieces["parameters"], other.pieces["parameters"], strict=True
+            ):
+                own[1][...] = new[1]
+            while not pending.poll():
+                backend.barrier()
+            assert pending.done
+            assert pending.poll()
+        assert staging.nbytes
+
+    run_in_threads(3, train)
+    loaded = fakes.Model(None, np.zeros(fakes.LENGTH))
+    assert checkpoint.load(tmp_path / "c", loaded) == {"seed": 2}
+    assert loaded.equals({"parameters": fakes.values(2)})
+
+
+def test_an_error_in_the_background_is_everybodys_at_one_poll(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.write_file
+
+    def full_disk(file: Path, parts: Any) -> None:
+        if "rank00001" in file.name or "rank00002" in file.name:
+            raise OSError(5, "Input/output error")
+        real(file, parts)
+
+    monkeypatch.setattr(disk, "write_file", full_disk)
+
+    def train(backend: Any) -> int:
+        pending = checkpoint.save_async(tmp_path / "c", fakes.Model(backend, fakes.values(1)))
+        for poll in range(10_000):
+            try:
+                assert not pending.poll()
+            except CheckpointError as error:
+                assert "rank 1: OSError: [Errno 5]" in str(error)  # noqa: PT017
+                assert "rank 2: OSError: [Errno 5]" in str(error)  # noqa: PT017
+                return poll
+            backend.barrier()
+        raise AssertionError("nobody heard of it")
+
+    assert len(set(run_in_threads(3, train))) == 1
+    assert names(tmp_path) == []
