@@ -179,7 +179,7 @@ class Ending:
         code = settings.EXIT_FAILURE
         _begin_to_end(code)
         try:
-            self._report(report, code, is_own=True, is_said=not is_echo)
+            self._report(report, code, is_own=not is_echo, is_said=not is_echo)
             if self.is_last():
                 _abort(code)
         finally:

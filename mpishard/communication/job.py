@@ -74,7 +74,7 @@ class Job(Ending):
                     self.survival = Survival(mpi, comm)
                 self._meet(comm)
         except mpi.Exception:
-            watchdog.release(self)
+            self.retire()
             raise
 
     def guard(self) -> None:
@@ -314,6 +314,8 @@ class Job(Ending):
             self.progress_thread.stop()
             self.progress_thread = None
         self._groups.clear()
+        if self.board is not None:
+            self.board.journal.end(RankState.LEFT)
         watchdog.release(self)
 
     @property
