@@ -148,8 +148,12 @@ class World:
         Called with the lock.
         """
         if not self.failures:
-            text = f"rank {rank} goes on without this world: it called shrink()"
-            self.failures.append(Failure(NO_RANK, text))
+            origin, why = NO_RANK, ""
+            if self.left:
+                origin = min(self.left)
+                why = f"rank {origin} left, and "
+            text = f"{why}rank {rank} goes on without this world: it called shrink()"
+            self.failures.append(Failure(origin, text))
         self.survivors.add(rank)
         if not self.heirs and not self.absent_survivors():
             self.heirs = tuple(sorted(self.survivors))
