@@ -83,8 +83,8 @@ def ends_of(folder):
     return {int(p.stem.removeprefix("end-")): np.load(p) for p in folder.glob("end-*.npy")}
 
 
-def test_two_losses_in_a_row_end_with_the_bits_of_those_that_were_left(tmp_path):
-    """4 ranks, of which 2 is killed in step 5 and 0 raises in step 8: checkpoints are of 3 and 6."""
+def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkpoints(tmp_path):
+    """Rank 2 of 4 is killed in step 5, 0 raises in step 8; there are checkpoints of 3 and 6."""
     code, out, error = job(4, "training", str(tmp_path), "2:5:3", "0:10:0")
     assert code == 0, error
     assert "rank 1 was [(1, 4), (1, 3), (0, 2)]" in out
@@ -96,8 +96,10 @@ def test_two_losses_in_a_row_end_with_the_bits_of_those_that_were_left(tmp_path)
     ends = ends_of(tmp_path)
     assert sorted(ends) == [1, 3]
     expected = trained(tmp_path / "reference", (4, 3), (3, 6), (2, scenarios.STEPS))
+    np.testing.assert_array_equal(ends[1], ends[3])
     for parameters in ends.values():
-        np.testing.assert_array_equal(parameters, expected)
+        # Not bits: the job may have another NumPy, and other BLAS kernels.
+        np.testing.assert_allclose(parameters, expected, rtol=0, atol=1e-12)
     whole = trained(tmp_path / "undisturbed", (1, scenarios.STEPS))
     np.testing.assert_allclose(expected, whole, rtol=0, atol=1e-12)
 
