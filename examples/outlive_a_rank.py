@@ -14,7 +14,6 @@ Any rank may be killed from outside, too. All that a script does for it is to pa
 
 import argparse
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
