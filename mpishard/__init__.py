@@ -6,53 +6,57 @@
 """
 
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
-from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
-from mpishard.adapters import FunctionModel
-from mpishard.communication import (
-    CommunicationBackend,
-    CommunicationManager,
-    InMemoryCommunicationBackend,
-    MPICommunicationBackend,
-    ProcessMesh,
-    ReductionOperation,
-    init,
-    run_in_threads,
-)
-from mpishard.distributed import (
-    DistributedStrategy,
-    as_distributed,
-    as_distributed_for_high_bandwidth,
-    as_distributed_for_low_bandwidth,
-    launch,
-)
-from mpishard.layout import ShardLayout
-from mpishard.models import (
-    DDPModel,
-    FSDPModel,
-    HybridShardedModel,
-    PipelineParallelModel,
-    ShardedModelBase,
-    TensorParallelModel,
-    ZeRO1Model,
-    ZeRO2Model,
-    ZeRO3Model,
-)
-from mpishard.optimizers import (
-    DDPOptimizer,
-    FSDPOptimizer,
-    HybridShardedOptimizer,
-    OptimizationInputData,
-    OptimizationResult,
-    PipelineParallelOptimizer,
-    ShardedOptimizerBase,
-    TensorParallelOptimizer,
-    ZeRO1Optimizer,
-    ZeRO2Optimizer,
-    ZeRO3Optimizer,
-)
-from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
+
+if TYPE_CHECKING:
+    from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
+    from mpishard.adapters import FunctionModel
+    from mpishard.communication import (
+        CommunicationBackend,
+        CommunicationManager,
+        InMemoryCommunicationBackend,
+        MPICommunicationBackend,
+        ProcessMesh,
+        ReductionOperation,
+        init,
+        run_in_threads,
+    )
+    from mpishard.distributed import (
+        DistributedStrategy,
+        as_distributed,
+        as_distributed_for_high_bandwidth,
+        as_distributed_for_low_bandwidth,
+        launch,
+    )
+    from mpishard.layout import ShardLayout
+    from mpishard.models import (
+        DDPModel,
+        FSDPModel,
+        HybridShardedModel,
+        PipelineParallelModel,
+        ShardedModelBase,
+        TensorParallelModel,
+        ZeRO1Model,
+        ZeRO2Model,
+        ZeRO3Model,
+    )
+    from mpishard.optimizers import (
+        DDPOptimizer,
+        FSDPOptimizer,
+        HybridShardedOptimizer,
+        OptimizationInputData,
+        OptimizationResult,
+        PipelineParallelOptimizer,
+        ShardedOptimizerBase,
+        TensorParallelOptimizer,
+        ZeRO1Optimizer,
+        ZeRO2Optimizer,
+        ZeRO3Optimizer,
+    )
+    from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
 
 __version__ = "0.1.0"
 
@@ -104,9 +108,74 @@ __all__ = [
     "tensor",
 ]
 
+_ROOMS = {
+    "adapters": ("FunctionModel",),
+    "communication": (
+        "CommunicationBackend",
+        "CommunicationManager",
+        "InMemoryCommunicationBackend",
+        "MPICommunicationBackend",
+        "ProcessMesh",
+        "ReductionOperation",
+        "init",
+        "run_in_threads",
+    ),
+    "distributed": (
+        "DistributedStrategy",
+        "as_distributed",
+        "as_distributed_for_high_bandwidth",
+        "as_distributed_for_low_bandwidth",
+        "launch",
+    ),
+    "layout": ("ShardLayout",),
+    "models": (
+        "DDPModel",
+        "FSDPModel",
+        "HybridShardedModel",
+        "PipelineParallelModel",
+        "ShardedModelBase",
+        "TensorParallelModel",
+        "ZeRO1Model",
+        "ZeRO2Model",
+        "ZeRO3Model",
+    ),
+    "optimizers": (
+        "DDPOptimizer",
+        "FSDPOptimizer",
+        "HybridShardedOptimizer",
+        "OptimizationInputData",
+        "OptimizationResult",
+        "PipelineParallelOptimizer",
+        "ShardedOptimizerBase",
+        "TensorParallelOptimizer",
+        "ZeRO1Optimizer",
+        "ZeRO2Optimizer",
+        "ZeRO3Optimizer",
+    ),
+    "sharding": (
+        "ParameterAnalyzer",
+        "ParameterGroup",
+        "ShardingConfiguration",
+    ),
+}
+"""Where the names above are found: the rooms are loaded on first use (SPEC 1 of Scientific Python).
+
+A process that only communicates, or prints a plan, is not kept waiting by models and optimizers.
+"""
+
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+
 
 def __getattr__(name: str) -> object:
-    """``mpishard.testing``, which running programs do without, on first use."""
-    if name == "testing":
-        return importlib.import_module("mpishard.testing")
+    """A public name, or a room or module of the package, on first use."""
+    if name in _HOMES:
+        found: object = getattr(importlib.import_module(f"mpishard.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"mpishard.{name}") is not None:
+        return importlib.import_module(f"mpishard.{name}")
     raise AttributeError(f"module 'mpishard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

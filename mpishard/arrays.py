@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "SQUARES_BLOCK",
     "Array",
     "address",
     "array_namespace",
     "beside",
+    "block_squares",
     "chunk_length",
     "copy_into",
     "is_device_array",
@@ -28,6 +30,9 @@ __all__ = [
 
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
+
+SQUARES_BLOCK = 1024
+"""Elements whose squares `block_squares` adds up as one."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _CACHE_OF_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -135,6 +140,32 @@ def chunk_length(array: Array) -> int:
     if is_device_array(array):
         return max(1, int(array.size))
     return max(1, _chunk_bytes() // int(array.dtype.itemsize))
+
+
+def block_squares(array: Array) -> Array:
+    """Sums of squares of blocks of 1024 elements, the last one shorter, in float64.
+
+    The bits of each depend on the block's values alone: not on the sizes of caches, nor on the
+    number of BLAS threads, for BLAS is not asked.
+
+    Parameters
+    ----------
+    array : Array
+        1-D, of n elements.
+
+    Returns
+    -------
+    Array
+        Shape (ceil(n / 1024),).
+    """
+    xp = array_namespace(array)
+    blocks, rest = divmod(int(array.size), SQUARES_BLOCK)
+    parts = [array[: array.size - rest].reshape(blocks, SQUARES_BLOCK)]
+    if rest:
+        parts.append(array[array.size - rest :].reshape(1, rest))
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite, which whoever asks looks for
+        sums = [xp.einsum("ij,ij->i", part, part) for part in parts]
+    return xp.concatenate(sums).astype(xp.float64)
 
 
 @functools.cache  # once in a process

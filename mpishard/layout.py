@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ShardLayout"]
+__all__ = ["LeafLayout", "ShardLayout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +84,57 @@ class ShardLayout:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
+
+
+@dataclass(frozen=True, slots=True)
+class LeafLayout:
+    """A batch, cut into leaves that are dealt to the ranks in turn.
+
+    ``ShardLayout(samples, leaves)`` cuts, whatever the number of ranks; of P ranks rank r has the
+    leaves r, r + P, r + 2P, .. . So the ranks' n-th leaves together are P adjacent ones: a whole
+    subtree of the tree in which all leaves are summed.
+
+    Parameters
+    ----------
+    samples : int
+        Of the global batch, 0 or more.
+    leaves : int
+        Into how many leaves it is cut; a multiple of ``world_size``.
+    world_size : int
+        Number of ranks, 1 or more.
+
+    Raises
+    ------
+    ValueError
+        Where ``samples`` is negative, or ``leaves`` no multiple of ``world_size``.
+
+    Examples
+    --------
+    >>> layout = LeafLayout(samples=10, leaves=4, world_size=2)
+    >>> [[(own.start, own.stop) for own in layout.slices(rank)] for rank in range(2)]
+    [[(0, 3), (6, 8)], [(3, 6), (8, 10)]]
+    >>> layout.sizes
+    (5, 5)
+    """
+
+    samples: int
+    leaves: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        ShardLayout(self.samples, self.world_size)  # refuses what is below 0 or 1
+        if self.leaves < 1 or self.leaves % self.world_size:
+            raise ValueError(
+                f"{self.leaves} leaves cannot be dealt evenly to {self.world_size} ranks"
+            )
+
+    def slices(self, rank: int) -> list[slice]:
+        """The samples of each leaf of ``rank``, as slices of the global batch, in order."""
+        cut = ShardLayout(self.samples, self.leaves)
+        return [cut.slice(leaf) for leaf in range(rank, self.leaves, self.world_size)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of samples of each rank, in rank order."""
+        leaves = ShardLayout(self.samples, self.leaves).sizes
+        return tuple(sum(leaves[rank :: self.world_size]) for rank in range(self.world_size))

@@ -10,6 +10,7 @@ __all__ = [
     "EXIT_FAILURE",
     "EXIT_INTERRUPT",
     "EXIT_KILLED",
+    "EXIT_PREEMPTED",
     "EXIT_TERMINATED",
     "EXIT_TIMEOUT",
     "MAXIMUM_DIMS",
@@ -46,6 +47,8 @@ __all__ = [
     "program_folders",
     "progress_thread",
     "rank_process",
+    "remote_shell",
+    "restart_count",
     "slurm_job",
     "slurm_plugin",
     "terminal_columns",
@@ -84,6 +87,12 @@ EXIT_TERMINATED = 143
 
 EXIT_KILLED = 137
 """Exit code of `mpishard run` where a rank was killed (SIGKILL); another signal n gives 128 + n."""
+
+EXIT_PREEMPTED = 75
+"""Exit code of a job that was told to make room: it has saved, and is to be started again later.
+
+EX_TEMPFAIL of sysexits.h. `mpishard run` passes it on, and does not restart the job itself.
+"""
 
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -382,6 +391,32 @@ def job_folder() -> Path | None:
     """
     text = os.environ.get("MPISHARD_JOB_FOLDER", "")
     return Path(text) if text else None
+
+
+def restart_count() -> int:
+    """MPISHARD_RESTART: how many times `mpishard run --max-restarts` has restarted this job.
+
+    0 in the first start, and where something else started the process.
+    """
+    value = os.environ.get("MPISHARD_RESTART", "")
+    return int(value) if value.isdecimal() else 0
+
+
+_REMOTE_SHELLS = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_rsh_agent", "OMPI_MCA_plm_rsh_agent")
+
+
+def remote_shell(is_hydra: bool) -> str:
+    """The program by which a launcher reaches other machines: ssh, unless it is told another.
+
+    Parameters
+    ----------
+    is_hydra : bool
+        Whether the launcher is MPICH's, which is told so by HYDRA_LAUNCHER_EXEC; Open MPI's by
+        PRTE_MCA_plm_ssh_agent and its older names, where the first of several counts.
+    """
+    names = ("HYDRA_LAUNCHER_EXEC",) if is_hydra else _REMOTE_SHELLS
+    chosen = next((os.environ[name] for name in names if os.environ.get(name)), "ssh")
+    return chosen if is_hydra else chosen.partition(":")[0].strip()
 
 
 _FORWARDED_PREFIXES = (

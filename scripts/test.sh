@@ -80,18 +80,21 @@ layer() {
 
 # shellcheck disable=SC2329 # layer() calls it, and those below
 static() {
-    local code=0
+    local code=0 types
+    "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest: beside the others
+    types=$!
     "$venv/bin/ruff" check || code=1
     "$venv/bin/ruff" format --check || code=1
     "$venv/bin/lint-imports" --no-logo || code=1
-    "$venv/bin/mypy" --strict mpishard || code=1
     NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || code=1
+    wait "$types" || code=1
+    cat "$logs/types"
     return "$code"
 }
 
-# A process for each core: thread-ranks share one.
+# A process for each core: thread-ranks share one, and leave the other core's to its own.
 memory() {
-    "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
@@ -113,9 +116,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait most of the time: three jobs at once.
+# Their ranks wait much of the time: four jobs at once.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 3 --dist worksteal -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n 4 --dist worksteal -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 

@@ -14,9 +14,13 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
 ``shared_path`` is one temporary folder that all ranks see.
 
-A test marked ``@pytest.mark.dealt`` has many rows: threads run them all in each of its worlds,
-and of three rows each MPI world runs one, another one for 2, 3 and 4 ranks. Rows marked
-``threads_alone`` are left out under MPI. ``scripts/test.sh --full`` runs them all.
+Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
+worlds of 5 and more. Where there are more than 4 rows, they run a third in its smaller worlds, too,
+of the rows that the largest has. A test of more than 8 rows in one world, or marked
+``@pytest.mark.dealt``, is dealt: of three rows each MPI world runs one, another one for 2, 3 and
+4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks run a
+sixth. The conformance suite and the equality of training are whole in all these worlds, and
+``scripts/test.sh --full`` runs everything.
 
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
 stand-in itself. With ``--gpu`` they run on a real GPU, and so do tests that take ``main_device``,
@@ -29,6 +33,7 @@ and is shown by rank 0, the only one whose output is printed.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -36,11 +41,13 @@ import os
 import signal
 import time
 import traceback
+import zlib
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+from _pytest.doctest import DoctestModule
 
 from mpishard import settings
 from mpishard.communication import MPICommunicationBackend
@@ -186,8 +193,43 @@ def pytest_report_header(config):
     return f"MPI: not started; installed: {', '.join(versions) or 'nothing'}"
 
 
+# What the text of a file holds that has tests of a kind: the others need not even be imported.
+_WORDS = {"mpi": ("in_worlds(", "mark.mpi"), "spawned": ("mark.spawned",)}
+
+
+@functools.cache
+def _has_words(path: Path, kind: str) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in _WORDS[kind])
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files of which nothing would be selected: each process of a job reads them all."""
+    kind = "mpi" if config.getoption("with_mpi") else config.getoption("markexpr")
+    is_file = collection_path.suffix == ".py" and collection_path.name != "conftest.py"
+    return True if kind in _WORDS and is_file and not _has_words(collection_path, kind) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    """Tests have no doctests."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
+def _hold_to_words(items):
+    """Refuse a test that `pytest_ignore_collect` would leave out."""
+    for item in items:
+        for kind, marker in (("mpi", "mpi"), ("mpi", "in_worlds"), ("spawned", "spawned")):
+            if item.get_closest_marker(marker) and not _has_words(item.path, kind):
+                raise pytest.UsageError(
+                    f"{item.nodeid} is marked {marker}, but its file holds none of {_WORDS[kind]}: "
+                    f"runs of these tests alone would leave it out; use one of these words there"
+                )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    _hold_to_words(items)
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         if "gpu" in item.fixturenames or "cuda" in (
@@ -197,26 +239,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
         if not _is_full:
-            _deal_large_worlds(config, items)
+            _deal_worlds(config, items)
         return
     under_mpi = _is_under_mpi(config)
-    world_size = config.stash[_verdicts_key].world_size if under_mpi else 1
+    deal = Deal(items, config.stash[_verdicts_key].world_size if under_mpi else 1)
     kept, left_out = [], []
-    rows = collections.Counter()
     for item in items:
-        if item.get_closest_marker("in_worlds") and (
-            not under_mpi or item.callspec.params["world_size"] == world_size
-        ):
-            number = rows[item.parent, item.originalname]
-            rows[item.parent, item.originalname] += 1
-            is_dealt = under_mpi and not _is_full and item.get_closest_marker("dealt")
-            # A shift after each three: else a parameter of three values would have one in a world.
-            is_mine = not is_dealt or (number + number // 3) % 3 == world_size % 3
-            if under_mpi and not _is_full and world_size > 2 and item.path.name not in _WHOLE:
-                # More ranks than cores are slow, and threads run all of it in this world.
-                is_mine = is_mine and (number < 1 or (number + world_size) % 6 == 0)
-            if is_mine and not item.get_closest_marker("threads_alone"):
-                item.add_marker(pytest.mark.mpi)
+        if item.get_closest_marker("in_worlds") and (not under_mpi or deal.has(item)):
+            item.add_marker(pytest.mark.mpi)
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
@@ -226,28 +256,105 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
-_WHOLE = {"test_conformance.py", "test_equality.py"}
-"""What runs whole beyond two MPI ranks."""
+class Deal:
+    """Which rows of a test in worlds a world of MPI ranks runs; to be asked for all, in order."""
+
+    def __init__(self, items, world_size):
+        self.world_size = world_size
+        self.rows = collections.Counter()
+        self.large = collections.Counter()
+        self.row_counts = collections.Counter()
+        self.large_worlds = collections.defaultdict(set)
+        for item in items:
+            if item.get_closest_marker("in_worlds"):
+                size = item.callspec.params["world_size"]
+                self.row_counts[_function(item)] += size == world_size
+                if 2 < size < 5:
+                    self.large_worlds[_function(item)].add(size)
+
+    def has(self, item) -> bool:
+        if item.callspec.params["world_size"] != self.world_size:
+            return False
+        if _is_full:
+            return True
+        number = self.rows[_function(item)]
+        self.rows[_function(item)] += 1
+        # A shift after each three: else a parameter of three values would have one in a world.
+        is_whole = item.originalname in _WHOLE
+        has_many = self.row_counts[_function(item)] > _MANY and not is_whole
+        is_dealt = item.get_closest_marker("dealt") or has_many
+        if is_dealt and (number + number // 3) % 3 != self.world_size % 3:
+            return False
+        if item.get_closest_marker("threads_alone"):
+            return False
+        return is_whole or self._has_of_large(item)
+
+    def _has_of_large(self, item) -> bool:
+        """More ranks than cores are slow: a sixth of the rows, on 3 ranks or on 4.
+
+        Threads run all of them in one of the worlds, and two ranks have theirs.
+        """
+        sizes = sorted(self.large_worlds[_function(item)])
+        if self.world_size not in sizes:
+            return True
+        number = self.large[_function(item)]
+        self.large[_function(item)] += 1
+        choice = zlib.crc32(item.originalname.encode()) % len(sizes)
+        return number % 6 == 0 and self.world_size == sizes[choice]
 
 
-def _deal_large_worlds(config, items):
-    """Of many rows in worlds of 5 and more threads, a third runs in each; conformance is whole."""
-    rows, kept, left_out = collections.Counter(), [], []
+def _function(item):
+    return item.parent, item.originalname
+
+
+_WHOLE = {"test_conformance", "test_equals_sequential_training"}
+"""What runs whole in worlds of up to 4 ranks, of threads or processes."""
+
+_MANY = 8
+"""Rows in one world of a test that MPI worlds are dealt without a mark."""
+
+_SMALL, _FEW = 4, 4
+"""Ranks of a world, and rows of a test, up to which worlds of threads have all rows."""
+
+
+def _deal_worlds(config, items):
+    """Thread-ranks run all rows of a test in one world, and of many rows a third in the others."""
+    rows_of = collections.defaultdict(lambda: collections.defaultdict(set))
     for item in items:
-        world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size")
-        number = 0
-        if (
-            isinstance(world_size, int)
-            and world_size > 4
-            and item.get_closest_marker("in_worlds")
-            and item.originalname != "test_conformance"
-        ):
-            number = rows[item.parent, item.originalname, world_size]
-            rows[item.parent, item.originalname, world_size] += 1
-        (left_out if number % 3 else kept).append(item)
+        if item.get_closest_marker("in_worlds"):
+            world_size, row = _row(item)
+            rows_of[_function(item)][world_size].add(row)
+    numbers, kept, left_out = collections.Counter(), [], []
+    for item in items:
+        is_mine = True
+        if item.get_closest_marker("in_worlds"):
+            (world_size, row), worlds = _row(item), rows_of[_function(item)]
+            if _is_dealt_to_threads(item.originalname, world_size, row, worlds):
+                number = numbers[_function(item), world_size]
+                numbers[_function(item), world_size] += 1
+                # Another third in each of the small worlds, and in worlds of 6 and 7.
+                is_mine = (number + world_size * (world_size not in {5, 8})) % 3 == 0
+        (kept if is_mine else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _row(item):
+    """The size of the world, and all other parameters."""
+    values = dict(item.callspec.params)
+    return values.pop("world_size"), tuple((name, repr(value)) for name, value in values.items())
+
+
+def _is_dealt_to_threads(name, world_size, row, worlds):
+    if name == "test_conformance":
+        return world_size in {6, 7}  # 5 is odd, and no power of two as 6 and 7; 8 is one
+    if world_size > _SMALL:
+        return True
+    if name in _WHOLE:
+        return False
+    largest = max(size for size in worlds if size <= _SMALL)
+    return world_size != largest and len(worlds[world_size]) > _FEW and row in worlds[largest]
 
 
 def pytest_collection_finish(session):

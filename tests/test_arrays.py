@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpishard import arrays
+from mpishard.devices import Device
 
 
 @pytest.fixture
@@ -48,3 +49,23 @@ def test_freed_memory_is_used_again_without_the_kernel():
     arrays.reuse_freed_memory()
     pages()
     assert pages() < 1000  # of 24576
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_squares_are_added_in_blocks_of_1024(device, dtype):
+    """The bits of a block are its own: wherever it lies, and whatever stands behind it."""
+    values = np.random.default_rng(0).standard_normal(3 * 1024 + 7).astype(dtype)
+    memory = Device.parse(device).put(np.zeros(4 * 1024, dtype))
+    whole = arrays.to_host(arrays.block_squares(Device.parse(device).put(values)))
+    assert (whole.shape, whole.dtype) == ((4,), np.float64)
+    squares = values.astype(np.float64) ** 2
+    exact = [part.sum() for part in np.split(squares, [1024, 2048, 3072])]
+    np.testing.assert_allclose(whole, exact, rtol=1e-6 if dtype is np.float32 else 1e-14)
+    for shift in (1, 3, 64):
+        for count in (1, 2, 3):
+            part = memory[shift : shift + 1024 * count]
+            arrays.copy_into(part, values[: 1024 * count])
+            assert arrays.to_host(arrays.block_squares(part)).tolist() == whole[:count].tolist()
+    assert arrays.block_squares(memory[:0]).shape == (0,)
+    huge = Device.parse(device).put(np.full(3, np.finfo(dtype).max))
+    assert arrays.to_host(arrays.block_squares(huge)).tolist() == [np.inf]

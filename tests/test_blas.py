@@ -62,8 +62,7 @@ def test_a_choice_is_made_before_numpy_is_loaded(monkeypatch, processor, chosen)
 
 def test_mpishard_chooses_before_it_loads_numpy():
     code = (
-        "import sys, mpishard.blas as b, mpishard.settings\n"
-        "import importlib.util\n"
+        "import mpishard, numpy, mpishard.blas as b\n"
         "print(b.loaded_kernel(), b.better_kernel(b.loaded_kernel()))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_CORETYPE"}

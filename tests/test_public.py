@@ -1,5 +1,6 @@
 """What users import: the names, their documentation, and the quick start as printed."""
 
+import ast
 import inspect
 import os
 import re
@@ -37,6 +38,38 @@ def test_the_promised_names_are_there():
     assert set(ms.__all__) >= PROMISED
     for room in ROOMS:
         assert sorted(room.__all__) == sorted(set(room.__all__))
+
+
+def test_names_for_type_checkers_are_those_that_are_there():
+    tree = ast.parse(Path(ms.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    rooms = {node.module: {alias.name for alias in node.names} for node in checked.body}
+    assert set().union(*rooms.values()) == set(ms.__all__) <= set(dir(ms))
+    for module in rooms.keys() - {"mpishard"}:
+        for name in rooms[module]:
+            assert getattr(ms, name) is getattr(sys.modules[module], name)
+    for name in rooms["mpishard"]:
+        assert getattr(ms, name) is sys.modules[f"mpishard.{name}"]
+    with pytest.raises(AttributeError, match="module 'mpishard' has no attribute 'nonsense'"):
+        ms.nonsense  # noqa: B018
+
+
+def test_a_process_that_communicates_loads_no_models_and_no_terminal():
+    """Ranks that only communicate start in a third of the time."""
+    program = """
+import sys, mpishard
+assert "numpy" not in sys.modules
+mpishard.run_in_threads(2, lambda backend: backend.barrier())
+unwanted = {"mpishard.models", "mpishard.optimizers", "mpishard.nn", "rich", "mpi4py.MPI"}
+print(sorted(unwanted & sys.modules.keys()))
+mpishard.DDPOptimizer, mpishard.observe.Progress
+print(sorted(unwanted & sys.modules.keys()))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    loaded = ["mpishard.models", "mpishard.nn", "mpishard.optimizers"]
+    assert ended.stdout == f"[]\n{loaded}\n"
 
 
 @pytest.mark.parametrize(("room", "name"), PUBLIC)

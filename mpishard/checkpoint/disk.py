@@ -10,12 +10,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = [
     "free_bytes",
+    "make_directories",
     "make_directory",
+    "remove_aside",
     "remove_tree",
     "rename",
     "replace_text",
@@ -25,7 +28,9 @@ __all__ = [
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the file system of ``directory``."""
+    """Bytes that this user may still write on the file system of ``directory``, there or not."""
+    while not directory.exists():
+        directory = directory.parent
     system = os.statvfs(directory)
     return system.f_bavail * system.f_frsize
 
@@ -33,6 +38,14 @@ def free_bytes(directory: Path) -> int:
 def make_directory(directory: Path) -> None:
     """Make a directory, whose parent is there."""
     os.mkdir(directory)  # noqa: PTH102
+
+
+def make_directories(directory: Path) -> None:
+    """Make a directory and those above it, where they are not there, and have them last."""
+    if not directory.is_dir():
+        make_directories(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
 
 
 def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
@@ -78,3 +91,29 @@ def sync_directory(directory: Path) -> None:
 def remove_tree(directory: Path) -> None:
     """Remove what nobody needs any more. What cannot be removed stays, for the next save."""
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_aside(directories: Mapping[Path, Path]) -> None:
+    """Remove directories, none of which is ever there in part.
+
+    Parameters
+    ----------
+    directories : mapping of Path to Path
+        To the name, in the same directory, that each has while it is removed. One that cannot be
+        renamed stays, for the next save.
+
+    Raises
+    ------
+    OSError
+        Where the disk fails.
+    """
+    aside = []
+    for directory, name in directories.items():
+        with suppress(PermissionError, FileNotFoundError):
+            rename(directory, name)
+            aside.append(name)
+    # What is removed first may also be lost first: not before the names are.
+    for parent in {name.parent for name in aside}:
+        sync_directory(parent)
+    for name in aside:
+        remove_tree(name)

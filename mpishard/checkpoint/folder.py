@@ -10,7 +10,7 @@ from pathlib import Path
 from mpishard.arguments import as_integer, check_path
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.manifest import MANIFEST, Manifest
-from mpishard.checkpoint.target import Target
+from mpishard.checkpoint.target import Target, temporary_of
 from mpishard.errors import CheckpointError
 
 __all__ = ["LATEST", "CheckpointFolder", "Entry", "newest_of"]
@@ -103,9 +103,17 @@ class CheckpointFolder:
     def prune(self) -> None:
         """Remove what nobody keeps. The newest that can be read always stays."""
         whole = [entry for entry in self.entries() if not entry.problem]
-        for entry in whole[self.keep_last :]:
-            if self.keep_every is None or entry.step % self.keep_every:
-                disk.remove_tree(entry.path)
+        disk.remove_aside(
+            {
+                entry.path: temporary_of(_path_of(self.path, entry.step))
+                for entry in whole[self.keep_last :]
+                if self.keep_every is None or entry.step % self.keep_every
+            }
+        )
+
+
+def _path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
 def newest_of(path: Path) -> Path | None:
@@ -118,7 +126,7 @@ class _StepTarget(Target):
     """A step's place in a folder."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(folder.path / f"step-{step:08d}")
+        super().__init__(_path_of(folder.path, step))
         self._folder = folder
         self._sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
 
@@ -126,8 +134,11 @@ class _StepTarget(Target):
     def sequence(self) -> int:
         return self._sequence
 
-    def _is_left_over(self, name: str) -> bool:
-        return re.fullmatch(r"\.step-\d{8,}\.[0-9a-f]{16}\.tmp", name) is not None
+    def _is_left_over(self, entry: Path) -> bool:
+        match = _NAME.fullmatch(entry.name)
+        if match is not None:
+            return match[2] is not None and _path_of(entry.parent, int(match[1])).exists()
+        return re.fullmatch(r"\.step-\d{8,}\.[0-9a-f]{16}\.tmp", entry.name) is not None
 
     def put(self, directory: Path) -> None:
         super().put(directory)
@@ -145,7 +156,7 @@ def _entries(folder: Path, known: Manifests, found_now: Manifests) -> list[Entry
         for directory in folder.iterdir():
             match = _NAME.fullmatch(directory.name)
             # What a save was replacing counts where that save was killed between its renames.
-            if match is None or (match[2] and Path(str(directory)[: -len(match[2])]).exists()):
+            if match is None or (match[2] and _path_of(folder, int(match[1])).exists()):
                 continue
             found.append(_entry(directory, int(match[1]), known, found_now))
     return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
@@ -156,7 +167,7 @@ def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -
     try:
         status = file.stat()
         mark = status.st_ino, status.st_mtime_ns, status.st_size
-        manifest = known.get(mark) or Manifest.from_json(file.read_text(encoding="utf-8"))
+        manifest = known.get(mark) or Manifest.read(directory)
         found_now[mark] = manifest
         torn = manifest.torn_files(directory)
     except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ __all__ = [
     "PieceRecord",
     "as_json",
     "file_name",
+    "tensor_key",
 ]
 
 MANIFEST = "manifest.json"
@@ -40,7 +42,9 @@ _OPTIMIZER = "optimizer/"
 
 _FORMAT = "mpishard checkpoint"
 _VERSION = 3
-_LONGEST = 1 << 30  # characters
+_LONGEST = 1 << 28  # bytes
+_MOST_DIMS = 32
+_MOST_BYTES = 1 << 63  # of an array, and of anything that is counted
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
 _DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
 
@@ -59,6 +63,11 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def file_name(rank: int) -> str:
     """The name of a rank's file."""
     return f"rank{rank:05d}.safetensors"
+
+
+def tensor_key(kind: str, region: Region) -> str:
+    """What a piece is called in the header of its file."""
+    return f"{kind}@{region}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,9 @@ class Manifest:
     Raises
     ------
     CheckpointError
-        Where the parameters leave gaps, the pieces of a kind do not hold each element of each
-        parameter exactly once (of an optimizer's kind: none of frozen parameters), or a piece lies
-        in no file that is listed, or beyond its end.
+        Where the parameters leave gaps, or are larger than an array can be, the pieces of a kind
+        do not hold each element of each parameter exactly once (of an optimizer's kind: none of
+        frozen parameters), or a piece lies in no file that is listed, or beyond its end.
     """
 
     identity: str
@@ -132,10 +141,14 @@ class Manifest:
     metadata: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        position = 0
+        if not 0 < self.sequence < _MOST_BYTES:
+            raise CheckpointError(f"it is save number {self.sequence}")
+        position, names = 0, set()
         for entry in self.parameters:
-            if any(size < 0 for size in entry.shape):
-                raise CheckpointError(f"parameter {entry.name!r} has the shape {entry.shape}")
+            if entry.name in names:
+                raise CheckpointError(f"parameter {entry.name!r} stands twice among the parameters")
+            names.add(entry.name)
+            _check_shape(entry)
             if entry.start != position:
                 raise CheckpointError(
                     f"parameter {entry.name!r} starts at element {entry.start}; the one before "
@@ -196,6 +209,17 @@ class Manifest:
         """Length of the flat vector."""
         return self.parameters[-1].stop if self.parameters else 0
 
+    def tensors_by_file(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """For each file, by `tensor_key`: the bytes, start and stop, at which its tensors lie."""
+        tensors: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in self.files}
+        for kind, record in self.arrays.items():
+            for given in record.pieces.values():
+                for piece in given:
+                    stop = piece.offset + piece.region.length * record.dtype.itemsize
+                    key = tensor_key(kind, piece.region)
+                    tensors[piece.file][key] = piece.offset, stop
+        return tensors
+
     def torn_files(self, directory: Path) -> list[str]:
         """What is wrong with the lengths of the files in ``directory``, in words."""
         torn = []
@@ -252,6 +276,29 @@ class Manifest:
         )
 
     @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of the checkpoint in ``directory``.
+
+        Raises
+        ------
+        OSError
+            Where it cannot be read.
+        CheckpointError
+            As `from_json`; also where it is no file, or too long to be a manifest.
+        """
+        file = directory / MANIFEST
+        # A pipe would be waited for, and of /dev/zero there is no end.
+        if not file.is_file():
+            raise CheckpointError("it is no file")
+        nbytes = file.stat().st_size
+        if nbytes > _LONGEST:
+            raise CheckpointError(f"it has {nbytes} bytes; {_LONGEST} are the most")
+        try:
+            return cls.from_json(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"it is not JSON: {error}") from None
+
+    @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The manifest that `to_json` wrote.
 
@@ -260,8 +307,6 @@ class Manifest:
         CheckpointError
             Where the text is no manifest, is torn or changed, or comes from another version.
         """
-        if len(text) > _LONGEST:
-            raise CheckpointError(f"it has {len(text)} characters; {_LONGEST} are the most")
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -322,6 +367,18 @@ class Manifest:
             },
             metadata=dict(document["metadata"]),
         )
+
+
+def _check_shape(entry: ParameterEntry) -> None:
+    """Refuse what no array has, so that whoever makes one need not ask."""
+    nbytes = 8 * math.prod(max(1, size) for size in entry.shape)  # NumPy counts no dim as 0
+    if any(size < 0 for size in entry.shape) or len(entry.shape) > _MOST_DIMS:
+        raise CheckpointError(
+            f"parameter {entry.name!r} has the shape {entry.shape}; {_MOST_DIMS} dims of 0 or more "
+            "are the most"
+        )
+    if nbytes >= _MOST_BYTES:
+        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is no array's size")
 
 
 def _piece_of(document: Mapping[str, Any]) -> PieceRecord:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -20,7 +21,7 @@ from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["PendingSave"]
+__all__ = ["PendingSave", "require_room"]
 
 _JOIN_SECONDS = 0.05
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -72,6 +73,7 @@ class PendingSave:
         self._content = content
         self._target: Target | None = None
         self._error: BaseException | None = None
+        self._failure: CheckpointError | None = None
         self._state = _State.WORKING
         self._commits = False
         self._is_done = False
@@ -82,13 +84,14 @@ class PendingSave:
                 if self._rank == 0:
                     # Training changes lists while this one is written.
                     self._content = replace(content, metadata=as_json(content.metadata))
-                    self._target = make_target()
-                    directory = self._target.make_temporary()
             sizes = np.array([self._file.nbytes])
-            total = int((sizes if backend is None else backend.all_gather(sizes)).sum())
+            self._nbytes = int((sizes if backend is None else backend.all_gather(sizes)).sum())
             with together(backend):
-                if directory is not None:
-                    _require_room(directory, total)
+                if self._rank == 0:
+                    self._target = make_target()
+                    with _telling_room(self._target.path, self._nbytes):
+                        directory = self._target.make_temporary()
+                    require_room(directory, self._nbytes)
             self._directory = Path(share_text(backend, str(directory)))
         except BaseException:
             if directory is not None:
@@ -107,8 +110,11 @@ class PendingSave:
         Raises
         ------
         CheckpointError
-            On all ranks, where any of them could not write. What was there before is as it was.
+            On all ranks, where any of them could not write, now and whenever it is called again.
+            What was there before is as it was, unless it says that the checkpoint is in its place.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._is_done:
             return True
         states = self._states()
@@ -160,12 +166,8 @@ class PendingSave:
                 f"the directory {self._directory}, which rank 0 made, is not there; a checkpoint "
                 "must be on a file system that all ranks share"
             )
-        try:
+        with _telling_room(self._directory, self._file.nbytes):
             self._file.write(self._directory)
-        except OSError as error:
-            if error.errno in _IS_FULL:
-                raise _no_room(self._directory, self._file.nbytes, str(error)) from error
-            raise
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
@@ -173,8 +175,9 @@ class PendingSave:
         manifest = assemble(
             identity, self._target.sequence, self._content, map(json.loads, records)
         )
-        disk.write_file(self._directory / MANIFEST, [manifest.to_json().encode()])
-        self._target.put(self._directory)
+        with _telling_room(self._directory, self._nbytes):
+            disk.write_file(self._directory / MANIFEST, [manifest.to_json().encode()])
+            self._target.put(self._directory)
 
     # ---------------------------------------------------------------------------------- together
 
@@ -191,20 +194,33 @@ class PendingSave:
             words = str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
             text = f"rank {self._rank}: {words}"
         failures = all_texts(self._backend, text)
-        self._is_done = True
-        if self._rank == 0:
+        state = f"no checkpoint was written in {self._directory.parent}, and what was there is as "
+        state += "it was"
+        if self._target is not None:
+            if self._target.is_put:
+                state = f"the checkpoint {self._target.path} is whole and in its place, but not all"
+                state += " was done that belongs to it"
             disk.remove_tree(self._directory)
-            assert self._target is not None
-        where = self._directory.parent
-        raise CheckpointError(
-            f"no checkpoint was written in {where}, and what was there is as it was; "
-            + "; ".join(failures)
-        ) from self._error
+        state = share_text(self._backend, state)
+        self._failure = CheckpointError("; ".join([state, *failures]))
+        raise self._failure from self._error
 
 
-def _require_room(directory: Path, needed: int) -> None:
+def require_room(directory: Path, needed: int) -> None:
+    """Refuse to write ``needed`` bytes where there is no room for them."""
     if needed > disk.free_bytes(directory):
         raise _no_room(directory, needed, "there is not enough room")
+
+
+@contextmanager
+def _telling_room(directory: Path, needed: int) -> Iterator[None]:
+    """Say how many bytes are needed and free, where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _IS_FULL:
+            raise _no_room(directory, needed, str(error)) from error
+        raise
 
 
 def _no_room(directory: Path, needed: int, why: str) -> CheckpointError:

@@ -13,15 +13,15 @@ from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.coverage import check_region
 from mpishard.checkpoint.folder import newest_of
-from mpishard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord
+from mpishard.checkpoint.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.mapped_file import MappedFile, PieceValues
 from mpishard.checkpoint.overlap import overlaps
 from mpishard.checkpoint.target import previous_of
-from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["CheckpointReader", "find_single"]
+__all__ = ["CheckpointReader", "find_checkpoint", "find_single"]
 
 _NAMED = 10  # differences, or neighbours, that a message lists
 
@@ -54,14 +54,15 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _find(path)
+        self.path = find_checkpoint(path)
         manifest = self.path / MANIFEST
         try:
-            self._manifest = Manifest.from_json(manifest.read_text(encoding="utf-8"))
-        except (CheckpointError, UnicodeDecodeError) as error:
+            self._manifest = Manifest.read(self.path)
+        except CheckpointError as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
         self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
-        self._files: dict[str, _MappedFile] = {}
+        self._tensors = self._manifest.tensors_by_file()
+        self._files: dict[str, MappedFile] = {}
         self._check_sizes()
 
     @property
@@ -124,7 +125,7 @@ class CheckpointReader:
         for piece in record.pieces[region.name]:
             found = list(overlaps(piece.region, region))
             if found:
-                values = _Values(self._open(piece.file), piece, record.dtype, kind)
+                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
                 for overlap in found:
                     overlap.copy(values, out)
 
@@ -180,7 +181,7 @@ class CheckpointReader:
         Raises
         ------
         CheckpointError
-            Where names, shapes, order or dtype differ; the message lists the differences.
+            Where names, shapes or dtype differ; the message lists the differences.
         """
         saved = {entry.name: entry for entry in self.parameters}
         wanted = {entry.name: entry for entry in parameters}
@@ -196,8 +197,6 @@ class CheckpointReader:
                 differences.append(
                     f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
                 )
-        if not differences and list(wanted) != list(saved):
-            differences.append("the parameters come in another order")
         if self.dtype != dtype:
             differences.insert(
                 0,
@@ -230,6 +229,8 @@ class CheckpointReader:
             count = file.block_count
             try:
                 file.verify(part * count // parts, (part + 1) * count // parts)
+                if part == 0:
+                    file.check_header()
             except CheckpointError as error:
                 changed.append(str(error))
         if changed:
@@ -250,10 +251,13 @@ class CheckpointReader:
         if torn:
             raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
 
-    def _open(self, name: str) -> _MappedFile:
+    def _open(self, name: str) -> MappedFile:
         if name not in self._files:
             try:
-                self._files[name] = _MappedFile(self, name, self._manifest.files[name])
+                self._files[name] = MappedFile(
+                    self.path / name, self._manifest.files[name], self._tensors[name],
+                    self.was_replaced,
+                )  # fmt: skip
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         return self._files[name]
@@ -261,68 +265,9 @@ class CheckpointReader:
     def was_replaced(self) -> bool:
         """Whether another checkpoint lies at `path` by now."""
         try:
-            text = (self.path / MANIFEST).read_text(encoding="utf-8")
-            return Manifest.from_json(text).identity != self._manifest.identity
+            return Manifest.read(self.path).identity != self._manifest.identity
         except (OSError, ValueError):
             return True
-
-
-class _MappedFile:
-    """One file, of which each block is compared with its checksum before it is first used."""
-
-    def __init__(self, reader: CheckpointReader, name: str, record: FileRecord) -> None:
-        self._reader = reader
-        self._file = reader.path / name
-        self._record = record
-        self._content = np.memmap(self._file, np.uint8, "r")
-        if self._content.size != record.nbytes:
-            raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
-        self._verified = np.zeros(self.block_count, bool)
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks."""
-        return len(self._record.checksums)
-
-    def verify(self, first: int, stop: int, what: str = "") -> None:
-        """Compare blocks that nobody compared yet."""
-        for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
-            if checksums_of(self._content, block, block + 1) != [self._record.checksums[block]]:
-                low = block * BLOCK_BYTES
-                of = f", of {what}," if what else ""
-                why = (
-                    "the checkpoint was replaced while it was read"
-                    if self._reader.was_replaced()
-                    else "the disk, or somebody, changed them"
-                )
-                raise CheckpointError(
-                    f"{self._file}: bytes {low} to {min(low + BLOCK_BYTES, self._content.size)}"
-                    f"{of} do not have the checksum that they were written with; {why}"
-                )
-            self._verified[block] = True
-
-    def part(self, start: int, stop: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes ``start`` to ``stop``, a view."""
-        self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
-        return self._content[start:stop]
-
-
-class _Values:
-    """The values of a piece, which are read where they are sliced."""
-
-    def __init__(
-        self, file: _MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str
-    ) -> None:
-        self._file = file
-        self._offset = piece.offset
-        self._dtype = dtype
-        self._what = f"{kind} of {piece.region.name}"
-
-    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
-        low, high = (
-            self._offset + index * self._dtype.itemsize for index in (part.start, part.stop)
-        )
-        return self._file.part(low, high, self._what).view(self._dtype)
 
 
 def find_single(path: str | os.PathLike[str]) -> Path | None:
@@ -347,8 +292,14 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _find(path: str | os.PathLike[str]) -> Path:
-    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``."""
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
     found = find_single(path)
     target = Path(path).resolve()
     if found is None:

@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-from mpishard.checkpoint.consensus import all_texts, share_text
-from mpishard.checkpoint.folder import CheckpointFolder
+from mpishard.checkpoint.consensus import all_texts, share_text, together
+from mpishard.checkpoint.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
@@ -44,9 +44,9 @@ def newest_valid(
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
     listed = ""
-    if rank == 0:
-        entries = CheckpointFolder(folder).entries()
-        listed = json.dumps([[str(entry.path), entry.problem] for entry in entries])
+    with together(backend):
+        if rank == 0:
+            listed = json.dumps([[str(e.path), e.problem] for e in _newest_first(folder)])
     refused: list[str] = []
     for name, problem in json.loads(share_text(backend, listed)):
         path = Path(name)
@@ -64,6 +64,24 @@ def newest_valid(
             f"none of the checkpoints in {Path(folder)} can be used: {'; '.join(refused)}"
         )
     return None
+
+
+def _newest_first(folder: str | os.PathLike[str]) -> list[Entry]:
+    """The checkpoints of a folder, in the order in which a run would go on from them.
+
+    Of those without a manifest nobody knows when they were saved: the step must do.
+    """
+    entries = CheckpointFolder(folder).entries()
+    whole = [entry for entry in entries if not entry.problem]
+    for entry in sorted((e for e in entries if e.problem), key=lambda e: (e.sequence, e.step)):
+        older = (
+            index
+            for index, other in enumerate(whole)
+            if (entry.sequence and entry.sequence > other.sequence)
+            or (not entry.sequence and entry.step > other.step)
+        )
+        whole.insert(next(older, len(whole)), entry)
+    return whole
 
 
 def _verify(

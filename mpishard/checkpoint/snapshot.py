@@ -215,6 +215,8 @@ def load_states(
     with together(backend):
         reader = CheckpointReader(path)
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
+        if not isinstance(reader.metadata.get("user"), Mapping):
+            raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
         wanted = {name: state.arrays_to_read() for name, state in states.items()}
         for name, pieces in wanted.items():
             _check_fits(reader, name, pieces)

@@ -11,7 +11,7 @@ from mpishard.arguments import check_path
 from mpishard.checkpoint import disk
 from mpishard.errors import CheckpointError
 
-__all__ = ["Target", "previous_of"]
+__all__ = ["Target", "previous_of", "temporary_of"]
 
 _OURS = re.compile(r"manifest\.json|rank\d{5,}\.safetensors|\.nfs.*")
 _TOKEN_BYTES = 8
@@ -21,6 +21,11 @@ _LISTED = 5
 def previous_of(path: Path) -> Path:
     """Where the checkpoint that ``path`` replaces waits until it is replaced."""
     return path.with_name(f"{path.name}.previous")
+
+
+def temporary_of(path: Path) -> Path:
+    """A new name for what becomes, or was, the checkpoint ``path``."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 class Target:
@@ -42,6 +47,8 @@ class Target:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_path("the path of a checkpoint", path)
         self.path = Path(path).resolve()
+        self.is_put = False
+        """Whether the new checkpoint is in its place, and stays there."""
         for directory in (self.path, previous_of(self.path)):
             if directory.is_dir():
                 foreign = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
@@ -62,35 +69,45 @@ class Target:
     def make_temporary(self) -> Path:
         """A new directory beside it; those of saves that were killed are removed."""
         parent = self.path.parent
-        parent.mkdir(parents=True, exist_ok=True)
+        disk.make_directories(parent)
         for entry in parent.iterdir():
-            if self._is_left_over(entry.name):
+            if self._is_left_over(entry):
                 disk.remove_tree(entry)
-        directory = parent / f".{self.path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp"
+        directory = temporary_of(self.path)
         disk.make_directory(directory)
         return directory
 
-    def _is_left_over(self, name: str) -> bool:
-        return (
-            re.fullmatch(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.tmp", name) is not None
-        )
+    def _is_left_over(self, entry: Path) -> bool:
+        ours = rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{16}}\.tmp"
+        return re.fullmatch(ours, entry.name) is not None
 
     def put(self, directory: Path) -> None:
-        """Put ``directory``, whose content is on the disk, in the checkpoint's place."""
+        """Put ``directory``, whose content is on the disk, in the checkpoint's place.
+
+        Raises
+        ------
+        OSError
+            Where that cannot be done. Unless `is_put`, what was there is as it was.
+        """
         previous = previous_of(self.path)
         disk.sync_directory(directory)
-        if self.path.exists():
+        replaces = self.path.exists()
+        if replaces:
             if previous.exists():
                 disk.remove_tree(previous)
             disk.rename(self.path, previous)
-            try:
-                disk.rename(directory, self.path)
-            except BaseException:
-                disk.rename(previous, self.path)
-                raise
-        else:
+        try:
             disk.rename(directory, self.path)
-        disk.sync_directory(self.path.parent)
+            try:
+                disk.sync_directory(self.path.parent)
+            except BaseException:
+                disk.rename(self.path, directory)
+                raise
+        except BaseException:
+            if replaces:
+                disk.rename(previous, self.path)
+            raise
+        self.is_put = True
         if previous.exists():
             disk.remove_tree(previous)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpishard import settings
 from mpishard.cli.rank_logs import RankLogs
@@ -13,7 +14,7 @@ from mpishard.communication.call_file import RankState
 from mpishard.communication.naming import who
 from mpishard.communication.rank_table import call_text
 
-__all__ = ["JobEnd", "Verdict", "interrupted"]
+__all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
 
 _HINTS = {
     signal.SIGKILL: "; out of memory?",
@@ -33,6 +34,31 @@ class Verdict:
 
     code: int
     lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one start of a job ended.
+
+    Parameters
+    ----------
+    verdict : Verdict
+        Its exit code, and what is still to be said.
+    cause : str
+        Why, in one line, also where the ranks have said it themselves.
+    called_init : bool
+        Whether a rank called ``mpishard.init``.
+    seconds : float
+        How long it lasted.
+    logs : Path, optional
+        Where its logs are kept.
+    """
+
+    verdict: Verdict
+    cause: str
+    called_init: bool
+    seconds: float
+    logs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +117,7 @@ class JobEnd:
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        if not self.logs and not self.starting:
+        if not self.called_init:
             return self._before_all()
         if self.survives and self.launcher_code == 0 and any(map(self._has_left, self.logs)):
             return Verdict(0, self._outlived())
@@ -132,6 +158,25 @@ class JobEnd:
             lines.append(f"{self._who(process)} {how}; the others went on without it")
         return tuple(lines)
 
+    @property
+    def called_init(self) -> bool:
+        """Whether a rank called ``mpishard.init``."""
+        return bool(self.logs or self.starting)
+
+    def cause(self, verdict: Verdict) -> str:
+        """Why the job ended, in one line, as `verdict` has it or as ranks have said."""
+        if verdict.lines:
+            return verdict.lines[-1]
+        reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
+        # One that found another rank gone has no code.
+        named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
+        if named:
+            return f"the job ended with code {verdict.code}, as {who(named)} reported"
+        first = self._first()
+        if first is not None and first.exit_code:
+            return f"{self._who(first)} {_how(first.exit_code)}"
+        return f"the job ended with code {verdict.code}"
+
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
         if self._has_left(process.rank):
@@ -149,8 +194,11 @@ class JobEnd:
             )
             return Verdict(_BROKEN, (line,))
         first = self._first()
-        # Of a signal the launcher itself speaks.
-        if first is None or not self.launcher_code or (first.exit_code or 0) <= 0:
+        if first is None or not self.launcher_code or not first.exit_code:
+            return Verdict(self.launcher_code)
+        # Of a signal the launcher itself speaks; not so that a single rank, which may well have
+        # been in a world of its own, had the exit code of any other.
+        if first.exit_code < 0 and self.world_size > 1:
             return Verdict(self.launcher_code)
         return self._blame(first)
 
@@ -223,6 +271,8 @@ class JobEnd:
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
         if log is None:
+            if self.world_size == 1:  # a world of one writes none
+                return ""
             word = "in" if process.pid in self.starting else "before it called"
             return f" {word} mpishard.init()"
         if log.state is RankState.LEFT:

@@ -181,7 +181,8 @@ class Launcher:
                 )
             options = ["-n", f"{world_size}", "--export=ALL"]
             options += ["--kill-on-bad-exit=1", "--quit-on-interrupt"]
-            options += [f"--nodelist={names}"] if hosts else []
+            # Without a number it would take as many nodes as the allocation has.
+            options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
         elif self.library.family is MPIFamily.OPEN_MPI:
             # Its default of one core per rank would put all BLAS threads of a rank on that core.
             options = ["--with-ft", "ulfm"] if survives else []

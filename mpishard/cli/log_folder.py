@@ -1,4 +1,4 @@
-"""The folder of ``--log-dir``: what each rank prints, and its call log."""
+"""The folder of ``--log-dir``: what each rank prints, and its call log, at each start."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from mpishard.communication.call_file import call_files
 
-__all__ = ["CALLS", "check_log_folder", "held_log_folder", "prepare_log_folder"]
+__all__ = [
+    "CALLS",
+    "check_log_folder",
+    "folder_of_start",
+    "held_log_folder",
+    "prepare_log_folder",
+]
 
 CALLS = "calls"
 """The folder in it that is the job's own: call logs as the ranks write them."""
 
+_RESTARTS = "restart-[0-9]*"
+
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What a file system says that has no locks, as some parallel ones are mounted."""
+
+
+def folder_of_start(folder: Path, restart_count: int) -> Path:
+    """Where the ranks' logs are, in ``folder``, once the job has been restarted so many times."""
+    return folder / f"restart-{restart_count}" if restart_count else folder
 
 
 def check_log_folder(folder: Path) -> None:
@@ -31,7 +45,8 @@ def check_log_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
-    for file in call_files(folder / CALLS):
+    starts = (folder, *folder.glob(_RESTARTS))
+    for file in chain.from_iterable(call_files(start / CALLS) for start in starts):
         # Of another machine's process nothing is known.
         if file.host == socket.gethostname() and file.is_alive():
             raise ValueError(
@@ -82,7 +97,8 @@ def prepare_log_folder(folder: Path) -> Path | None:
     OSError
         Where it cannot be written.
     """
-    old = [*folder.glob("rank-*.log"), *folder.glob("rank-*.calls.txt"), *folder.glob(CALLS)]
+    names = ("rank-*.log", "rank-*.calls.txt", CALLS, _RESTARTS)
+    old = [path for name in names for path in folder.glob(name)]
     if not old:
         return None
     number = 1

@@ -85,6 +85,7 @@ class RankProcesses:
         self._folder = folder
         self._world_size = world_size
         self._handles: dict[int, RankProcess] = {}
+        self._is_looking = False
         self._waiting = select.epoll()
         self._launcher_handle = os.pidfd_open(launcher)
         self._waiting.register(self._launcher_handle, select.EPOLLIN)
@@ -108,14 +109,19 @@ class RankProcesses:
         return len(self.ranks) == self._world_size
 
     def look(self) -> None:
-        """Find ranks that have come since the last look."""
-        if self.all_seen:
+        """Find ranks that have come since the last look.
+
+        Nothing is done where a signal handler calls it in the middle of a look.
+        """
+        if self.all_seen or self._is_looking:
             return
+        self._is_looking = True
         self._search(self._launcher)
         for file in call_files(self._folder):
             rank = file.launched_rank
             if rank not in self.ranks and file.host == socket.gethostname():
                 self._add(rank, file.pid, file)
+        self._is_looking = False
 
     def wait(self, seconds: float | None) -> None:
         """Wait for the end of a rank or of the launcher, and note the ranks that have ended."""

@@ -1,4 +1,4 @@
-"""``mpishard run``: start a script on N ranks, and end as it ends."""
+"""``mpishard run``: start a script on N ranks, again where it fails, and end as it ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ import typer
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
-from mpishard.cli import rank_output
-from mpishard.cli.hosts import parse_hosts
+from mpishard.cli.hosts import Host, parse_hosts
+from mpishard.cli.job import Job
+from mpishard.cli.job_report import Outcome
 from mpishard.cli.launcher import Launcher, find_launcher, loaded_library, usable_cores
-from mpishard.cli.log_folder import check_log_folder, held_log_folder, prepare_log_folder
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli.log_folder import (
+    check_log_folder,
+    held_log_folder,
+    prepare_log_folder,
+)
+from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
+from mpishard.cli.restarts import Restarts
 from mpishard.communication.survival import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
@@ -51,7 +57,9 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep what each rank prints in DIR/rank-<r>.log, and its call log."
+            metavar="DIR",
+            help="Keep what each rank prints in DIR/rank-<r>.log, and its call log; of a restart, "
+            "in DIR/restart-<k>.",
         ),
     ] = None,
     env: Annotated[
@@ -59,6 +67,19 @@ def run(
         typer.Option(
             metavar="NAME[=VALUE]",
             help="A variable for the ranks on all machines; may be repeated.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(metavar="K", help="Start a job that fails again, K times at most."),
+    ] = 0,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Restart with fewer ranks, M or more, where hosts cannot be reached any more. "
+            "Default: N.",
+            show_default=False,
         ),
     ] = None,
     on_failure: Annotated[
@@ -74,11 +95,26 @@ def run(
 
     Takes the mpiexec that belongs to the MPI library that mpi4py loads, or srun inside a SLURM
     allocation. Ends with the exit code of the rank that failed first, and names it.
+
+    With --max-restarts a job that fails is started again, after 1 second, and after 2, 4, .. 30
+    where starts in a row lasted less than a minute; the script goes on from its checkpoint, as
+    optimize(checkpoint=FOLDER) does by itself, and finds the number of restarts in
+    MPISHARD_RESTART. Not restarted are: Ctrl-C, SIGTERM or SIGHUP to this command, exit code 130,
+    75 (preempted), and 2 before init (usage). The exit code is that of the last start; the
+    first failure is reported again as the root cause.
     """
     start = prepare_job(
-        "run", script, context.args, ranks, hosts, user_variables=env or (), log_folder=log_dir,
+        "run",
+        script,
+        context.args,
+        ranks,
+        hosts,
+        user_variables=env or (),
+        log_folder=log_dir,
+        max_restarts=max_restarts,
+        min_ranks=min_ranks,
         on_failure=on_failure,
-    )  # fmt: skip
+    )
     raise typer.Exit(start())
 
 
@@ -92,12 +128,15 @@ def prepare_job(
     *,
     user_variables: Sequence[str] = (),
     log_folder: Path | None = None,
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
     on_failure: str = "abort",
 ) -> Callable[[], int]:
     """What runs ``script`` to its end, and returns its exit code.
 
     The ranks find ``variables`` in their environment, and ``user_variables``, each a name or
-    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there. With
+    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there. Where it
+    fails it is started again, ``max_restarts`` times at most, on ``min_ranks`` or more. With
     ``on_failure="shrink"`` ranks may outlive each other.
 
     Raises
@@ -111,41 +150,51 @@ def prepare_job(
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
+        _check_restarts(max_restarts, min_ranks, ranks, bool(machines))
         chosen = _parse_variables(user_variables)
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
         added = _added_environment(launcher, max((h.slots for h in machines), default=ranks))
         added |= dict(variables or {})
-        program = [sys.executable, "-u", str(script), *arguments]
-        if folder is not None:
-            program = [*_with_log(folder, launcher.rank_variable), *program]
-        passed = [*added, *chosen, "MPISHARD_JOB_FOLDER"]
+        passed = [*added, *chosen, "MPISHARD_JOB_FOLDER", "MPISHARD_RESTART"]
         if machines:
             passed += settings.forwarded_variables()
-        command = launcher.command(
-            ranks, program, hosts=machines, variables=tuple(dict.fromkeys(passed)),
+        job = Job(
+            f"mpishard {name}",
+            launcher,
+            [sys.executable, "-u", str(script), *arguments],
+            os.environ | added | chosen,
+            tuple(dict.fromkeys(passed)),
+            folder,
             survives=on_failure == "shrink",
-        )  # fmt: skip
+        )
+        job.command(ranks, machines, 0)
     except (MPIUnavailableError, ValueError) as error:
         typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
 
     def start() -> int:
-        typer.echo(_announcement(name, launcher, ranks, added), err=True)
-        host_count = len(machines) or int(launcher.is_slurm)
-        supervisor = Supervisor(
-            f"mpishard {name}",
-            launcher,
-            command,
+        job.say(_announcement(launcher, ranks, added))
+        may_lose: Sequence[Host] = machines
+        if max_restarts and launcher.is_slurm and not machines:
+            may_lose = allocated_hosts(ranks)
+
+        def start_once(restart_count: int, size: int, hosts: Sequence[Host]) -> Outcome:
+            return job.start(size, machines if hosts == may_lose else hosts, restart_count)
+
+        restarts = Restarts(
+            start_once,
+            job.say,
             ranks,
-            host_count,
-            folder,
-            [h.name for h in machines],
-            survives=on_failure == "shrink",
+            may_lose,
+            lambda: find_lost_hosts(launcher, may_lose, job.received),
+            max_restarts,
+            min_ranks,
+            job.received,
         )
         with nullcontext() if folder is None else _log_folder(name, folder):
-            return supervisor.run(os.environ | added | chosen)
+            return restarts.run()
 
     return start
 
@@ -155,6 +204,22 @@ def _check(script: Path, ranks: int) -> None:
         raise ValueError(f"a job has at least one rank, got -n {ranks}")
     if not script.is_file():
         raise ValueError(f"there is no script {script}")
+
+
+def _check_restarts(most: int, min_ranks: int | None, ranks: int, has_hosts: bool) -> None:
+    if most < 0:
+        raise ValueError(f"--max-restarts must be 0 or more; got {most}")
+    if min_ranks is None:
+        return
+    if not most:
+        raise ValueError(f"--min-ranks {min_ranks} is for restarts: give --max-restarts too")
+    if not 1 <= min_ranks <= ranks:
+        raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {min_ranks}")
+    if not has_hosts and not settings.is_slurm_allocation():
+        raise ValueError(
+            f"--min-ranks {min_ranks} is for jobs whose hosts may be lost: give --hosts, or start "
+            "it inside a SLURM allocation. On one machine a job keeps its ranks"
+        )
 
 
 def _parse_variables(entries: Sequence[str]) -> dict[str, str]:
@@ -168,14 +233,6 @@ def _parse_variables(entries: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--env {name}: there is no such variable; give --env {name}=VALUE")
         chosen[name] = value if equals else os.environ[name]
     return chosen
-
-
-def _with_log(folder: Path, rank_variable: str) -> list[str]:
-    """What a rank runs before its program, to keep a log."""
-    if not hasattr(os, "pipe2"):
-        raise ValueError("--log-dir needs Linux")
-    name = f"rank-${{{rank_variable}}}.log"
-    return [sys.executable, "-I", "-S", str(rank_output.__file__), str(folder), name]
 
 
 @contextmanager
@@ -210,8 +267,8 @@ def _added_environment(launcher: Launcher, ranks_per_host: int) -> dict[str, str
     return added
 
 
-def _announcement(name: str, launcher: Launcher, ranks: int, added: Mapping[str, str]) -> str:
+def _announcement(launcher: Launcher, ranks: int, added: Mapping[str, str]) -> str:
     parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} of {launcher.library}"]
     parts.append(f"started by {launcher.program}")
     parts += [f"{key}={value}" for key, value in added.items() if key != "MPISHARD_COLUMNS"]
-    return f"mpishard {name}: {', '.join(parts)}"
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""A job from its start to its end: signals go to it, its ranks are watched, nothing stays."""
+"""A start of a job, to its end: signals go to it, its ranks are watched, nothing stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import FrameType
 
 import typer
 
-from mpishard.cli.job_report import JobEnd, Verdict, interrupted
+from mpishard.cli.job_report import JobEnd, Outcome, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
@@ -42,7 +42,7 @@ _FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.5
 
 @dataclass(slots=True)
 class Supervisor:
-    """Runs the launcher of a job.
+    """Runs the launcher of a job, once.
 
     The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
     a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
@@ -64,6 +64,9 @@ class Supervisor:
         Where the call logs of a job that failed are kept.
     hosts : sequence of str
         The machines that the user named.
+    received : list of Signals
+        The signals that were to end the job, in any of its starts; also those that come later,
+        until another one is run.
     survives : bool
         Whether ranks may outlive each other.
     """
@@ -75,84 +78,98 @@ class Supervisor:
     host_count: int
     log_folder: Path | None = None
     hosts: Sequence[str] = ()
+    received: list[signal.Signals] = field(default_factory=list)
     survives: bool = False
-    _received: list[signal.Signals] = field(default_factory=list)
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
 
-    def run(self, environment: Mapping[str, str]) -> int:
-        """Run the job to its end, and return its exit code.
+    def run(self, environment: Mapping[str, str]) -> Outcome:
+        """Run the job to its end.
 
-        It is the code that a rank reported with; else 128 + the signal that this process was
-        sent, or that ended the first rank that failed; else that rank's own code, and 1 where it
-        ended with 0 without a word.
+        Its exit code is the one that a rank reported with; else 128 + the signal that this process
+        was sent, or that ended the first rank that failed; else that rank's own code, and 1 where
+        it ended with 0 without a word.
         """
         if self.log_folder is None:
             folder = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
         else:
             folder = self.log_folder / CALLS
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         try:
             return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _run(self, environment: dict[str, str], folder: Path) -> int:
+    def _run(self, environment: dict[str, str], folder: Path) -> Outcome:
         self._handle_signals()
+        started = time.monotonic()
         self._job = job = subprocess.Popen(
             self.command,
             env=environment,
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
             process_group=0,
         )
-        if self._received:  # while it started
-            self._signal_job(self._received[-1])
+        if self.received:  # while it started
+            self._signal_job(self.received[-1])
         if RankProcesses.can_be_watched():
             self._processes = RankProcesses(
                 job.pid, self.launcher.rank_variable, folder, self.world_size
             )
             self._watch(job, self._processes, folder)
         code = job.wait()
+        self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)
-        verdict = self._judge(128 - code if code < 0 else code, folder)
+        ended = self._all_ended()
+        seconds = time.monotonic() - started
+        outcome = self._judge(128 - code if code < 0 else code, folder, ended, seconds)
         if self._processes is not None:
             self._processes.close()
-        return verdict.code
+        return outcome
 
-    def _judge(self, launcher_code: int, folder: Path) -> Verdict:
+    def _all_ended(self) -> tuple[RankProcess, ...]:
+        """The ranks that have ended by themselves; those that outlive their launcher are ended."""
         processes = self._processes
-        if processes is not None:
-            processes.look()
+        if processes is None:
+            return ()
+        processes.look()
+        processes.wait_for_all()
+        ended = tuple(processes.ended)
+        left = self._running()
+        for process in left:
+            process.send(signal.SIGKILL)
+        if left:  # they would write to the files of the next start
             processes.wait_for_all()
+        return ended
+
+    def _judge(
+        self, launcher_code: int, folder: Path, ended: Sequence[RankProcess], seconds: float
+    ) -> Outcome:
+        processes = self._processes
         files = call_files(folder)
         remove_shared_memory(files)
         logs = RankLogs.of_job(files)
-        if self._received:
-            verdict = interrupted(self._received[0], logs)
-        else:
-            verdict = JobEnd(
-                self.world_size,
-                launcher_code,
-                logs,
-                processes.ended if processes is not None else (),
-                is_local=not self.host_count or (processes is not None and processes.all_seen),
-                is_hydra=self.launcher.is_hydra,
-                launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
-                starting=_starting(folder),
-                stopped_for=self._stopped_for,
-                program=self.launcher.program.name,
-                hosts=() if self.launcher.is_slurm else self.hosts,
-                survives=self.survives,
-            ).judge()
-        for line in verdict.lines:
-            self._say(line)
+        end = JobEnd(
+            self.world_size,
+            launcher_code,
+            logs,
+            ended,
+            is_local=not self.host_count or (processes is not None and processes.all_seen),
+            is_hydra=self.launcher.is_hydra,
+            launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
+            starting=_starting(folder),
+            stopped_for=self._stopped_for,
+            program=self.launcher.program.name,
+            hosts=() if self.launcher.is_slurm else self.hosts,
+            survives=self.survives,
+        )
+        verdict = interrupted(self.received[0], logs) if self.received else end.judge()
         if verdict.code and self.log_folder is not None:
             for rank, log in logs.items():
                 (self.log_folder / f"rank-{rank}.calls.txt").write_text(
                     log.text(), encoding="utf-8"
                 )
-        return verdict
+        return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching
 
@@ -219,8 +236,8 @@ class Supervisor:
             signal.signal(signal.SIGQUIT, self._ask)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self._received.append(signal.Signals(number))
-        self._signal_job(self._received[-1])
+        self.received.append(signal.Signals(number))
+        self._signal_job(self.received[-1])
         signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
 
     def _kill(self, _number: int, _frame: FrameType | None) -> None:
@@ -231,6 +248,8 @@ class Supervisor:
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         """Ask the ranks of this machine what they do. The job goes on."""
+        if self._job is not None and self._processes is not None:
+            self._processes.look()
         running = self._running()
         # Unprepared, as before init, a process would end of it.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
@@ -245,7 +264,8 @@ class Supervisor:
     def _running(self) -> list[RankProcess]:
         """The ranks of this machine that have not ended."""
         known = {} if self._processes is None else self._processes.ranks
-        return [process for process in known.values() if not process.has_ended]
+        # A copy: a signal handler may find more meanwhile.
+        return [process for process in list(known.values()) if not process.has_ended]
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.layout import ShardLayout
+from mpishard.layout import LeafLayout
 
 __all__ = ["GlobalBatchSampler", "Indices", "order_of"]
 
@@ -50,6 +50,9 @@ class GlobalBatchSampler:
         False: samples come in the order of the data set.
     drop_last : bool
         Leave out the last batch of an epoch where it would be shorter.
+    leaves : int, optional
+        ``gradient_leaves`` of the model that is trained: a rank's part of a batch are its leaves,
+        as `LeafLayout` deals them. Default: ``ShardLayout(batch, world_size)``.
 
     Raises
     ------
@@ -77,6 +80,7 @@ class GlobalBatchSampler:
     seed: int = field(default=0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     drop_last: bool = field(default=False, kw_only=True)
+    leaves: int | None = field(default=None, kw_only=True)
     _last: list[tuple[int, Indices]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -131,7 +135,7 @@ class GlobalBatchSampler:
         return self._order(epoch)[start : start + self.batch_size]
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
-        """One rank's part of a global batch, as `ShardLayout` cuts it.
+        """One rank's part of a global batch: consecutive samples, or those of its leaves.
 
         Parameters
         ----------
@@ -148,8 +152,11 @@ class GlobalBatchSampler:
             Position in the global batch of the first of them.
         """
         batch = self.batch(epoch, index)
-        layout = ShardLayout(len(batch), world_size)
-        return batch[layout.slice(rank)], layout.start(rank)
+        leaves = self.leaves or world_size
+        parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
+        if len(parts) == 1:
+            return batch[parts[0]], parts[0].start
+        return np.concatenate([batch[part] for part in parts]), parts[0].start
 
     def _order(self, epoch: int) -> Indices:
         for known, order in self._last:

@@ -20,8 +20,10 @@ from mpishard.contracts import (
     ModelMetadata,
 )
 from mpishard.errors import MissingMemberError, ShardingError
+from mpishard.layout import LeafLayout
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
+from mpishard.models.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
 from mpishard.models.program import Program
@@ -87,8 +89,13 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         self._config = config
         self._said_train = False
         self.backend.initialize()
+        self._check_leaves()
         self._on_before_initialize_sharding()
         self._initialize_sharding()
+
+    def _check_leaves(self) -> None:
+        """Refuse ``gradient_leaves`` where worlds could not reproduce. Communicates nothing."""
+        check_leaves(self._config, self.world_size)
 
     def _on_before_initialize_sharding(self) -> None:
         """Hook of subclasses: the backend is ready, and nothing is dealt yet."""
@@ -96,10 +103,13 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def _initialize_sharding(self) -> None:
         """Deal rank 0's values to the ranks. Collective."""
         program = self._program()
+        check_leaves_of(program, self._config)
         claim(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self.backend)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
+        if self.gradient_leaves is not None:
+            say_what_may_differ(self._config)
         program.deal(self.engine.parameters, self.backend)
         self._take_over()
 
@@ -166,6 +176,31 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def data_size(self) -> int:
         """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
         return self.engine.backend.world_size
+
+    @property
+    def gradient_leaves(self) -> int | None:
+        """V, with which the model was wrapped: see `ShardingConfiguration`."""
+        leaves = self.engine.leaves
+        return None if leaves is None else leaves.count
+
+    def batch_indices(self, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Which of a global batch's samples this rank passes to a step.
+
+        Consecutive ones; with ``gradient_leaves`` those of its leaves, end to end.
+
+        Parameters
+        ----------
+        samples : int
+            Of the global batch.
+
+        Returns
+        -------
+        array of int64
+            Places in the global batch, rising.
+        """
+        leaves = self.gradient_leaves or self.data_size
+        slices = LeafLayout(samples, leaves, self.data_size).slices(self.data_rank)
+        return np.concatenate([np.arange(part.start, part.stop) for part in slices])
 
     def data_rank_of(self, rank: int) -> int:
         """The `data_rank` of another rank."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
@@ -16,6 +15,7 @@ from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.models.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.holdings import Holdings
+from mpishard.models.leaves import GradientLeaves
 from mpishard.models.offload import OffloadedGradients, UpdateStage
 from mpishard.models.parameter_store import ParameterStore
 from mpishard.models.policy import Policy
@@ -31,6 +31,7 @@ from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 __all__ = ["Engine"]
 
 Rule = Callable[[list[Update], StepReport], None]
+Batch = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 
 class Engine:
@@ -74,6 +75,8 @@ class Engine:
         self.stage = stage
         self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
         self.round = Round(config, parameters.backend, program.replicas(config))
+        in_leaves = config.gradient_leaves is not None
+        self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -113,6 +116,9 @@ class Engine:
             if placement.is_whole
             else pieces_within(self.own_pieces, placement.counted_ranges)
         )
+        if self.leaves is not None:
+            all_trained = pieces_within(all_of_all, trained) if names else all_of_all
+            self.counted_pieces = self.leaves.count_in(all_trained, self.own_pieces)
 
     @property
     def state_pieces_to_write(self) -> tuple[Piece, ...]:
@@ -128,7 +134,7 @@ class Engine:
         return tuple(
             Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
             for piece in mine
-            for part in pieces_within([piece], placement.counted_ranges)
+            for part in pieces_within([piece], placement.written_ranges)
         )
 
     @property
@@ -174,8 +180,9 @@ class Engine:
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
         the round; where it is not given and the program is random, the ranks tell each other how
-        many samples they have. ``settings`` is a checksum of what the rule depends on, such as its
-        rate: replicas that are updated with different rates would drift apart unseen.
+        many samples they have; with gradient leaves they always do. ``settings`` is a checksum of
+        what the rule depends on, such as its rate: replicas that are updated with different rates
+        would drift apart unseen.
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
@@ -202,45 +209,60 @@ class Engine:
             self.replicas.require_drifting()
         else:
             self.replicas.require_equal("a synchronised step")
+        if self.leaves is not None:
+            self.leaves.require(self._config, accumulates=self.round.accumulates)
         try:
             self.program.require_one_batch("step", x, y, everywhere=True)
-            if sample_start is None:
-                sample_start = 0
-                if self.program.is_random:
-                    sample_start = self.round.sample_start(len(x), is_local=is_local)
+            batches = self._batches(x, y, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
-                return self._step(x, y, rule, sample_start, settings, is_local=is_local)
+                return self._step(batches, rule, settings, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
 
+    def _batches(
+        self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
+    ) -> list[Batch]:
+        """What this rank computes, one after the other. Collective, where ranks must be asked."""
+        if self.leaves is not None:
+            return self.leaves.cut(x, y, sample_start)
+        if sample_start is None:
+            asks = self.program.is_random
+            sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
+        return [(x, y, sample_start)]
+
     def _step(
         self,
-        x: Array,
-        y: Array,
+        batches: Sequence[Batch],
         rule: Rule,
-        sample_start: int,
         settings: int,
         *,
         is_local: bool,
     ) -> StepReport:
         round_ = self.round
-        loss, weight = self._pass(
-            x, y, self.gradients, is_first=not round_.is_open,
-            is_last=not (round_.accumulates or is_local), sample_start=sample_start,
-        )  # fmt: skip
-        round_.add(loss, weight)
+        ends = not (round_.accumulates or is_local)
+        for number, (x, y, sample_start) in enumerate(batches, start=1):
+            loss, weight = self._pass(
+                x, y, self.gradients, is_first=not round_.is_open,
+                is_last=ends and number == len(batches), sample_start=sample_start,
+            )  # fmt: skip
+            round_.add(loss, weight)
         if is_local:
             return self._local_update(loss, weight, rule)
         step = self.step_number + 1
         if round_.accumulates:
-            message = np.array([loss, weight, 0.0])
-            total, total_weight, _ = round_.totals(message, loss, settings, step)
+            total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        norm_part = squared_norm(self.gradients.owned(self.counted_pieces))
-        message = np.array([round_.loss, round_.weight, norm_part])
-        total, total_weight, squared = round_.totals(message, loss, settings, step)
+        counted = self.gradients.owned(self.counted_pieces)
+        if self.leaves is None:
+            message = [round_.loss, round_.weight, squared_norm(counted)]
+            total, total_weight, squared = round_.totals(message, loss, settings, step)
+        else:
+            message = self.leaves.message(round_.parts, counted)
+            total, total_weight, squared = round_.totals(
+                message, round_.loss, settings, step, self.leaves.fold
+            )
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight

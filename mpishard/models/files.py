@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,12 @@ from mpishard.checkpoint.plain import (
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
 from mpishard.models.engine import Engine
-from mpishard.sharding import ParameterEntry, Piece
+from mpishard.models.leaves import NUMERICS
+from mpishard.sharding import ParameterEntry, Piece, numerics_differences
 
 __all__ = ["ShardedModelFiles"]
+
+_log = logging.getLogger("mpishard")
 
 
 class ShardedModelFiles(ICheckpointableModel, IParameterizable):
@@ -139,17 +143,17 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.holdings.pieces(), counted=True)
+        return self._regions(self.engine.holdings.pieces(), written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
         self.engine.round.require_none("a checkpoint cannot be loaded")
         return self._regions(self.engine.parameters.held)
 
-    def _regions(self, pieces: Sequence[Piece], *, counted: bool = False) -> checkpoint.Pieces:
+    def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
         owned = self.engine.parameters.owned(pieces)
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
-        return {"parameters": self.engine.program.placement.cut(parts, counted=counted)}
+        return {"parameters": self.engine.program.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""
@@ -158,6 +162,9 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
             "world_size": self.backend.world_size,
             "steps": self.engine.step_number,
         }
+        leaves = self.engine.leaves
+        if leaves is not None:
+            origin[NUMERICS] = leaves.numerics()
         return origin | metadata_with(self._choices())
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -170,6 +177,23 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
         self._take_choices(choices_in(metadata))
         self.engine.read()
+        self._compare_numerics(metadata.get(NUMERICS))
+
+    def _compare_numerics(self, before: Mapping[str, str] | None) -> None:
+        """Say why a run that went by leaves will not go on with the same bits here."""
+        leaves = self.engine.leaves
+        if before is None or self.backend.rank != 0:
+            return
+        if leaves is None:
+            changed = [f"gradient_leaves was {before.get('gradient_leaves')} and is None"]
+        else:
+            changed = numerics_differences(before, leaves.numerics())
+        if changed:
+            _log.warning(
+                "the checkpoint is of a run whose bits no number of ranks changes "
+                "(gradient_leaves); from here they are others than those of a run that was never "
+                "interrupted: %s", "; ".join(changed),
+            )  # fmt: skip
 
     def _choices(self) -> dict[str, Any]:
         model = self.wrapped_model

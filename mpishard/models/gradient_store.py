@@ -243,6 +243,20 @@ class ScatteredGradients(ReplicatedGradients):
         result = mine if is_direct else self._wide(piece.length)
         return _Reduction(self.backend.reduce_scatter_async(wire, out=result), mine, result)
 
+    def own_sums(self) -> list[Array]:
+        """The sums of this pass of all pieces that this rank owns, to be written to."""
+        frozen = self.holdings.frozen
+        return self.local([p for p in self._pieces if p.unit.index not in frozen])
+
+    def spread(self) -> None:
+        """Give every rank what the owners of all pieces have. Collective."""
+        for piece in self._pieces:
+            if piece.unit.index in self.holdings.frozen:
+                continue
+            full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
+            own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
+            self.backend.all_gather(own, out=full)
+
     def _wide(self, length: int) -> Array:
         return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
 

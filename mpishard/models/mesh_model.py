@@ -16,6 +16,7 @@ from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.base import ShardedModelBase
 from mpishard.models.ddp import DDPModel
 from mpishard.models.divided_program import DividedProgram
+from mpishard.models.leaves import check_leaves
 from mpishard.models.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
 from mpishard.models.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.mesh_warnings import idle_axes
@@ -83,6 +84,10 @@ class MeshModel(ShardedModelBase):
         self._sequence_parallel: bool = options["sequence_parallel"]
         self._data_parallel_strategy: str = options["data_parallel_strategy"]
         super().__init__(wrapped_model, config)
+
+    def _check_leaves(self) -> None:
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,8 @@ class Round:
         Whether the next pass only adds to the round.
     defers : bool
         Whether its gradients stay local until the round's last pass.
-    loss, weight : float
-        Sums over this rank's samples.
-    passes : int
-        How many this rank has added.
+    parts : list of (float, float)
+        Of each pass that this rank has added, the sum and weight of its loss.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class Round:
         self.is_open = False
         self.accumulates = False
         self.defers = False
-        self.loss = self.weight = 0.0
-        self.passes = 0
+        self.parts: list[tuple[float, float]] = []
         self._samples = 0  # of all ranks; counted where the program is random
         self._backend = config.communication_backend
         self._axis = axis
@@ -64,15 +61,28 @@ class Round:
     def add(self, loss: float, weight: float) -> None:
         """Count one pass, with the sum and weight of its loss."""
         self.is_open = True
-        self.loss += loss
-        self.weight += weight
-        self.passes += 1
+        self.parts.append((loss, weight))
+
+    @property
+    def loss(self) -> float:
+        """Sum over this rank's samples."""
+        return sum((loss for loss, _ in self.parts), 0.0)
+
+    @property
+    def weight(self) -> float:
+        """Sum over this rank's samples."""
+        return sum((weight for _, weight in self.parts), 0.0)
+
+    @property
+    def passes(self) -> int:
+        """How many passes this rank has added."""
+        return len(self.parts)
 
     def end(self) -> None:
         """Begin anew, after an update or an error."""
         self.is_open = False
-        self.loss = self.weight = 0.0
-        self.passes = self._samples = 0
+        self.parts.clear()
+        self._samples = 0
 
     def require_none(self, purpose: str) -> None:
         """Refuse what would make gradients stale that wait for their update.
@@ -113,13 +123,18 @@ class Round:
         return before + int(counts[: self._axis.rank].sum())
 
     def totals(
-        self, message: np.ndarray[Any, Any], own_loss: float, settings: int, step: int
+        self,
+        message: Sequence[float] | np.ndarray[Any, Any],
+        own_loss: float,
+        settings: int,
+        step: int,
+        fold: Callable[[np.ndarray[Any, Any]], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:
         """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
 
         With them travel two numbers and their squares, which tell whether they are the same on all
         ranks: the passes of the round, and a checksum of the settings. ``step`` is the number that
-        errors name.
+        errors name. Where ``message`` is another, ``fold`` makes the three of the ranks' sum.
 
         Raises
         ------
@@ -128,13 +143,13 @@ class Round:
         """
         backend = self._backend
         own = np.array([self.passes + 0.5 * self.accumulates, settings % _SETTINGS])
-        sums = backend.all_reduce(np.array([*message, *own, *(own * own)]))
-        total, weight, squared, all_passes = (float(v) for v in sums[:4])
-        same = sums[3:5] ** 2 == sums[5:] * backend.world_size
+        sums = backend.all_reduce(np.array([*own, *(own * own), *message]))
+        total, weight, squared = (float(v) for v in fold(sums[4:]))
+        same = sums[:2] ** 2 == sums[2:4] * backend.world_size
         if not same[0]:
             raise ShardingError(
                 f"the ranks are in different rounds: rank {backend.rank} has added {self.passes} "
-                f"batches, all {backend.world_size} together {int(all_passes)}. One has left "
+                f"batches, all {backend.world_size} together {int(sums[0])}. One has left "
                 "accumulate() by an exception that its script caught, or did not enter it. Nothing "
                 "was updated, and every rank drops its round"
             )

@@ -165,6 +165,10 @@ class ShardedGradients(GradientStore):
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._view(p) for p in pieces]
 
+    def own_sums(self) -> list[Array]:
+        """The sums of this pass of all pieces that this rank owns, to be written to."""
+        return [self.shard]
+
     def _view(self, piece: Piece) -> Array:
         shift = self._shifts[piece.unit.index]
         return self.shard[piece.start + shift : piece.stop + shift]

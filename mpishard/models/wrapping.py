@@ -23,6 +23,7 @@ from mpishard.models.gradient_store import (
 )
 from mpishard.models.holdings import Holdings
 from mpishard.models.layered_program import LayeredProgram
+from mpishard.models.leaf_gradients import LeafGradients
 from mpishard.models.offload import (
     Offload,
     OffloadedGradients,
@@ -218,11 +219,15 @@ def build_engine(
     def compresses() -> bool:
         return config.enable_gradient_compression
 
+    def reducing(holdings: Holdings) -> GradientStore:
+        if config.gradient_leaves is None:
+            return _gradient_store(holdings, policy, compresses)
+        return _leaf_store(holdings, policy)
+
     def make_gradients(holdings: Holdings) -> GradientStore:
         if offload.gradients:
-            inner = _gradient_store(holdings.on_host, policy, compresses)
-            return OffloadedGradients(inner, holdings)
-        return _gradient_store(holdings, policy, compresses)
+            return OffloadedGradients(reducing(holdings.on_host), holdings)
+        return reducing(holdings)
 
     parameters: ParameterStore
     if offload.parameters:
@@ -248,7 +253,7 @@ def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
 
 
 def _gradient_store(
-    holdings: Holdings, policy: Policy, compresses: Callable[[], bool]
+    holdings: Holdings, policy: Policy, compresses: Callable[[], bool], *, in_leaves: bool = False
 ) -> GradientStore:
     local = holdings.backend.local_rank
     if policy.shards_gradients:
@@ -261,4 +266,13 @@ def _gradient_store(
         return ScatteredGradients(holdings, compresses, mine)
     if vectors is not None and holdings.backend.node_count == 1:
         return NodeGradients(holdings, compresses, [vector for (vector,) in vectors])
+    if in_leaves:  # each is reduced, and only the sum of all goes to every rank
+        return ScatteredGradients(holdings, compresses, mine)
     return ReplicatedGradients(holdings, compresses, mine)
+
+
+def _leaf_store(holdings: Holdings, policy: Policy) -> LeafGradients:
+    inner = _gradient_store(holdings, policy, lambda: False, in_leaves=True)
+    assert isinstance(inner, ScatteredGradients | ShardedGradients)
+    shows_all = policy.shards_state or isinstance(inner, NodeGradients)
+    return LeafGradients(inner, gathers=not shows_all)

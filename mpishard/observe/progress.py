@@ -8,21 +8,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Self, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from mpishard import settings
+
+if TYPE_CHECKING:
+    from mpishard.observe.live_line import LiveLine
 
 __all__ = ["Progress"]
 
 _WINDOW = 15.0  # seconds that throughput is averaged over
 _REFRESH = 0.1  # seconds between two pictures of the live line
-_BAR = 28
 
 
 class Progress:
@@ -85,7 +81,7 @@ class Progress:
         self._wants_live = live
         self._interval = interval
         self._clock = clock
-        self._live: Live | None = None
+        self._live: LiveLine | None = None
         self._loss: float | None = None
         self._validation_loss: float | None = None
         self._amount = 0.0
@@ -183,49 +179,25 @@ class Progress:
         is_terminal = self._stream.isatty() or columns is not None
         if not (is_terminal if self._wants_live is None else self._wants_live):
             return
-        console = _PatientConsole(
-            file=self._stream, force_terminal=True, force_jupyter=False, width=columns
-        )
-        if console.is_dumb_terminal:
-            return
-        # What others print must go above the line; of streams that are not ours we know nothing.
-        is_standard = self._stream is sys.stdout
-        self._live = Live(
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=is_standard,
-            redirect_stderr=is_standard and sys.stderr.isatty(),
-        )
-        self._live.start()
+        from mpishard.observe.live_line import LiveLine  # programs without one do without rich
+
+        live = LiveLine(self._stream, self._total, columns)
+        if live.can_draw:
+            self._live = live
+            live.start()
 
     def _show(self) -> None:
         if self._live is None:
             self._print("  ".join([self._position(), *self._losses(), *self._pace()]))
         else:
-            self._live.update(self._picture(self._live.console), refresh=True)
+            words = "  ".join([*self._losses(), *self._pace()])
+            self._live.show(self._position(), self._step, words)
         self._shown = self._now
         self._is_shown = True
 
     def _print(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
-
-    def _picture(self, console: Console) -> Table | Text:
-        """The live line, with a bar where it fits."""
-        position = Text(self._position())
-        words = Text("  ".join([*self._losses(), *self._pace()]))
-        space = console.width - position.cell_len - words.cell_len - 5
-        if space < _BAR // 3:
-            line = Text("  ").join([position, words])
-            line.truncate(max(1, console.width - 1), overflow="crop")
-            line.no_wrap = True
-            return line
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(width=min(_BAR, space))
-        grid.add_column(no_wrap=True)
-        grid.add_row(position, ProgressBar(total=self._total, completed=self._step), words)
-        return grid
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Do something with the stream; give up on it where it cannot."""
@@ -237,13 +209,6 @@ class Progress:
             if live is not None:
                 with suppress(Exception):
                     live.stop()
-
-
-class _PatientConsole(Console):
-    """A console that does not end the process where nobody reads its output."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 def _loss(value: float) -> str:

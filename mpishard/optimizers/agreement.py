@@ -96,6 +96,14 @@ def refuse_early(
                 f"patience and keep_best compare losses, and {subject.name} tells none: give it "
                 "compute_loss_and_gradients, or a default_loss_function"
             )
+        is_sharded = isinstance(model, ShardedModelBase)
+        leaves = model.gradient_leaves if is_sharded else config.gradient_leaves
+        if data.local_data and leaves is not None:
+            raise ValueError(
+                f"with gradient_leaves={leaves} any number of ranks computes the same, and with "
+                "local_data each rank has samples that others never see: give every rank the same "
+                "data set, or gradient_leaves=None"
+            )
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}, "

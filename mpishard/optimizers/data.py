@@ -205,10 +205,13 @@ class OptimizationInputData:
         if samples[0] != samples[1]:
             raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
 
-    def sampler(self, lengths: Sequence[int] = ()) -> GlobalBatchSampler | LocalBatchSampler:
+    def sampler(
+        self, lengths: Sequence[int] = (), leaves: int | None = None
+    ) -> GlobalBatchSampler | LocalBatchSampler:
         """The order in which training goes through the samples.
 
-        ``lengths`` are all ranks' numbers of samples, where each brings its own.
+        ``lengths`` are all ranks' numbers of samples, where each brings its own; ``leaves`` the
+        model's ``gradient_leaves``.
         """
         if self.local_data:
             return LocalBatchSampler(
@@ -217,5 +220,5 @@ class OptimizationInputData:
             )  # fmt: skip
         return GlobalBatchSampler(
             len(self.x_train), self.batch_size,
-            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last, leaves=leaves,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpishard.arrays import Array, to_host
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine import Engine
 from mpishard.optimizers.statistics import statistics_for
@@ -69,21 +70,28 @@ def evaluate(
     speaks = engine.program.speaks  # of ranks that compute the same samples one counts
     nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
-    sums = np.zeros(2)
+    # With leaves each is measured alone, so that every world finds the same loss.
+    leaves = engine.leaves
+    sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
     outputs: list[np.ndarray[Any, Any]] = []
     seen: list[np.ndarray[Any, Any]] = []
     for index in range(sampler.batches_per_epoch):
         indices, _ = sampler.local(0, index, model.data_rank, model.data_size)
-        inputs, targets = take(x, indices), take(y, indices)
-        prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
-        if speaks:
-            sums += loss, weight
-        if prediction is not None and statistics is not None and speaks:
-            statistics.add(to_host(prediction), to_host(targets))
-        if prediction is not None and keep_predictions:
-            outputs.append(to_host(prediction))
-            seen.append(indices)
-    total, weight = backend.all_reduce(sums)
+        layout = ShardLayout(len(indices), len(sums))
+        for number, own in enumerate(indices[layout.slice(part)] for part in range(len(sums))):
+            inputs, targets = take(x, own), take(y, own)
+            prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
+            if speaks:
+                sums[number] += loss, weight
+            if prediction is not None and statistics is not None and speaks:
+                statistics.add(to_host(prediction), to_host(targets))
+            if prediction is not None and keep_predictions:
+                outputs.append(to_host(prediction))
+                seen.append(own)
+    if leaves is None:
+        total, weight = backend.all_reduce(sums[0])
+    else:
+        total, weight = leaves.total([(float(loss), float(weight)) for loss, weight in sums])
     known = engine.program.knows_loss(engine.loss)
     stats = {"loss": float(total / weight) if weight and known else math.nan}
     if statistics is not None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.arrays import (
+    SQUARES_BLOCK,
+    Array,
+    array_namespace,
+    block_squares,
+    chunk_length,
+    to_host,
+)
 from mpishard.optimizers.optimizer import Optimizer, check_epsilon, check_fraction
 from mpishard.optimizers.options import OptionRange, ParameterOptions, Segment, segment_options
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
 from mpishard.optimizers.schedules import Schedule
 
 __all__ = ["LAMB"]
+
+Cell = tuple[str, int]  # name of a parameter, and which of its cells
 
 
 class LAMB(Optimizer):
@@ -79,16 +89,18 @@ class LAMB(Optimizer):
 
         The second pass computes each chunk's direction anew, which no memory is kept for.
         """
-        names = context.parameter_names or [s.name for owned in ranges for s in owned.segments]
-        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        places = _places(ranges, context)
         xp = array_namespace(ranges[0].parameters) if ranges else np
         squares = xp.zeros((len(places), 2))
-        for owned, name, span in self._parameters_in(ranges):
-            for part in self._slices(owned, span):
-                squares[places[name]] += self._look(owned, part, span.weight_decay, context)
+        for owned, cell, span in self._parameters_in(ranges):
+            blocks = [
+                self._look(owned, part, span.weight_decay, context)
+                for part in self._slices(owned, span)
+            ]
+            squares[places[cell]] += xp.concatenate(blocks, axis=1).sum(axis=1)
         squares = context.sum_over_owners(to_host(squares))
-        for owned, name, span in self._parameters_in(ranges):
-            length, step_length = np.sqrt(squares[places[name]]).tolist()
+        for owned, cell, span in self._parameters_in(ranges):
+            length, step_length = np.sqrt(squares[places[cell]]).tolist()
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
             rate = span.rate(context.step - 1, context.learning_rate)
             for part in self._slices(owned, span):
@@ -98,14 +110,17 @@ class LAMB(Optimizer):
 
     def _parameters_in(
         self, ranges: Sequence[OwnedRange]
-    ) -> Iterator[tuple[OwnedRange, str, OptionRange]]:
+    ) -> Iterator[tuple[OwnedRange, Cell, OptionRange]]:
         for owned in ranges:
             spans = self._option_ranges(owned.segments)
             for segment, span in zip(owned.segments, spans, strict=True):
-                yield owned, segment.name, span
+                yield owned, (segment.name, segment.cell), span
 
     def _slices(self, owned: OwnedRange, span: OptionRange) -> Iterator[slice]:
-        return (slice(*bounds) for bounds in self._chunks(owned.parameters, span))
+        # Of whole blocks, so that the size of the cache does not show in the sums.
+        blocks = max(1, chunk_length(owned.parameters) // 2 // SQUARES_BLOCK)
+        starts = range(span.start, span.stop, blocks * SQUARES_BLOCK)
+        return (slice(start, min(start + starts.step, span.stop)) for start in starts)
 
     def _find_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
         return segment_options(segments, self.weight_decay, self.parameter_options)
@@ -113,7 +128,10 @@ class LAMB(Optimizer):
     def _look(
         self, owned: OwnedRange, part: slice, weight_decay: float, context: UpdateContext
     ) -> Array:
-        """Update a chunk's moments; its squared norm and that of its direction, in float64."""
+        """Update a chunk's moments; its squares and those of its direction, in float64.
+
+        Shape (2, blocks), as `mpishard.arrays.block_squares`.
+        """
         p, g, scale = owned.parameters[part], owned.gradients[part], context.gradient_scale
         xp = array_namespace(p)
         m, v = owned.state["first_moment"][part], owned.state["second_moment"][part]
@@ -129,13 +147,11 @@ class LAMB(Optimizer):
         v += spare
         (wide,) = self._temporary(p, 1, "squares", np.float64)
         direction = self._direction(p, m, v, weight_decay, context.step)
-        # Not BLAS, whose sums depend on the number of its threads: replicas must agree.
-        return xp.stack(
-            [
-                xp.multiply(vector, vector, out=wide, dtype=wide.dtype).sum()
-                for vector in (p, direction)
-            ]
-        )
+        squares = []
+        for vector in (p, direction):
+            wide[...] = vector
+            squares.append(block_squares(wide))
+        return xp.stack(squares)
 
     def _update_chunk(
         self,
@@ -165,3 +181,16 @@ class LAMB(Optimizer):
             xp.multiply(p, weight_decay, out=spare)
             direction += spare
         return direction
+
+
+def _places(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:
+    """Where in a vector that is summed over ranks each cell of the parameters has its place."""
+    if not context.parameter_names:
+        cells = dict.fromkeys((s.name, s.cell) for owned in ranges for s in owned.segments)
+    else:
+        seen: Counter[str] = Counter()
+        cells = {}
+        for name in context.parameter_names:
+            cells[name, seen[name]] = None
+            seen[name] += 1
+    return {cell: place for place, cell in enumerate(cells)}

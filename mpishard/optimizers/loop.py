@@ -76,7 +76,7 @@ class TrainingRun:
         self.lengths = {
             part: _by_data_rank(model, given, f"x_{part}") for part, given in lengths.items()
         }
-        self.sampler = data.sampler(self.lengths["train"])
+        self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
         self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
         planned = data.epochs * per_epoch
@@ -266,7 +266,9 @@ class TrainingRun:
         if data.local_data:
             sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
         else:
-            sampler = GlobalBatchSampler(len(x), data.batch_size, shuffle=False)
+            sampler = GlobalBatchSampler(
+                len(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
+            )
         return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
 
     # --------------------------------------------------------------------------------- positions

@@ -32,11 +32,16 @@ KNOWN = ("weight_decay", "learning_rate_scale", "learning_rate", "frozen")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one parameter that lies in one owned piece: ``[start, stop)`` of the piece."""
+    """The part of one parameter that lies in one owned piece: ``[start, stop)`` of the piece.
+
+    Where worlds of other sizes must find the same norms it is what lies in one cell of the flat
+    vector, the ``cell``-th of the parameter.
+    """
 
     name: str
     start: int
     stop: int
+    cell: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ class UpdateContext:
     over all ranks that own a part of the parameters, which every one of them calls; where each
     rank owns all, it gives back what it gets. ``parameter_names`` are all the model's, in one
     order on all ranks, so that such a vector can have a place for each; without them each rank
-    owns all.
+    owns all. With ``gradient_leaves`` a name stands once for each of its cells, in order, and each
+    place gets the sum of the whole parameter, whatever the number of ranks.
     """
 
     step: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.agreement import require_same_rule
+from mpishard.optimizers.cells import ParameterCells
 from mpishard.optimizers.optimizer import Optimizer
 from mpishard.optimizers.options import Segment, check_patterns, segments_of
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
@@ -69,7 +70,7 @@ class ShardedOptimizerBase(ShardedTraining):
         self._steps = 0
         self._frozen = frozenset()
         self._options = ""  # those that `_frozen` was found with
-        self._owners: dict[str, Callable[[Array], Array]] = {}
+        self._owners: dict[str, Any] = {}
 
     @property
     def wrapped_optimizer(self) -> Optimizer:
@@ -177,7 +178,6 @@ class ShardedOptimizerBase(ShardedTraining):
             step=self._steps + 1,
             learning_rate=self._optimizer.checked_rate(self._steps),
             gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
-            parameter_names=[entry.name for entry in self._model.parameter_entries],
             **self._owners,
         )
         ranges = [
@@ -294,12 +294,31 @@ class ShardedOptimizerBase(ShardedTraining):
         self._options = self._optimizer.described_options
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
-        self._owners = {"sum_over_owners": model.engine.sum_over_owners}
+        self._owners = {
+            "sum_over_owners": model.engine.sum_over_owners,
+            "parameter_names": [entry.name for entry in model.parameter_entries],
+        }
         held = model.engine.program.entries
-        self._segments = tuple(segments_of(held, p) for p in model.engine.updated_pieces)
+        pieces = model.engine.updated_pieces
+        self._segments = tuple(segments_of(held, piece) for piece in pieces)
+        if model.gradient_leaves is not None:
+            self._cut_into_cells(model, model.gradient_leaves)
         self._state = model.optimizer_state(self._optimizer.needed_state())
         self._model = model
         self._take_awaited(model)
+
+    def _cut_into_cells(self, model: ShardedModelBase, leaves: int) -> None:
+        """Let norms of parameters be summed so that who owns what changes no bit."""
+        engine = model.engine
+        cells = ParameterCells(model.parameter_entries, model.units, leaves)
+        self._segments = tuple(
+            cells.cut(segments, piece)
+            for segments, piece in zip(self._segments, engine.updated_pieces, strict=True)
+        )
+        self._owners = {
+            "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),
+            "parameter_names": cells.names,
+        }
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
         """What of ``model`` is not trained, or a refusal of options. Communicates nothing."""

@@ -1,8 +1,10 @@
 """Who owns which elements: parameter table, units, pieces, configuration."""
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
+from mpishard.sharding.cells import cells_of, cut_at_cells
 from mpishard.sharding.configuration import ShardingConfiguration
-from mpishard.sharding.placement import Placement, Slice
+from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
+from mpishard.sharding.placement import Placement, Slice, written_part
 from mpishard.sharding.regions import Box, Region, whole_box
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
 from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
@@ -20,8 +22,13 @@ __all__ = [
     "Slice",
     "Unit",
     "build_units",
+    "cells_of",
+    "cut_at_cells",
     "nested_views",
+    "numerics_differences",
+    "numerics_fingerprint",
     "owned_pieces",
     "pieces_within",
     "whole_box",
+    "written_part",
 ]

@@ -14,8 +14,8 @@ class ShardingConfiguration:
     """Choices that a sharded model and its sharded optimizer share.
 
     All but the backend can be set afterwards too. Where memory lies and how units are cut is
-    decided when a model is wrapped: ``minimum_parameter_group_size`` and the three flags of CPU
-    offload are read then, and a later change holds for the next model.
+    decided when a model is wrapped: ``minimum_parameter_group_size``, ``gradient_leaves`` and the
+    three flags of CPU offload are read then, and a later change holds for the next model.
 
     Parameters
     ----------
@@ -46,6 +46,14 @@ class ShardingConfiguration:
         For a model on a GPU whose strategy shards parameters: keep the owned pieces in host
         memory, and copy each unit to the GPU while it is used. Rajbhandari et al.,
         "ZeRO-Infinity", SC 2021, section 5.1.
+    gradient_leaves : int, optional
+        V, a power of two: worlds of 1, 2, 4 .. V ranks walk through *the same bits*, so that a
+        run may go on with more or fewer ranks and end with identical parameters. The global
+        batch is cut into V leaves, ``ShardLayout(batch, V)``, whatever the number of ranks; each
+        leaf's gradient is computed alone, and all are summed in one tree. A rank of P makes V/P
+        forward and backward passes a step, and reduces gradients as often. It passes the samples
+        of its leaves, end to end, as `ShardedModelBase.batch_indices` names them. For the data
+        axis alone, with one BLAS thread. Default: None, one pass per rank and batch.
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
@@ -58,7 +66,8 @@ class ShardingConfiguration:
         Where the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
         is none.
     ValueError
-        Where ``learning_rate`` is not above 0, or the group size is below 1.
+        Where ``learning_rate`` is not above 0, the group size is below 1, or ``gradient_leaves``
+        is no power of two.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class ShardingConfiguration:
         cpu_offload_optimizer: bool = False,
         cpu_offload_gradients: bool = False,
         cpu_offload_parameters: bool = False,
+        gradient_leaves: int | None = None,
         check_collectives: bool = True,
         allow_nonfinite: bool = False,
     ) -> None:
@@ -88,6 +98,7 @@ class ShardingConfiguration:
         self.cpu_offload_optimizer = cpu_offload_optimizer
         self.cpu_offload_gradients = cpu_offload_gradients
         self.cpu_offload_parameters = cpu_offload_parameters
+        self.gradient_leaves = gradient_leaves
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
 
@@ -212,6 +223,22 @@ class ShardingConfiguration:
     @cpu_offload_parameters.setter
     def cpu_offload_parameters(self, value: bool) -> None:
         self._cpu_offload_parameters = as_flag("cpu_offload_parameters", value)
+
+    @property
+    def gradient_leaves(self) -> int | None:
+        """V, the largest world that walks through the same bits as all smaller ones."""
+        return self._gradient_leaves
+
+    @gradient_leaves.setter
+    def gradient_leaves(self, value: int | None) -> None:
+        if value is not None:
+            value = int(as_integer("gradient_leaves", value))
+            if value < 1 or value & (value - 1):
+                raise ValueError(
+                    f"gradient_leaves must be a power of two, the largest world that is to "
+                    f"reproduce, or None; got {value}"
+                )
+        self._gradient_leaves = value
 
     @property
     def allow_nonfinite(self) -> bool:

@@ -238,11 +238,44 @@ def test_a_world_of_one_may_end_as_it_likes():
     assert one.judge() == Verdict(0)
 
 
+@pytest.mark.parametrize(
+    ("launcher_code", "status", "code", "words"),
+    [(9, KILLED, 137, "was killed by signal 9"), (3, exits(3), 3, "ended with code 3")],
+)
+def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, words):
+    ended = [RankProcess(0, 4000, status, True)]
+    verdict = JobEnd(1, launcher_code, {}, ended, is_hydra=True).judge()
+    assert verdict.code == code
+    assert words in verdict.lines[0]
+    assert "init" not in verdict.lines[0]
+
+
 def test_the_rank_for_which_the_job_was_ended():
     culprit = RankProcess(2, 4002, exits(1), True)
     verdict = job(143, (2, exits(1)), files={}, stopped_for=culprit).judge()
     assert verdict.code == 1
     assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
+
+
+def test_the_cause_in_a_line():
+    def cause(*ends, **known):
+        end = job(*ends, **known)
+        return end.cause(end.judge())
+
+    assert cause(9, (1, KILLED)).startswith("rank 1 (process 4001 on ")
+    reports = {1: (RankState.REPORTED, 124), 2: (RankState.REPORTED, 0)}
+    assert cause(124, states=reports) == "the job ended with code 124, as rank 1 reported"
+    assert cause(1, states={2: (RankState.REPORTED, 0)}).endswith("code 1, as rank 2 reported")
+    # Of scripts without mpishard nothing is said by itself.
+    words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV)"
+    assert cause(11, (1, signal.SIGSEGV), (0, KILLED), files={}) == words
+    assert cause(3, files={}, is_local=False) == "the job ended with code 3"
+
+
+def test_a_world_is_known_by_its_logs():
+    assert job(1).called_init
+    assert job(1, files={}, starting=frozenset({4000})).called_init
+    assert not job(1, files={}).called_init
 
 
 def test_a_call_log_can_be_read():

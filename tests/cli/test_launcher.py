@@ -124,7 +124,7 @@ def test_srun_inside_an_allocation_only(bare_path, monkeypatch):
     assert launcher.program == srun
     command = launcher.command(4, ["python", "a.py"], hosts=[Host("n1", 2), Host("n2", 2)])
     assert command[:3] == [str(srun), "-n", "4"]
-    assert "--nodelist=n1,n2" in command
+    assert {"--nodelist=n1,n2", "--nodes=2"} < set(command)
     assert "--export=ALL" in command
     assert command[-2:] == ["python", "a.py"]
     with pytest.raises(ValueError, match="--hosts n1:1,n2:3: inside SLURM srun deals the ranks"):

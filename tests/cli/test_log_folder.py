@@ -9,6 +9,7 @@ import typer
 from mpishard.cli.log_folder import (
     CALLS,
     check_log_folder,
+    folder_of_start,
     held_log_folder,
     prepare_log_folder,
 )
@@ -30,10 +31,12 @@ def test_earlier_logs_are_moved_aside(tmp_path):
     (folder / "notes.txt").write_text("mine")
     for number, text in enumerate(("first", "second"), start=1):
         leave_logs(folder, text)
+        leave_logs(folder_of_start(folder, 12), text)
         check_log_folder(folder)
         aside = prepare_log_folder(folder)
         assert aside == folder / f"earlier-{number}"
-        for name in ("rank-0.log", "rank-0.calls.txt", f"{CALLS}/rank-0.calls"):
+        names = ("rank-0.log", "rank-0.calls.txt", f"{CALLS}/rank-0.calls")
+        for name in (*names, *(f"restart-12/{name}" for name in names)):
             assert (aside / name).read_text() == text
             assert not (folder / name).exists()
     assert (folder / "earlier-1" / "rank-0.log").read_text() == "first"
@@ -46,9 +49,11 @@ def test_a_file_is_refused(tmp_path):
         check_log_folder(tmp_path / "logs")
 
 
-def test_the_folder_of_a_running_job_is_refused(tmp_path):
-    (tmp_path / CALLS).mkdir()
-    CallFile.create(tmp_path / CALLS / "rank-2.calls", 2, 4)
+@pytest.mark.parametrize("restart_count", [0, 3])
+def test_the_folder_of_a_running_job_is_refused(tmp_path, restart_count):
+    calls = folder_of_start(tmp_path, restart_count) / CALLS
+    calls.mkdir(parents=True)
+    CallFile.create(calls / "rank-2.calls", 2, 4)
     with pytest.raises(ValueError, match=r"belongs to a job that still runs: its rank 2 is proc"):
         check_log_folder(tmp_path)
 

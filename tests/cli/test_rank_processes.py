@@ -66,6 +66,15 @@ def tell(launcher, *orders):
     launcher.stdin.flush()
 
 
+def look_until_all_are_seen(processes):
+    """A process that has just been started has no environment yet for a moment."""
+    deadline = time.monotonic() + 10
+    while not processes.all_seen and time.monotonic() < deadline:
+        processes.look()
+        time.sleep(0.01)
+    assert processes.all_seen
+
+
 def wait_until(processes, count):
     deadline = time.monotonic() + 10
     while len(processes.ended) < count and time.monotonic() < deadline:
@@ -76,9 +85,8 @@ def wait_until(processes, count):
 def test_order_and_status(launch, tmp_path, options):
     launcher, pids = launch(*options)
     processes = RankProcesses(launcher.pid, "A_RANK", tmp_path, 3)
-    processes.look()
+    look_until_all_are_seen(processes)
     assert {rank: p.pid for rank, p in processes.ranks.items()} == dict(enumerate(pids))
-    assert processes.all_seen
     for count, order in enumerate(("2 kill -9 $$", "0 exit 7", "1 exit 0"), start=1):
         tell(launcher, order)
         wait_until(processes, count)
@@ -91,7 +99,7 @@ def test_order_and_status(launch, tmp_path, options):
 def test_ends_that_nobody_looked_at_are_in_order_too(launch, tmp_path):
     launcher, _ = launch("wait")
     processes = RankProcesses(launcher.pid, "A_RANK", tmp_path, 3)
-    processes.look()
+    look_until_all_are_seen(processes)
     tell(launcher, "1 exit 1", "2 exit 2", "0 exit 3")
     last = processes.ranks[0].pid
     deadline = time.monotonic() + 10

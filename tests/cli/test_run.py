@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
+from mpishard.cli.job_report import Outcome, Verdict
 from mpishard.cli.launcher import Launcher, MPILibrary
+from mpishard.cli.supervisor import Supervisor
 
 # The package's `run` is the command.
 run_module = sys.modules["mpishard.cli.run"]
@@ -62,7 +64,7 @@ asked = threading.Event()
 signal.signal(signal.SIGQUIT, lambda *_: asked.set())
 os.write(1, b"ready\\n")
 asked.wait()
-print(f"rank {backend.rank} heard", os.environ["A"], os.environ["B"])
+os.write(1, f"rank {backend.rank} heard {os.environ['A']} {os.environ['B']}\\n".encode())
 """
 
 WAITS = """
@@ -273,6 +275,16 @@ def is_running(pid):
         (["-n", "1", "--env", "=x", "SCRIPT"], "--env takes NAME or NAME=VALUE; got '=x'"),
         (["-n", "1", "--env", "NOT_SET_AT_ALL", "SCRIPT"], "there is no such variable"),
         (["-n", "1", "--log-dir", "SCRIPT", "SCRIPT"], "--log-dir must be a folder"),
+        (["-n", "2", "--max-restarts", "-1", "SCRIPT"], "--max-restarts must be 0 or more; got -1"),
+        (["-n", "2", "--min-ranks", "1", "SCRIPT"], "--min-ranks 1 is for restarts: give --max-re"),
+        (
+            ["-n", "2", "--max-restarts", "1", "--hosts", "a,b", "--min-ranks", "3", "SCRIPT"],
+            "--min-ranks must be 1 to 2, the job's ranks; got 3",
+        ),
+        (
+            ["-n", "2", "--max-restarts", "1", "--min-ranks", "1", "SCRIPT"],
+            "--min-ranks 1 is for jobs whose hosts may be lost: give --hosts",
+        ),
         (["-n", "two", "SCRIPT"], "Invalid value for '-n'"),
         (["SCRIPT"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument"),
@@ -304,14 +316,14 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
 
     def supervise(supervisor, environment):
         commands.append((supervisor.command, environment))
-        return 0
+        return Outcome(Verdict(0), "", True, 1.0)
 
     library = MPILibrary("Open MPI v5.0.11")
     monkeypatch.setattr(run_module, "loaded_library", lambda: library)
     monkeypatch.setattr(
         run_module, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
     )
-    monkeypatch.setattr(run_module.Supervisor, "run", supervise)
+    monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
     monkeypatch.setenv("MY_OWN", "here")
     options = ["--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
@@ -320,9 +332,11 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
     ((command, environment),) = commands
     names = [after for word, after in pairwise(command) if word == "-x"]
     assert len(names) == len(set(names))
-    assert {"MINE", "MPISHARD_TIMEOUT", "MPISHARD_JOB_FOLDER", "PATH"} < set(names)
+    ours = {"MPISHARD_JOB_FOLDER", "MPISHARD_RESTART"}
+    assert ours | {"MINE", "MPISHARD_TIMEOUT", "PATH"} < set(names)
     assert "MY_OWN" not in names
     assert environment["MINE"] == "x=y"
+    assert environment["MPISHARD_RESTART"] == "0"
     assert "rank-${OMPI_COMM_WORLD_RANK}.log" in command
 
 
@@ -341,6 +355,13 @@ def test_version_and_help():
     listed = CliRunner().invoke(app, ["run", "--help"])
     assert listed.exit_code == 0
     assert "SCRIPT [ARGS]..." in listed.stdout
+
+
+def test_restart_count(monkeypatch):
+    monkeypatch.setenv("MPISHARD_RESTART", "2")
+    assert settings.restart_count() == 2
+    monkeypatch.delenv("MPISHARD_RESTART")
+    assert settings.restart_count() == 0
 
 
 def test_terminal_columns(monkeypatch):

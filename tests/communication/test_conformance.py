@@ -35,7 +35,7 @@ def suite(world_size):
 def test_conformance(backend, name):
     check = getattr(suite(backend.world_size), name)
     # Stale buffers and left-over messages show in the second run.
-    for _ in range(2 if backend.world_size < 4 or FULL else 1):
+    for _ in range(2 if backend.world_size < 3 or FULL else 1):
         check(backend)
 
 
@@ -56,9 +56,13 @@ def test_conformance_of_groups(backend, division):
     color, key = DIVISIONS[division](backend.rank, backend.world_size)
     group = backend.split(color, key)
     if group is not None:
-        inner = CommunicationConformance(DTYPES if FULL else SAMPLE[1:3])
+        # One dtype on this page of the matrix and the other on the next.
+        place = 1 + (list(DIVISIONS).index(division) + backend.world_size) % 2
+        inner = CommunicationConformance(DTYPES if FULL else SAMPLE[place : place + 1])
         for name in inner.names():
-            getattr(inner, name)(group)
+            # What costs most, in every division of one world or another.
+            if name != "check_mismatches" or place == 1 or FULL:
+                getattr(inner, name)(group)
         group.shutdown()
     CommunicationConformance(SAMPLE[:1]).check_all_reduce(backend)
 
@@ -129,9 +133,10 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
     for module in ("mpi_collectives", "pairwise_collectives"):
         monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
     monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
-    CommunicationConformance().check_all_reduce(backend)
-    CommunicationConformance().check_reduce_scatter(backend)
-    CommunicationConformance().check_async_orders(backend)
+    checks = CommunicationConformance(DTYPES if FULL else SAMPLE)
+    checks.check_all_reduce(backend)
+    checks.check_reduce_scatter(backend)
+    checks.check_async_orders(backend)
 
 
 @pytest.mark.mpi

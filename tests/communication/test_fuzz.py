@@ -16,8 +16,8 @@ from mpishard.testing.worlds import in_worlds
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 # With --full 10,000 sequences in memory, of which half go well: more than 100,000 good calls.
 BLOCKS = 25 if FULL else 1
-IN_MEMORY = {1: 10, 2: 20, 3: 20, 4: 14, 5: 8, 6: 4, 7: 4, 8: 4}
-UNDER_MPI = 100 if FULL else 12
+IN_MEMORY = {1: 6, 2: 14, 3: 12, 4: 8, 5: 5, 6: 3, 7: 3, 8: 3}
+UNDER_MPI = 100 if FULL else 8
 LENGTH = 30
 
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)

@@ -260,7 +260,8 @@ class TestWorlds:
                 try:
                     assert other._group.mailbox is None
                     CommunicationConformance().check_async_orders(other)
-                    CommunicationConformance().check_mismatches(other)
+                    if arena == "auto" or other.world_size == 2:  # messages know no third rank
+                        CommunicationConformance().check_mismatches(other)
                     # Ranks of one pretended node have a mailbox of their own.
                     node = other.split(other.nodes[other.rank])
                     has_mailbox = node._group.mailbox is not None

@@ -103,3 +103,22 @@ def test_frozen_and_equal_by_value() -> None:
     assert "_last=[" not in repr(sampler)
     with pytest.raises(AttributeError):
         sampler.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_leaves_are_the_same_in_every_world(world_size: int) -> None:
+    sampler = GlobalBatchSampler(23, 10, seed=3, leaves=4)
+    for index, size in enumerate((10, 10, 3)):
+        batch = sampler.batch(0, index)
+        bounds = np.cumsum([0, *((3, 3, 2, 2) if size == 10 else (1, 1, 1, 0))])
+        for rank in range(world_size):
+            mine = range(rank, 4, world_size)
+            found, start = sampler.local(0, index, rank, world_size)
+            expected = [batch[bounds[leaf] : bounds[leaf + 1]] for leaf in mine]
+            assert found.tolist() == np.concatenate(expected).tolist()
+            assert start == bounds[rank]
+
+
+def test_leaves_that_cannot_be_dealt() -> None:
+    with pytest.raises(ValueError, match="4 leaves cannot be dealt evenly to 3 ranks"):
+        GlobalBatchSampler(23, 10, leaves=4).local(0, 0, 0, 3)

@@ -357,6 +357,7 @@ def assert_equal(actual: Reference, expected: Reference, tolerance: float = 1e-1
 class Problems:
     """What the tests of this folder share."""
 
+    Reference = Reference
     RATE = RATE
     MODELS = MODELS
     STRATEGIES = STRATEGIES

@@ -329,11 +329,11 @@ def test_the_equality_check_kills(
 def test_updates_cannot_write_to_what_others_read(problems: Any, monkeypatch: Any) -> None:
     original = Engine._step
 
-    def spoil(self: Any, x: Any, y: Any, rule: Any, *rest: Any, **options: Any) -> Any:
+    def spoil(self: Any, batches: Any, rule: Any, *rest: Any, **options: Any) -> Any:
         def writing(updates: Any, report: Any) -> None:
             updates[0].gradients[...] = 0
 
-        return original(self, x, y, writing, *rest, **options)
+        return original(self, batches, writing, *rest, **options)
 
     monkeypatch.setattr(Engine, "_step", spoil)
 

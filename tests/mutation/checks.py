@@ -5,6 +5,7 @@ the test suite's own, at a size at which hundreds run in a minute.
 """
 
 import hybrid_checks
+import leaves_checks
 import mesh_checks
 import other_checks
 import training_checks
@@ -14,6 +15,7 @@ __all__ = [
     "CHECKS",
     "SECONDS",
     "hybrid_checks",
+    "leaves_checks",
     "mesh_checks",
     "other_checks",
     "training_checks",

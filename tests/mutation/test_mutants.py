@@ -10,12 +10,6 @@ import pytest
 import sites
 from checks import CHECKS, SECONDS
 
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_engine_passes(problems, name):
-    CHECKS[name](problems)
-
-
 # A few of the mutants, each with a check that fails; the script tries all.
 KILLED = [
     ("Round.totals", "all_reduce", "equality: ddp, messages"),
@@ -28,6 +22,20 @@ KILLED = [
     ("Engine.sum_over_owners", "all_reduce", "lamb"),
     ("check_position", "together", "runs that differ"),
 ]
+
+
+is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
+# The script runs all of them before it takes anything away. Here one in three, and those above.
+PASSING = [
+    name
+    for number, name in enumerate(CHECKS)
+    if is_full or number % 3 == 0 or name in {check for _, _, check in KILLED}
+]
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_the_engine_passes(problems, name):
+    CHECKS[name](problems)
 
 
 @pytest.mark.parametrize(("function", "name", "check"), KILLED)
@@ -59,7 +67,7 @@ def test_every_call_of_a_backend_is_found():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not os.environ.get("MPISHARD_TEST_FULL"), reason="scripts/test.sh --full")
+@pytest.mark.skipif(not is_full, reason="scripts/test.sh --full")
 def test_every_mutant_is_killed(script):
     run = subprocess.run(
         [sys.executable, script.__file__], capture_output=True, text=True, check=False

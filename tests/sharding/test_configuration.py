@@ -74,3 +74,22 @@ def test_flags_can_be_set_and_take_bools_only(backend, name):
 def test_the_backend_is_read_only(backend):
     with pytest.raises(AttributeError):
         ShardingConfiguration(backend).communication_backend = backend
+
+
+@pytest.mark.parametrize("leaves", [0, -2, 3, 12])
+def test_leaves_are_a_power_of_two(backend, leaves):
+    with pytest.raises(ValueError, match=f"power of two.*got {leaves}"):
+        ShardingConfiguration(backend, gradient_leaves=leaves)
+
+
+@pytest.mark.parametrize("leaves", [True, 4.0, "4"])
+def test_leaves_are_an_integer(backend, leaves):
+    with pytest.raises(TypeError, match="gradient_leaves must be an integer"):
+        ShardingConfiguration(backend, gradient_leaves=leaves)
+
+
+def test_leaves(backend):
+    config = ShardingConfiguration(backend)
+    assert config.gradient_leaves is None
+    config.gradient_leaves = 16
+    assert config.gradient_leaves == 16

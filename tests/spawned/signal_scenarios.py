@@ -27,6 +27,21 @@ def say_ready():
     sys.stdout.flush()
 
 
+def say_ready_when_stuck():
+    """Say so, from another thread, once this one is in `stuck_in_mpi`."""
+    me = threading.get_ident()
+
+    def watch():
+        while True:
+            frame = sys._current_frames()[me]
+            if frame.f_code is stuck_in_mpi.__code__ and "MPI" in frame.f_locals:
+                break
+            time.sleep(0.005)
+        say_ready()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def stuck_in_mpi():
     """A call that returns when somebody sends to this rank, and that makes no step of Python."""
     from mpi4py import MPI
@@ -102,10 +117,11 @@ def goes_on_when_asked():
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.map(abs, [-1]) == [1]
     backend.barrier()
-    say_ready()
     if RANK == 1:
+        say_ready_when_stuck()
         stuck_in_mpi()
     else:
+        say_ready()
         while not Path(sys.argv[2]).exists():
             time.sleep(0.02)
         MPI.COMM_WORLD.send(None, 1, tag=1)
@@ -172,7 +188,7 @@ def forks():
 def all_are_stuck():
     backend = mpishard.init()
     backend.barrier()
-    say_ready()
+    say_ready_when_stuck()
     stuck_in_mpi()
 
 
@@ -184,7 +200,7 @@ def loss_of_nan():
         model.train(x, np.ones((2, 2)))
     except mpishard.errors.NonFiniteLossError:
         print(f"raised on rank {RANK}", flush=True)
-        time.sleep(0.3)  # so that the other has said so, too, when the job ends
+        backend.barrier()  # the other has said so, too, when the job ends
         raise
 
 

@@ -18,6 +18,7 @@ SCENARIOS = Path(__file__).with_name("scenarios.py")
 ROOT = SCENARIOS.parents[2]
 MPIEXEC = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
 LIMIT = 30
+IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 
 pytestmark = pytest.mark.spawned
 needs_mpi = pytest.mark.skipif(
@@ -170,13 +171,13 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [5, 6, 7, 8] if os.environ.get("MPISHARD_TEST_FULL") else [5, 8])
+@pytest.mark.parametrize("ranks", [5, 6, 7, 8] if IS_FULL else [5, 8])
 def test_more_ranks_than_cores(ranks):
     specification = importlib.util.spec_from_file_location("scenarios", SCENARIOS)
     scenarios = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(scenarios)
     (bits,) = set(run_in_threads(ranks, scenarios.reduced_bits))
-    ended = job("conformance", ranks)
+    ended = job("conformance full" if IS_FULL else "conformance", ranks)
     assert ended.code == 0, ended
     assert f"passed in a world of {ranks}" in ended.out, ended
     assert ended.out.count(bits) == ranks, ended

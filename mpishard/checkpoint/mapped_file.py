@@ -1,0 +1,133 @@
+"""A file of a checkpoint, mapped into memory, of which nothing is used that was changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.manifest import FileRecord, PieceRecord
+from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
+from mpishard.errors import CheckpointError
+
+__all__ = ["MappedFile", "PieceValues"]
+
+
+class MappedFile:
+    """One file, of which each block is compared with its checksum before it is first used.
+
+    Parameters
+    ----------
+    file : Path
+        What to map.
+    record : FileRecord
+        What the manifest says of its length and blocks.
+    tensors : mapping of str to (int, int)
+        What the manifest says of the bytes at which its tensors lie, by `tensor_key`.
+    was_replaced : callable
+        Whether another checkpoint lies in its place by now.
+
+    Raises
+    ------
+    OSError, ValueError
+        Where it cannot be mapped, or is not as long.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        record: FileRecord,
+        tensors: Mapping[str, tuple[int, int]],
+        was_replaced: Callable[[], bool],
+    ) -> None:
+        self._file = file
+        self._record = record
+        self._tensors = tensors
+        self._was_replaced = was_replaced
+        self._content = np.memmap(self._file, np.uint8, "r")
+        if self._content.size != record.nbytes:
+            raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
+        self._verified = np.zeros(self.block_count, bool)
+        self._is_as_listed = False
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks."""
+        return len(self._record.checksums)
+
+    def verify(self, first: int, stop: int, what: str = "") -> None:
+        """Compare blocks that nobody compared yet."""
+        for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
+            if checksums_of(self._content, block, block + 1) != [self._record.checksums[block]]:
+                low = block * BLOCK_BYTES
+                of = f", of {what}," if what else ""
+                why = (
+                    "the checkpoint was replaced while it was read"
+                    if self._was_replaced()
+                    else "the disk, or somebody, changed them"
+                )
+                raise CheckpointError(
+                    f"{self._file}: bytes {low} to {min(low + BLOCK_BYTES, self._content.size)}"
+                    f"{of} do not have the checksum that they were written with; {why}"
+                )
+            self._verified[block] = True
+
+    def check_header(self) -> None:
+        """Refuse a file that does not say of its tensors what the manifest says of them, once."""
+        if self._is_as_listed:
+            return
+        length = int.from_bytes(self._content[:8].tobytes(), "little")
+        try:
+            found = _places_in(self._content[8 : 8 + length].tobytes(), 8 + length)
+            why = next(
+                (
+                    f"{key} lies in bytes {found.get(key)} by the one, {self._tensors.get(key)} by "
+                    "the other"
+                    for key in [*self._tensors, *found]
+                    if found.get(key) != self._tensors.get(key)
+                ),
+                "",
+            )
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.verify(0, 1, "the header")
+            raise CheckpointError(f"{self._file}: its header and the manifest differ: {why}")
+        self._is_as_listed = True
+
+    def part(self, start: int, stop: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes ``start`` to ``stop``, a view."""
+        self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
+        self.check_header()
+        return self._content[start:stop]
+
+
+def _places_in(header: bytes, start: int) -> dict[str, tuple[int, int]]:
+    """Where in a safetensors file, whose data begin at ``start``, its header says tensors are."""
+    places = {}
+    for key, entry in json.loads(header.decode()).items():
+        if key != "__metadata__":
+            low, high = entry["data_offsets"]
+            places[key] = start + low, start + high
+    return places
+
+
+class PieceValues:
+    """The values of a piece, which are read where they are sliced."""
+
+    def __init__(
+        self, file: MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str
+    ) -> None:
+        self._file = file
+        self._offset = piece.offset
+        self._dtype = dtype
+        self._what = f"{kind} of {piece.region.name}"
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        low, high = (
+            self._offset + index * self._dtype.itemsize for index in (part.start, part.stop)
+        )
+        return self._file.part(low, high, self._what).view(self._dtype)

@@ -1,0 +1,57 @@
+"""What decides, beside the program and its data, which bits a computation gives."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+
+import numpy as np
+import threadpoolctl
+
+__all__ = ["numerics_differences", "numerics_fingerprint"]
+
+
+def numerics_fingerprint() -> dict[str, str]:
+    """Versions, kernels and threads that the bits of this process's results depend on.
+
+    Two processes that differ in any of them may round differently: BLAS kernels and numbers of
+    threads add products in other orders, and NumPy's vector instructions have functions of their
+    own.
+
+    Returns
+    -------
+    dict of str to str
+        ``numpy``: its version; ``processor``: the architecture; ``simd``: the vector instructions
+        that NumPy found; ``blas``: its library and version; ``blas_kernel``, ``blas_threads``:
+        what the library has chosen. Those of BLAS are "unknown" for a library that threadpoolctl
+        does not know. Where GPUs compute it says nothing of them.
+    """
+    simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"]
+    # SciPy may have loaded another one, which NumPy does not use.
+    libraries.sort(key=lambda library: "numpy" not in library["filepath"])
+    blas = libraries[0] if libraries else {}
+    return {
+        "numpy": np.__version__,
+        "processor": platform.machine(),
+        "simd": " ".join(simd.get("found", ())),
+        "blas": f"{blas['internal_api']} {blas['version']}" if blas else "unknown",
+        "blas_kernel": str(blas.get("architecture", "unknown")),
+        "blas_threads": str(blas.get("num_threads", "unknown")),
+    }
+
+
+def numerics_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """In words, what of two fingerprints differs; empty where nothing does.
+
+    Examples
+    --------
+    >>> numerics_differences({"numpy": "2.3", "blas_threads": "1"},
+    ...                      {"numpy": "2.4", "blas_threads": "1"})
+    ['numpy was 2.3 and is 2.4']
+    """
+    return [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]

@@ -1,0 +1,286 @@
+"""Saves, crashes, corruption and pruning in any order: the disk is what a model says it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vectors import LENGTH, Model, values
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint import CheckpointFolder, PendingSave, StagingBuffer, newest_valid
+from mpishard.checkpoint.snapshot import begin_save
+from mpishard.errors import CheckpointError
+
+CALLS = ("open", "write", "fsync", "mkdir", "rename")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Killer:
+    """Ends the process, as far as the disk can tell, at the n-th system call that changes it."""
+
+    def __init__(self, root: Path, at: int) -> None:
+        self.root, self.at, self.count = root, at, 0
+
+    def _wrap(self, name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(first: Any, *rest: Any, **options: Any) -> Any:
+            if isinstance(first, int) or Path(first).is_relative_to(self.root):
+                self.count += 1
+                if self.count > self.at:
+                    raise Killed
+            return real(first, *rest, **options)
+
+        return mock.patch.object(os, name, call)
+
+    def __enter__(self) -> None:
+        self.patches = [self._wrap(name) for name in CALLS]
+        # A killed process tidies nothing up either.
+        real = shutil.rmtree
+
+        def rmtree(path: Any, **options: Any) -> None:
+            self.count += 1
+            if self.count <= self.at:
+                real(path, **options)
+
+        self.patches.append(mock.patch.object(shutil, "rmtree", rmtree))
+        for patch in self.patches:
+            patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+class Entry:
+    """What the model knows of one checkpoint."""
+
+    def __init__(self, step: int, seed: int) -> None:
+        self.step, self.seed = step, seed
+        self.harm = ""  # "bits" only a checksum tells, "shape" the manifest tells
+
+
+class Checkpoints(RuleBasedStateMachine):
+    """A folder, and a list of what should be in it, the newest last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="machine-"))
+        self.path = self.root / "run"
+        self.entries: list[Entry] = []
+        self.seed = 0
+        self.step = 0
+        self.pending: PendingSave | None = None
+        self.started: Entry | None = None
+        self.staging = StagingBuffer()
+        self.vector = values(0)
+
+    @initialize(keep_last=st.integers(1, 3), keep_every=st.sampled_from([None, 2, 3]))
+    def begin(self, keep_last: int, keep_every: int | None) -> None:
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.folder = CheckpointFolder(self.path, keep_last=keep_last, keep_every=keep_every)
+
+    def teardown(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        shutil.rmtree(self.root)
+
+    # ----------------------------------------------------------------------------- the model
+
+    def saved(self, entry: Entry) -> None:
+        """A save came to its end: its step is replaced, and what nobody keeps is gone."""
+        self.entries = [e for e in self.entries if e.step != entry.step] + [entry]
+        self.prune_model(self.keep_last, self.keep_every)
+
+    def prune_model(self, keep_last: int, keep_every: int | None) -> None:
+        whole = [e for e in self.entries if e.harm != "shape"]
+        for old in whole[:-keep_last]:
+            if keep_every is None or old.step % keep_every:
+                self.entries.remove(old)
+
+    def newest(self) -> Entry | None:
+        return next((e for e in reversed(self.entries) if not e.harm), None)
+
+    # ----------------------------------------------------------------------------- what is done
+
+    def next_entry(self, back: int) -> Entry:
+        self.seed += 1
+        self.step = max(0, self.step + 1 - back)
+        return Entry(self.step, self.seed)
+
+    @precondition(lambda self: self.pending is None)
+    @rule(back=st.sampled_from([0, 0, 0, 1, 3]), world_size=st.integers(1, 3))
+    def save(self, back: int, world_size: int) -> None:
+        entry = self.next_entry(back)
+
+        def work(backend: Any) -> None:
+            model = Model(backend, values(entry.seed))
+            begin_save(lambda: self.folder.target(entry.step), model).wait()
+
+        run_in_threads(world_size, work)
+        self.saved(entry)
+
+    @precondition(lambda self: self.pending is None)
+    @rule(back=st.sampled_from([0, 0, 1]))
+    def save_in_the_background(self, back: int) -> None:
+        entry = self.next_entry(back)
+        model = Model(None, values(entry.seed))
+        self.pending = begin_save(
+            lambda: self.folder.target(entry.step), model, staging=self.staging
+        )
+        self.started = entry
+        for _, piece in model.pieces["parameters"]:
+            piece.fill(-1)  # training goes on
+
+    @precondition(lambda self: self.pending is not None)
+    @rule(times=st.integers(1, 3))
+    def poll(self, times: int) -> None:
+        assert self.pending is not None
+        assert self.started is not None
+        if any(self.pending.poll() for _ in range(times)):
+            self.finish()
+
+    @precondition(lambda self: self.pending is not None)
+    @rule()
+    def finish(self) -> None:
+        assert self.pending is not None
+        assert self.started is not None
+        self.pending.wait()
+        assert self.pending.done
+        self.saved(self.started)
+        self.pending = self.started = None
+
+    @precondition(lambda self: self.pending is None)
+    @rule(at=st.integers(0, 40), back=st.sampled_from([0, 0, 1]), is_async=st.booleans())
+    def crash_in_a_save(self, at: int, back: int, is_async: bool) -> None:
+        """The disk stays as it is behind ``at`` calls; then it holds the old or the new."""
+        entry = self.next_entry(back)
+        model = Model(None, values(entry.seed))
+        staging = self.staging if is_async else None
+        killer = Killer(self.root, at)
+        try:
+            with killer:
+                begin_save(lambda: self.folder.target(entry.step), model, staging=staging).wait()
+        except (Killed, CheckpointError):
+            assert killer.count > at
+            before = [e for e in self.entries if e.step == entry.step]
+            names = {e.path.name: e for e in self.folder.entries() if not e.problem}
+            new = names.get(f"step-{entry.step:08d}")
+            if new is None:
+                return
+            arrays = checkpoint.CheckpointReader(new.path).metadata["user"]
+            assert arrays == {}
+            if self.seed_at(new.path) == entry.seed:
+                self.entries = [e for e in self.entries if e not in before] + [entry]
+                # Pruning may have begun, and takes the oldest first or last, but only those.
+                kept = {e.step for e in self.folder.entries()}
+                gone = [e for e in self.entries if e.step not in kept]
+                self.entries = [e for e in self.entries if e not in gone]
+                everything = [*self.entries]
+                self.entries = sorted([*everything, *gone], key=lambda e: e.seed)
+                self.prune_model(self.keep_last, self.keep_every)
+                assert not set(gone) & set(self.entries), "it was to be kept"
+                self.entries = everything
+        else:
+            self.saved(entry)
+
+    @precondition(lambda self: self.pending is None)
+    @rule(keep_last=st.integers(1, 3), keep_every=st.sampled_from([None, 2]))
+    def prune(self, keep_last: int, keep_every: int | None) -> None:
+        CheckpointFolder(self.path, keep_last=keep_last, keep_every=keep_every).prune()
+        self.prune_model(keep_last, keep_every)
+
+    @precondition(lambda self: self.pending is None and len(self.entries) > 0)
+    @rule(which=st.integers(0, 9), how=st.integers(0, 3), where=st.integers(0, 10_000))
+    def corrupt(self, which: int, how: int, where: int) -> None:
+        entry = self.entries[-1 - which % len(self.entries)]
+        directory = self.directory(entry)
+        file = directory / ("manifest.json" if how == 2 else "rank00000.safetensors")
+        content = bytearray(file.read_bytes())
+        if how == 3:
+            file.write_bytes(content[: where % len(content)])
+            entry.harm = "shape"
+            return
+        content[where % len(content)] ^= 1 << where % 8
+        file.write_bytes(content)
+        entry.harm = "shape" if how == 2 else entry.harm or "bits"
+        if how != 2 and entry.harm == "bits":
+            entry.harm = "bits"
+
+    def directory(self, entry: Entry) -> Path:
+        path = self.path / f"step-{entry.step:08d}"
+        return path if path.exists() else path.with_name(f"{path.name}.previous")
+
+    def seed_at(self, path: Path) -> int:
+        arrays = checkpoint.load_arrays(path)
+        flat = np.concatenate([array.ravel() for array in arrays.values()])
+        return next(s for s in range(self.seed + 1) if flat.tobytes() == values(s).tobytes())
+
+    @rule(world_size=st.integers(1, 3))
+    def load(self, world_size: int) -> None:
+        if self.pending is not None or self.newest() is None:
+            return
+
+        def work(backend: Any) -> None:
+            found = newest_valid(self.path, backend)
+            assert found is not None
+            model = Model(backend, np.zeros(LENGTH))
+            checkpoint.load(found, model)
+            newest = self.newest()
+            assert newest is not None
+            assert model.equals({"parameters": values(newest.seed)})
+
+        run_in_threads(world_size, work)
+
+    @invariant()
+    def model_and_disk_agree(self) -> None:
+        if self.pending is not None or not hasattr(self, "folder"):
+            return
+        newest = self.newest()
+        if newest is not None:
+            assert newest_valid(self.path) == self.directory(newest)
+            assert self.seed_at(self.directory(newest)) == newest.seed
+        elif self.entries:
+            with pytest.raises(CheckpointError, match="none of the checkpoints"):
+                newest_valid(self.path)
+        else:
+            assert newest_valid(self.path) is None
+        found = sorted(e.step for e in self.folder.entries())
+        assert found == sorted(e.step for e in self.entries)
+
+
+def test_checkpoints(
+    torture: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    steps, length = torture.count(100, 5000), 25
+    run_state_machine_as_test(
+        Checkpoints,
+        settings=settings(
+            max_examples=max(4, steps // length), stateful_step_count=length, deadline=None,
+            suppress_health_check=list(HealthCheck), derandomize=not torture.is_nightly,
+        ),
+    )  # fmt: skip
+    torture.saw(f"{steps} steps: save, crash, corrupt, load, prune; model and disk agree")

@@ -1,0 +1,140 @@
+"""Spoilt checkpoints: refused, saying why, or read bit for bit. No crash, no hang, no code run."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mutations import MUTATIONS
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.errors import CheckpointError
+
+SHAPES = {"a.weight": (6, 4), "a.bias": (4,), "b.scale": (), "b.empty": (0, 3), "b.weight": (9, 5)}
+LENGTH = 24 + 4 + 1 + 45
+MEMORY = 1 << 30  # bytes that a checkpoint of some kilobytes never needs
+
+
+class Watch:
+    """Sees what the interpreter does while it reads: what it opens, and whether it runs code."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.is_on = False
+        self.seen: list[str] = []
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        if event == "open":
+            path = arguments[0]
+            if isinstance(path, str | bytes) and not str(path).startswith(self.folder):
+                self.seen.append(f"opens {path!r}")
+        elif event in ("exec", "compile", "import", "pickle.find_class", "os.system") or (
+            event.startswith(("subprocess.", "ctypes.dlopen", "socket."))
+        ):
+            self.seen.append(f"{event} {arguments}")
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """A process that may have so much more, and no more."""
+    used = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmSize")
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def save(backend: Any, fakes: Any, path: Path, seed: int) -> None:
+    model, optimizer = states(backend, fakes, seed)
+    checkpoint.save(path, model, optimizer, metadata={"seed": seed})
+
+
+def states(backend: Any, fakes: Any, seed: int) -> tuple[Any, Any]:
+    vectors = [fakes.values(s, d, LENGTH) for s, d in ((seed, "f8"), (seed + 50, "f4"))]
+    optimizer = fakes.Optimizer(backend, {"m": vectors[1]}, shapes=SHAPES)
+    return fakes.Model(backend, vectors[0], SHAPES), optimizer
+
+
+def bits(*given: Any) -> list[bytes]:
+    return [array.tobytes() for state in given for p in state.pieces.values() for _, array in p]
+
+
+def outcome(reading: Callable[[], Any], path: Path) -> str:
+    """What became of an attempt: refused, for a reason; or read."""
+    try:
+        reading()
+    except (CheckpointError, FileNotFoundError) as error:
+        said = str(error)
+    else:
+        return "read"
+    assert str(path) in said, f"the message names no file: {said}"
+    return "refused"
+
+
+def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
+    for seed, name in ((1, "one"), (2, "other")):
+        run_in_threads(3, save, fakes, tmp_path / "good" / name, seed)
+    right = states(None, fakes, 1)
+    arrays = checkpoint.load_arrays(tmp_path / "good" / "one")
+    watch = Watch(tmp_path)
+    kinds, outcomes = sorted(MUTATIONS), Counter[str]()
+    count = torture.count(1000, 50_000)
+    place = tmp_path / "spoilt"
+
+    def load_arrays() -> None:
+        found = checkpoint.load_arrays(place / "one")
+        assert {n: a.tobytes() for n, a in found.items()} == {
+            n: a.tobytes() for n, a in arrays.items()
+        }
+
+    def load() -> None:
+        model, optimizer = states(None, fakes, 3)
+        before = bits(model, optimizer)
+        try:
+            checkpoint.load(place / "one", model, optimizer)
+        except CheckpointError as error:
+            found_on_the_way = "do not have the checksum", "cannot read", "header"
+            if not any(words in str(error) for words in found_on_the_way):
+                assert bits(model, optimizer) == before
+            raise
+        assert bits(model, optimizer) == bits(*right)
+
+    readings = [lambda: checkpoint.check(place / "one"), load, load_arrays]
+    with little_memory():
+        for number in range(count):
+            dice = torture.dice(number)
+            kind = kinds[number % len(kinds)]
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(tmp_path / "good", place)
+            MUTATIONS[kind](place, dice)
+            dice.shuffle(readings)
+            try:
+                watch.is_on = True
+                said = [outcome(reading, place / "one") for reading in readings]
+                watch.is_on = False
+            except BaseException as error:
+                watch.is_on = False
+                error.add_note(f"trial {number}: {kind}")
+                raise
+            assert not watch.seen, f"trial {number}: {kind}: {watch.seen}"
+            outcomes.update(said)
+    assert outcomes["refused"] > outcomes["read"] > 0
+    torture.saw(
+        f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 3 ways: "
+        f"{outcomes['refused']} times refused, {outcomes['read']} times the right bits"
+    )

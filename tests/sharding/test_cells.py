@@ -1,0 +1,83 @@
+"""Cells: what no world cuts. And what is said of how a process computes."""
+
+from itertools import pairwise
+
+import numpy as np
+import threadpoolctl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpishard.layout import LeafLayout, ShardLayout
+from mpishard.sharding import (
+    Unit,
+    cells_of,
+    cut_at_cells,
+    numerics_fingerprint,
+    owned_pieces,
+    pieces_within,
+)
+
+powers = st.integers(0, 5).map(lambda level: 1 << level)
+
+
+@given(st.integers(1, 90), st.integers(0, 50), powers)
+def test_cells_are_the_unit_and_lie_in_one_piece_of_every_world(length, start, leaves):
+    unit = Unit(0, start, start + length, 0, 0)
+    cells = cells_of(unit, leaves)
+    assert (cells[0][0], cells[-1][1]) == (unit.start, unit.stop)
+    assert all(one[1] == other[0] for one, other in pairwise(cells))
+    for world in (1 << level for level in range(leaves.bit_length())):
+        pieces = [owned_pieces([unit], world, rank)[0] for rank in range(world)]
+        for low, high in cells:
+            assert low < high
+            assert sum(p.start <= low and high <= p.stop for p in pieces) == 1
+    # No coarser ones would do: at each cut a piece of some world ends.
+    bounds = {p.stop for w in (1 << k for k in range(leaves.bit_length()))
+              for r in range(w) for p in owned_pieces([unit], w, r)}  # fmt: skip
+    assert {high for _, high in cells} <= bounds
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), powers, st.data())
+def test_what_all_ranks_have_is_cut_alike_in_every_world(lengths, leaves, data):
+    bounds = np.cumsum([0, *lengths]).tolist()
+    units = [Unit(i, a, b, i, i) for i, (a, b) in enumerate(pairwise(bounds))]
+    low = data.draw(st.integers(0, bounds[-1] - 1))
+    trained = [(0, low), (min(low + 3, bounds[-1]), bounds[-1])]
+    found = set()
+    for world in (1 << level for level in range(leaves.bit_length())):
+        parts = []
+        for rank in range(world):
+            own = pieces_within(owned_pieces(units, world, rank), trained)
+            cut = cut_at_cells(own, leaves)
+            assert sum(p.length for p in cut) == sum(p.length for p in own)
+            offset = 0
+            for part in cut:
+                assert part.offset == offset
+                offset += part.length
+            parts += [(p.start, p.stop) for p in cut]
+        found.add(tuple(sorted(parts)))
+    assert len(found) == 1
+
+
+@given(st.integers(0, 70), powers, st.data())
+def test_leaves_are_dealt_in_turn(samples, leaves, data):
+    world = 1 << data.draw(st.integers(0, leaves.bit_length() - 1))
+    layout = LeafLayout(samples, leaves, world)
+    cut = ShardLayout(samples, leaves)
+    everyone = [layout.slices(rank) for rank in range(world)]
+    for leaf in range(leaves):
+        assert everyone[leaf % world][leaf // world] == cut.slice(leaf)
+    for rank, own in enumerate(everyone):
+        sizes = [part.stop - part.start for part in own]
+        assert sum(sizes) == layout.sizes[rank]
+        # So a rank can cut its own samples without being told of the others'.
+        assert tuple(sizes) == ShardLayout(sum(sizes), len(own)).sizes
+
+
+def test_the_fingerprint_is_of_this_process():
+    with threadpoolctl.threadpool_limits(1, "blas"):
+        one = numerics_fingerprint()
+    assert one == {**numerics_fingerprint(), "blas_threads": one["blas_threads"]}
+    assert one["numpy"] == np.__version__
+    assert all(isinstance(value, str) and value for value in one.values())
+    assert one["blas_threads"] in ("1", "unknown")

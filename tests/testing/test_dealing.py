@@ -1,0 +1,109 @@
+"""Which rows of a test run where: together the worlds run all of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HERE = Path(__file__)
+WORLDS = (1, 2, 3, 4, 5, 8)
+ROWS = [(letter, number) for letter in "abc" for number in range(4)]
+
+
+@pytest.fixture
+def dealing(request, monkeypatch):
+    """The conftest of all tests, as without --full."""
+    wanted = str(HERE.parents[1] / "conftest.py")
+    plugins = request.config.pluginmanager.get_plugins()
+    (module,) = (p for p in plugins if getattr(p, "__file__", None) == wanted)
+    monkeypatch.setattr(module, "_is_full", False)
+    return module
+
+
+def items(worlds=WORLDS, rows=ROWS, name="test_something", marks=("in_worlds",)):
+    return [
+        SimpleNamespace(
+            parent="a file",
+            originalname=name,
+            callspec=SimpleNamespace(params={"row": row, "world_size": world_size}),
+            get_closest_marker=lambda mark: mark in marks,
+        )
+        for world_size in worlds
+        for row in rows
+    ]
+
+
+def by_world(kept):
+    found = {}
+    for item in kept:
+        found.setdefault(item.callspec.params["world_size"], []).append(item.callspec.params["row"])
+    return found
+
+
+def on_threads(dealing, given):
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    dealing._deal_worlds(config, given)
+    return by_world(given)
+
+
+def under_mpi(dealing, world_size, given):
+    deal = dealing.Deal(given, world_size)
+    return by_world([item for item in given if deal.has(item)]).get(world_size, [])
+
+
+def test_threads_run_all_rows_in_a_small_world_and_every_value_in_each(dealing):
+    found = on_threads(dealing, items())
+    assert found[4] == ROWS
+    assert sorted(found[1] + found[2] + found[3]) == sorted(ROWS)
+    for world_size in (1, 2, 3, 5, 8):
+        assert len(found[world_size]) == len(ROWS) // 3
+        for values in zip(*ROWS, strict=True):
+            assert {v for row in found[world_size] for v in row} >= set(values)
+
+
+def test_threads_run_what_the_largest_of_the_small_worlds_has_not(dealing):
+    own = [("d", number) for number in range(6)]
+    found = on_threads(dealing, items((2,), own + ROWS) + items((3,), ROWS))
+    assert [row for row in found[2] if row in own] == own
+    assert found[3] == ROWS
+
+
+def test_few_rows_run_in_all_small_worlds(dealing):
+    found = on_threads(dealing, items(rows=ROWS[:4]))
+    assert {w: len(rows) for w, rows in found.items()} == {1: 4, 2: 4, 3: 4, 4: 4, 5: 2, 8: 2}
+
+
+@pytest.mark.parametrize("name", ["test_conformance", "test_equals_sequential_training"])
+def test_what_is_whole_is_whole(dealing, name):
+    found = on_threads(dealing, items(name=name))
+    for world_size in (1, 2, 3, 4):
+        assert found[world_size] == ROWS
+        assert under_mpi(dealing, world_size, items(name=name)) == ROWS
+    sevens = on_threads(dealing, items((5, 6, 7, 8), name="test_conformance"))
+    assert sevens[5] == sevens[8] == ROWS
+    assert not set(sevens[6]) & set(sevens[7])
+
+
+def test_mpi_worlds_have_rows_of_their_own(dealing):
+    two = under_mpi(dealing, 2, items())
+    assert len(two) == len(ROWS) // 3
+    three, four = (under_mpi(dealing, world_size, items()) for world_size in (3, 4))
+    assert bool(three) != bool(four), "it runs in one of them"
+    assert not set(two) & set(three + four)
+    few = ROWS[:5]
+    assert under_mpi(dealing, 2, items(rows=few)) == few
+    assert len(under_mpi(dealing, 2, items(rows=few, marks=("in_worlds", "dealt")))) == 2
+    assert not under_mpi(dealing, 2, items(rows=few, marks=("in_worlds", "threads_alone")))
+
+
+def test_every_test_of_larger_worlds_runs_in_one_of_them(dealing):
+    for number in range(20):
+        given = items(rows=ROWS[:2], name=f"test_{number}")
+        assert len(under_mpi(dealing, 3, given) + under_mpi(dealing, 4, given)) == 1
+    assert len(under_mpi(dealing, 4, items((2, 4), ROWS[:7]))) == 2
+
+
+def test_full_is_everything(dealing, monkeypatch):
+    monkeypatch.setattr(dealing, "_is_full", True)
+    for world_size in (2, 3, 4):
+        assert under_mpi(dealing, world_size, items(marks=("in_worlds", "dealt"))) == ROWS
