@@ -96,17 +96,14 @@ def training(folder, *plan):
 def every_call(*_):
     """Rank 1 is killed while the others are in all sorts of calls; then every world refuses."""
     backend = ms.init(on_failure="shrink")
-    pair = backend.split(int(backend.rank == 2))
+    pair = backend.split(int(backend.rank == 1))
     shared = backend.allocate_shared(8, np.float64)
     backend.barrier()
     if backend.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    calls = [
-        lambda: pair.all_reduce(np.ones(3)),
-        lambda: pair.receive(1, 4),
-    ]
+    # Rank 0 waits for rank 2, in a group that has lost nobody.
+    calls = [lambda: pair.receive(1, 4), lambda: pair.all_reduce(np.ones(3))]
     if backend.rank == 2:
-        # Its other half of the world is not concerned: it hears of it in the root world alone.
         calls = [
             lambda: backend.all_gather_async(np.ones(100_000)).wait(),
             lambda: backend.receive(1, 100_000),
@@ -115,6 +112,12 @@ def every_call(*_):
         with pytest.raises(PeerError, match="rank 1 of 3 is gone") as caught:
             call()
         assert caught.value.rank == 1
+    told = Path(os.environ["TMPDIR"], "told")
+    if backend.rank == 0:
+        told.touch()
+    deadline = time.monotonic() + 20
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # else rank 0 would hear of it from rank 2
     heir = backend.shrink()
     assert (heir.rank, heir.world_size) == (backend.rank // 2, 2)
     assert ms.init() is heir
