@@ -263,7 +263,7 @@ class Job(Ending):
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
-            self.look("as it left")
+            self.look("for the others to leave")
             waited = time.monotonic() - start
             if waited > _NOTICE_SECONDS:
                 for group in groups:

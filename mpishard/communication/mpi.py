@@ -375,7 +375,7 @@ class MPICommunicationBackend(ShrinkingWorld):
         try:
             self._messages.send(array, destination, tag)
         except self._mpi.Exception as error:
-            where = f"as it sent a message to rank {self.world_ranks[destination]}"
+            where = f"to send a message to rank {self.world_ranks[destination]}"
             raise self._explain(error, where) from error
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:

@@ -124,8 +124,8 @@ class Survival:
             else:
                 return
             self.error = PeerError(
-                f"{what}, as rank {self._rank} found {where}. Those that are left may go on in a "
-                "world of their own, where each calls shrink() on this backend",
+                f"{what}, while rank {self._rank} waits {where}. Those that are left may go on in "
+                "a world of their own, where each calls shrink() on this backend",
                 self.lost[0] if self.lost else -1,
             )
         raise self.error
@@ -140,7 +140,7 @@ class Survival:
                 return error
             time.sleep(1e-3)
         self.error = PeerError(
-            f"MPI has given up this world, as rank {self._rank} found {where}", -1
+            f"MPI has given up this world, while rank {self._rank} waits {where}", -1
         )
         return self.error
 
