@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,23 @@ class StagingBuffer:
             starts.append(total)
             total += -(-array.nbytes // 64) * 64
         if self._memory.size < total:
-            self._memory = np.empty(total, np.uint8)
+            self._memory = _touched_memory(total)
         copied = []
         for array, start in zip(arrays, starts, strict=True):
             copy = self._memory[start : start + array.nbytes].view(array.dtype)
             copy[...] = array
             copied.append(copy)
         return copied
+
+
+def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory, whose pages the system has given already, where it can be asked to.
+
+    NumPy would ask for huge pages, page by page as they are written to; to make room for those
+    the system moves others about, and the first save would wait for it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
 def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
@@ -147,8 +158,8 @@ class RankFile:
         """Bytes that it takes."""
         return 0 if self.is_empty else self._file.nbytes
 
-    def write(self, directory: Path) -> None:
-        """Write it, if there is anything to write.
+    def write(self, directory: Path, check: Callable[[], None] | None = None) -> None:
+        """Write it, if there is anything to write; ``check`` as for `TensorFile.write`.
 
         Raises
         ------
@@ -156,7 +167,7 @@ class RankFile:
             Where it cannot be written.
         """
         if not self.is_empty:
-            self._file.write(directory / file_name(self._rank))
+            self._file.write(directory / file_name(self._rank), check)
 
     def record(self) -> dict[str, Any]:
         """What `assemble` takes, as JSON knows it. Once it is written."""
