@@ -275,7 +275,7 @@ def test_checkpoints(
 ) -> None:
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    steps, length = torture.count(100, 5000), 25
+    steps, length = torture.count(300, 5000), 25
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(
