@@ -106,7 +106,7 @@ CONFIGURATION = (
     "ShardingConfiguration(communication_backend, learning_rate=0.01, *, auto_sync_gradients=True, "
     "minimum_parameter_group_size=1024, enable_gradient_compression=False, "
     "cpu_offload_optimizer=False, cpu_offload_gradients=False, cpu_offload_parameters=False, "
-    "check_collectives=True, allow_nonfinite=False)"
+    "gradient_leaves=None, check_collectives=True, allow_nonfinite=False)"
 )
 MESH_MODEL = f"""
     {SHARDED_BASE} data_rank data_size micro_batch_count schedule estimated_bubble_fraction
@@ -209,7 +209,7 @@ CLASSES = [
     (ms.ShardingConfiguration, CONFIGURATION,
      (f"{PRESETS} communication_backend learning_rate auto_sync_gradients "
      "minimum_parameter_group_size enable_gradient_compression cpu_offload_optimizer "
-     "cpu_offload_gradients cpu_offload_parameters check_collectives")),
+     "cpu_offload_gradients cpu_offload_parameters gradient_leaves check_collectives")),
     # 1.5 and 1.7, sharded models
     (contracts.IShardedModel, "", SHARDED),
     (ms.ShardedModelBase, "ShardedModelBase(wrapped_model, config)", SHARDED_BASE),
@@ -303,7 +303,7 @@ FUNCTIONS = [
     (ms.checkpoint, "save(path, model, optimizer=None, *, training=None, metadata=None)"),
     (ms.checkpoint, "load(path, model, optimizer=None, *, training=None)"),
     (ms.checkpoint, "check(path)"),
-    (ms.checkpoint, "consolidate(path, target)"),
+    (ms.checkpoint, "consolidate(path, target, *, optimizer=False, progress=None)"),
     (ms.checkpoint, "load_arrays(path)"),
 ]
 

@@ -6,8 +6,16 @@ so whoever loads it reads the regions that it needs.
 """
 
 from mpishard.checkpoint.content import StagingBuffer
+from mpishard.checkpoint.exchange import CheckpointForm, consolidate, convert
 from mpishard.checkpoint.folder import CheckpointFolder
-from mpishard.checkpoint.inspection import CheckpointReport, check, consolidate, load_arrays
+from mpishard.checkpoint.inspection import (
+    CheckpointProblem,
+    CheckpointReport,
+    check,
+    describe,
+    find_problems,
+    load_arrays,
+)
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import (
@@ -23,6 +31,8 @@ from mpishard.checkpoint.writer import write_checkpoint
 
 __all__ = [
     "CheckpointFolder",
+    "CheckpointForm",
+    "CheckpointProblem",
     "CheckpointReader",
     "CheckpointReport",
     "CheckpointState",
@@ -34,6 +44,9 @@ __all__ = [
     "StagingBuffer",
     "check",
     "consolidate",
+    "convert",
+    "describe",
+    "find_problems",
     "load",
     "load_arrays",
     "newest_valid",

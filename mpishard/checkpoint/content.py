@@ -19,7 +19,7 @@ from mpishard.checkpoint.manifest import (
     tensor_key,
 )
 from mpishard.checkpoint.protocol import Pieces
-from mpishard.checkpoint.tensor_file import TensorFile
+from mpishard.checkpoint.tensor_file import Tensor, TensorFile
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
@@ -111,8 +111,8 @@ class RankFile:
     ----------
     rank : int
         Whose it is.
-    pieces : dict of str to list of (Region, array)
-        What `on_host` gave.
+    pieces : mapping of str to sequence of (Region, array)
+        What `on_host` gave, or tensors that are not in memory.
 
     Raises
     ------
@@ -122,13 +122,13 @@ class RankFile:
         For a dtype that a file cannot hold.
     """
 
-    def __init__(self, rank: int, pieces: HostPieces) -> None:
+    def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
         self._rank = rank
         self._pieces = {
             kind: [(region, array.dtype.name) for region, array in given]
             for kind, given in pieces.items()
         }
-        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        tensors: dict[str, Tensor] = {}
         for kind, given in pieces.items():
             for region, array in given:
                 key = tensor_key(kind, region)
@@ -137,7 +137,10 @@ class RankFile:
                 tensors[key] = array
         self.is_empty = not tensors
         """Whether the rank has nothing to write."""
-        self._file = TensorFile(tensors, {"format": "np"})
+        # Small ones first, side by side: they are what ranks read of each other's files, and then
+        # share the few blocks that each of those ranks must verify.
+        ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes))
+        self._file = TensorFile(ordered, {"format": "np"})
 
     @property
     def nbytes(self) -> int:

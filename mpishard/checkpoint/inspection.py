@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.manifest import PARAMETERS
-from mpishard.checkpoint.reader import CheckpointReader
-from mpishard.checkpoint.writer import write_checkpoint
-from mpishard.sharding.regions import Region
+from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
+from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
+from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
 
-__all__ = ["CheckpointReport", "check", "consolidate", "load_arrays"]
+__all__ = [
+    "CheckpointProblem",
+    "CheckpointReport",
+    "check",
+    "describe",
+    "find_problems",
+    "load_arrays",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What `check` found in a whole checkpoint.
+    """What a checkpoint holds, as `check` and `describe` found it.
 
     Parameters
     ----------
@@ -65,14 +71,126 @@ def check(path: str | os.PathLike[str]) -> CheckpointReport:
     """
     with CheckpointReader(path) as reader:
         reader.verify()
-        return CheckpointReport(
-            path=reader.path,
-            parameter_count=reader.length,
-            shapes={entry.name: entry.shape for entry in reader.parameters},
-            kinds={kind: dtype.name for kind, dtype in reader.kinds.items()},
-            files=reader.file_sizes,
-            metadata=reader.metadata,
-        )
+        return _report(reader)
+
+
+def describe(path: str | os.PathLike[str]) -> CheckpointReport:
+    """Say what a checkpoint holds: of its files only the lengths are compared.
+
+    Raises
+    ------
+    FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
+    with CheckpointReader(path) as reader:
+        return _report(reader)
+
+
+def _report(reader: CheckpointReader) -> CheckpointReport:
+    return CheckpointReport(
+        path=reader.path,
+        parameter_count=reader.length,
+        shapes={entry.name: entry.shape for entry in reader.parameters},
+        kinds={kind: dtype.name for kind, dtype in reader.kinds.items()},
+        files=reader.file_sizes,
+        metadata=reader.metadata,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointProblem:
+    """Something in a checkpoint that is not as it was written.
+
+    Parameters
+    ----------
+    file : str
+        Name of the file.
+    tensors : tuple of str
+        What lies there: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
+    reason : str
+        What is wrong.
+    """
+
+    file: str
+    tensors: tuple[str, ...]
+    reason: str
+
+
+def find_problems(
+    path: str | os.PathLike[str], progress: Callable[[int, int], object] | None = None
+) -> list[CheckpointProblem]:
+    """Read all of a checkpoint, compare its checksums, and list whatever is wrong.
+
+    Parameters
+    ----------
+    path : path
+        The directory, or a folder of checkpoints, of which the newest is read.
+    progress : callable, optional
+        Called with the bytes that are read and those of all files.
+
+    Returns
+    -------
+    list of CheckpointProblem
+        Empty where every byte is as it was written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    FileNotFoundError
+        Where there is no checkpoint.
+    """
+    directory = find_checkpoint(path)
+    try:
+        manifest = Manifest.from_json((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:  # a CheckpointError is an OSError
+        return [CheckpointProblem(MANIFEST, (), str(error))]
+    total = sum(record.nbytes for record in manifest.files.values())
+    problems, done = [], 0
+    for name, record in manifest.files.items():
+        for low, high, reason in _read_through(directory / name, record):
+            if reason:
+                tensors = tuple(_tensors_in(manifest, name, low, high))
+                problems.append(CheckpointProblem(name, tensors, reason))
+            done += high - low
+            if progress is not None:
+                progress(done, total)
+    return problems
+
+
+def _read_through(file: Path, record: FileRecord) -> Iterator[tuple[int, int, str]]:
+    """Ranges of bytes, one after the other, and what is wrong with each, if anything."""
+    try:
+        held = file.stat().st_size
+        if held != record.nbytes:
+            yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
+            return
+        content = np.memmap(file, np.uint8, "r")
+    except FileNotFoundError:
+        yield 0, record.nbytes, "it is missing"
+        return
+    except OSError as error:
+        yield 0, record.nbytes, f"it cannot be read: {error}"
+        return
+    for block, expected in enumerate(record.checksums):
+        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, record.nbytes)
+        is_right = checksums_of(content, block, block + 1) == [expected]
+        words = f"bytes {low} to {high} do not have the checksum that they were written with"
+        yield low, high, "" if is_right else words
+
+
+def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:
+    """What has elements among the bytes ``low`` to ``high`` of a file."""
+    for kind, record in manifest.arrays.items():
+        for name, pieces in record.pieces.items():
+            size = record.dtype.itemsize
+            if any(
+                piece.file == file
+                and piece.offset < high
+                and low < piece.offset + piece.region.length * size
+                for piece in pieces
+            ):
+                yield f"{kind} of {name}"
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -93,25 +211,3 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
         for entry in reader.parameters:
             arrays[entry.name] = reader.read_whole(PARAMETERS, entry)
     return arrays
-
-
-def consolidate(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Write the checkpoint ``path`` as ``target`` with all arrays in one file.
-
-    The arrays are held in memory meanwhile. ``target`` may be ``path``.
-
-    Raises
-    ------
-    FileNotFoundError, CheckpointError
-        As `CheckpointReader` and `write_checkpoint`; nothing is then changed.
-    """
-    with CheckpointReader(path) as reader:
-        reader.verify()
-        arrays = {
-            kind: [
-                (Region.whole(entry.name, entry.shape), reader.read_whole(kind, entry).reshape(-1))
-                for entry in reader.held(kind)
-            ]
-            for kind in reader.kinds
-        }
-    write_checkpoint(target, None, reader.parameters, reader.dtype, arrays, reader.metadata)

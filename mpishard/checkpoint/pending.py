@@ -21,7 +21,7 @@ from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["PendingSave"]
+__all__ = ["PendingSave", "require_room"]
 
 _JOIN_SECONDS = 0.05
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -91,7 +91,7 @@ class PendingSave:
                     self._target = make_target()
                     with _telling_room(self._target.path, self._nbytes):
                         directory = self._target.make_temporary()
-                    _require_room(directory, self._nbytes)
+                    require_room(directory, self._nbytes)
             self._directory = Path(share_text(backend, str(directory)))
         except BaseException:
             if directory is not None:
@@ -206,7 +206,8 @@ class PendingSave:
         raise self._failure from self._error
 
 
-def _require_room(directory: Path, needed: int) -> None:
+def require_room(directory: Path, needed: int) -> None:
+    """Refuse to write ``needed`` bytes where there is no room for them."""
     if needed > disk.free_bytes(directory):
         raise _no_room(directory, needed, "there is not enough room")
 

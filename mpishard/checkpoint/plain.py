@@ -18,6 +18,7 @@ from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
 __all__ = [
+    "CHOICES_HEADER",
     "PlainModelFiles",
     "choices_in",
     "choices_of",
@@ -27,7 +28,8 @@ __all__ = [
     "packed_vector",
 ]
 
-_HEADER = "mpishard.choices"
+CHOICES_HEADER = "mpishard.choices"
+"""Key, in a file's metadata, of a model's choices as JSON."""
 
 
 class PlainModelFiles(ICheckpointableModel):
@@ -168,7 +170,7 @@ def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
 ) -> bytes:
     """A flat vector of the host as named arrays in safetensors format, and choices as JSON."""
-    metadata = {_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
+    metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return safetensors.numpy.save(named_arrays(records, vector), metadata)
 
 
@@ -177,7 +179,7 @@ def choices_of(data: bytes) -> dict[str, Any]:
     # The reader of headers takes files only; the format begins with the header's length.
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-    return dict(json.loads(metadata.get(_HEADER, "{}")))
+    return dict(json.loads(metadata.get(CHOICES_HEADER, "{}")))
 
 
 def named_arrays_of(data: bytes) -> dict[str, Array]:

@@ -21,7 +21,7 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["CheckpointReader", "find_single"]
+__all__ = ["CheckpointReader", "find_checkpoint", "find_single"]
 
 _NAMED = 10  # differences, or neighbours, that a message lists
 
@@ -54,7 +54,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _find(path)
+        self.path = find_checkpoint(path)
         manifest = self.path / MANIFEST
         try:
             self._manifest = Manifest.read(self.path)
@@ -181,7 +181,7 @@ class CheckpointReader:
         Raises
         ------
         CheckpointError
-            Where names, shapes, order or dtype differ; the message lists the differences.
+            Where names, shapes or dtype differ; the message lists the differences.
         """
         saved = {entry.name: entry for entry in self.parameters}
         wanted = {entry.name: entry for entry in parameters}
@@ -197,8 +197,6 @@ class CheckpointReader:
                 differences.append(
                     f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
                 )
-        if not differences and list(wanted) != list(saved):
-            differences.append("the parameters come in another order")
         if self.dtype != dtype:
             differences.insert(
                 0,
@@ -294,8 +292,14 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _find(path: str | os.PathLike[str]) -> Path:
-    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``."""
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
     found = find_single(path)
     target = Path(path).resolve()
     if found is None:

@@ -1,4 +1,4 @@
-"""One rank's file: named 1-D arrays in safetensors format, with a checksum for each block.
+"""A file of named tensors in safetensors format, with a checksum for each block.
 
 The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little
 end first; the header, JSON, padded with spaces; the arrays, one after the other, without gaps.
@@ -9,23 +9,26 @@ bytes add up to, and lets no other thread run meanwhile. The library reads it.
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mpishard.checkpoint import disk
+from mpishard.checkpoint.checksums import ChecksumThread
 from mpishard.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "TensorFile", "checksums_of"]
+__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile", "checksums_of"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
 
-_PIECE_BYTES = 1 << 20  # what is read through once for the checksum and again for the disk
+_PART_BYTES = 4 << 20  # what is given to the system at once
 _ALIGNMENT = 64  # bytes; where the arrays begin, so that a memory map of them is aligned
 
 _DTYPES = {
@@ -33,6 +36,11 @@ _DTYPES = {
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "float16": "F16",
     "bfloat16": "BF16", "float32": "F32", "float64": "F64",
 }  # fmt: skip
+
+DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
+    code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _DTYPES.items()
+}
+"""What the format calls the dtypes that a checkpoint can hold."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -47,11 +55,51 @@ def checksums_of(content: Bytes, first: int = 0, last: int | None = None) -> lis
 
 
 @dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is not in memory.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of its elements.
+    shape : tuple of int
+        Its shape.
+    blocks : callable
+        Gives its elements in row-major order: 1-D contiguous arrays, one after the other.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[np.ndarray[Any, Any]]]
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+
+Tensor = np.ndarray[Any, Any] | LazyTensor
+"""What a file is made of."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     key: str
-    array: np.ndarray[Any, Any]
+    tensor: Tensor
     start: int
     """Where it lies behind the header."""
+
+    def contents(self) -> Iterator[Bytes]:
+        if isinstance(self.tensor, LazyTensor):
+            for block in self.tensor.blocks():
+                yield block.view(np.uint8)
+        else:
+            yield self.tensor.view(np.uint8)
 
 
 class TensorFile:
@@ -59,8 +107,8 @@ class TensorFile:
 
     Parameters
     ----------
-    tensors : mapping of str to array
-        1-D, contiguous, in host memory.
+    tensors : mapping of str to array or LazyTensor
+        Arrays are 1-D, contiguous, in host memory.
     metadata : mapping of str to str
         For the header.
 
@@ -70,15 +118,13 @@ class TensorFile:
         For a dtype that the format does not have.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self._entries: list[_Entry] = []
         start = 0
         # Wide elements first: then each array is aligned to its own.
-        for key, array in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-            self._entries.append(_Entry(key, array, start))
-            start += array.nbytes
+        for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            self._entries.append(_Entry(key, tensor, start))
+            start += tensor.nbytes
         self._header = self._make_header(metadata)
         self.nbytes: int = len(self._header) + start
         """Length of the file."""
@@ -98,13 +144,16 @@ class TensorFile:
         OSError
             Where the file is there already or cannot be written.
         """
-        self.checksums.clear()
-        disk.write_file(file, self._parts())
+        # Arrays are in memory anyway; of what is read as it is written little may wait there.
+        is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
+        with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
+            disk.write_file(file, thread.watch(self._parts()))
+        self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         for entry in self._entries:
-            name = entry.array.dtype.name
+            name = entry.tensor.dtype.name
             if name not in _DTYPES:
                 raise CheckpointError(
                     f"{entry.key} has dtype {name}, which no safetensors file holds; it holds "
@@ -112,27 +161,17 @@ class TensorFile:
                 )
             header[entry.key] = {
                 "dtype": _DTYPES[name],
-                "shape": list(entry.array.shape),
-                "data_offsets": [entry.start, entry.start + entry.array.nbytes],
+                "shape": list(entry.tensor.shape),
+                "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
             }
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
     def _parts(self) -> Iterator[memoryview]:
-        """The content, while its checksums are taken."""
-        crc, filled = 0, 0
-        header = np.frombuffer(self._header, np.uint8)
-        for content in (header, *(entry.array.view(np.uint8) for entry in self._entries)):
-            for start in range(0, content.size, _PIECE_BYTES):
-                rest = piece = content[start : start + _PIECE_BYTES].data
-                while rest:
-                    part = rest[: BLOCK_BYTES - filled]
-                    crc, filled = zlib.crc32(part, crc), filled + len(part)
-                    if filled == BLOCK_BYTES:
-                        self.checksums.append(crc)
-                        crc, filled = 0, 0
-                    rest = rest[len(part) :]
-                yield piece
-        if filled:
-            self.checksums.append(crc)
+        """The content, a few MiB at a time."""
+        yield memoryview(self._header)
+        for entry in self._entries:
+            for content in entry.contents():
+                for start in range(0, content.size, _PART_BYTES):
+                    yield content[start : start + _PART_BYTES].data

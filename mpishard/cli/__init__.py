@@ -1,4 +1,4 @@
-"""The command line: ``mpishard run``, ``doctor``, ``verify``, ``plan``, ``bench`` and ``trace``."""
+"""The command line: ``mpishard run``, ``doctor``, ``verify``, ``plan``, ``bench`` and more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.bench import bench
+from mpishard.cli.checkpoint import checkpoint
 from mpishard.cli.doctor import doctor
 from mpishard.cli.plan import plan
 from mpishard.cli.run import run
@@ -30,6 +31,7 @@ app.command()(doctor)
 app.command()(verify)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(trace, name="trace")
 
 

@@ -1,4 +1,4 @@
-"""``mpishard bench``: measure collectives and training steps on this machine."""
+"""``mpishard bench``: measure collectives, training steps and checkpoints on this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from mpishard import settings
+from mpishard.cli.bench_checkpoint import CheckpointBenchmark, checkpoint_table
 from mpishard.cli.bench_checks import ChecksBenchmark, checks_table
 from mpishard.cli.bench_collectives import (
     KINDS,
@@ -34,7 +35,7 @@ __all__ = ["bench"]
 bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure collectives and training steps on this machine.",
+    help="Measure collectives, training steps and checkpoints on this machine.",
 )
 
 RanksOption = Annotated[
@@ -271,6 +272,38 @@ def speedup(
                 write_json(json, {"world_size": backend.world_size, "speedup": rows})
 
     _on_ranks(context, measure, ranks, world_size)
+
+
+@bench.command()
+def checkpoint(
+    context: typer.Context,
+    size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
+    repeats: Annotated[int, typer.Option(min=2, help="How often each is timed.")] = 7,
+    folder: Annotated[
+        Path, typer.Option(help="Where files are written, and removed; all ranks see it.")
+    ] = Path(),
+    json: JSONOption = None,
+    ranks: RanksOption = 0,
+    world_size: ThreadsOption = 0,
+) -> None:
+    """Time saving, saving while training goes on, and loading, beside plain writing and reading."""
+    try:
+        benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
+    except ValueError as error:
+        _refuse(f"--size: {error}")
+
+    def measure(backend: CommunicationBackend) -> None:
+        results = benchmark.run(backend)
+        if backend.rank == 0:
+            show(checkpoint_table(benchmark, results, backend.world_size))
+            if json is not None:
+                rows = [result.as_dict() for result in results]
+                write_json(json, {"world_size": backend.world_size, "checkpoint": rows})
+
+    try:
+        _on_ranks(context, measure, ranks, world_size)
+    except OSError as error:
+        _refuse(str(error))
 
 
 def _check_plot(plot: Path | None) -> None:

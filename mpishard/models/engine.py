@@ -134,7 +134,7 @@ class Engine:
         return tuple(
             Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
             for piece in mine
-            for part in pieces_within([piece], placement.counted_ranges)
+            for part in pieces_within([piece], placement.written_ranges)
         )
 
     @property

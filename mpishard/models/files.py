@@ -143,17 +143,17 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.holdings.pieces(), counted=True)
+        return self._regions(self.engine.holdings.pieces(), written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
         self.engine.round.require_none("a checkpoint cannot be loaded")
         return self._regions(self.engine.parameters.held)
 
-    def _regions(self, pieces: Sequence[Piece], *, counted: bool = False) -> checkpoint.Pieces:
+    def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
         owned = self.engine.parameters.owned(pieces)
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
-        return {"parameters": self.engine.program.placement.cut(parts, counted=counted)}
+        return {"parameters": self.engine.program.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""

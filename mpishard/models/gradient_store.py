@@ -250,15 +250,12 @@ class ScatteredGradients(ReplicatedGradients):
 
     def spread(self) -> None:
         """Give every rank what the owners of all pieces have. Collective."""
-        works = []
         for piece in self._pieces:
             if piece.unit.index in self.holdings.frozen:
                 continue
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
-            works.append(self.backend.all_gather_async(own, out=full))
-        for work in works:
-            work.wait()
+            self.backend.all_gather(own, out=full)
 
     def _wide(self, length: int) -> Array:
         return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)

@@ -24,6 +24,9 @@ class LeafGradients(GradientStore):
     at its level until another of as many leaves comes. So the tree over V leaves is the same for
     every P, and the owner keeps log2(V/P) + 1 buffers as long as its pieces.
 
+    The ranks of a step meet before its first pass (`GradientLeaves.cut`), so that nobody writes
+    before all have read what the last step left, and `finish` has nothing to do.
+
     Parameters
     ----------
     inner : ScatteredGradients or ShardedGradients
@@ -97,9 +100,6 @@ class LeafGradients(GradientStore):
 
     def abandon(self) -> None:
         self._inner.abandon()
-
-    def finish(self) -> None:
-        self._inner.finish()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self._inner.owned(pieces)

@@ -10,7 +10,15 @@ from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
 from mpishard.models.chain import HeldLayers
 from mpishard.nn.layer import Layer
-from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, build_units, whole_box
+from mpishard.sharding import (
+    ParameterEntry,
+    Placement,
+    Slice,
+    Unit,
+    build_units,
+    whole_box,
+    written_part,
+)
 from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
 __all__ = ["StageLayout", "lay_out"]
@@ -161,6 +169,7 @@ class _Builder:
         self._mesh = mesh
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
+        self._turns = 0  # of parameters that the tensor ranks of this stage hold alike
         self.names: list[str] = []
         self.layers: list[Layer] = []
         self.of_layer: list[dict[str, ParameterEntry]] = []
@@ -206,12 +215,20 @@ class _Builder:
         entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
         self._position = entry.stop
         self.entries[name] = entry
-        holders = self._shared.get(name, (self._mesh.pipeline_rank,))
-        is_counted = self._mesh.pipeline_rank == holders[0]
+        mesh = self._mesh
+        stages = self._shared.get(name, (mesh.pipeline_rank,))
+        is_counted = mesh.pipeline_rank == stages[0]
+        holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
+        # All that hold it must agree on whose turn it is.
+        turn = [*self._shared].index(name) if name in self._shared else self._turns
         if boxes is None:
             boxes = (whole_box(origin.shape),)
-            is_counted &= self._mesh.tensor_rank == 0
-        self.slices.append(Slice(entry, tuple(boxes), is_counted))
+            is_counted &= mesh.tensor_rank == 0
+            holder = holder * mesh.tensor_size + mesh.tensor_rank
+            holder_count *= mesh.tensor_size
+            self._turns += name not in self._shared
+        written = written_part(entry.size, turn, holder, holder_count)
+        self.slices.append(Slice(entry, tuple(boxes), is_counted, written))
 
     def _close_unit(self, first_layer: int, last_layer: int) -> None:
         start = self.units[-1].stop if self.units else 0

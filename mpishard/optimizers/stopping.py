@@ -120,15 +120,15 @@ class BestParameters:
 
     def arrays_to_write(self) -> Pieces:
         """The rank's pieces, of replicas a part; no kind before anything was kept."""
-        return {} if self._kept is None else self._regions(counted=True)
+        return {} if self._kept is None else self._regions(written=True)
 
     def arrays_to_read(self) -> Pieces:
         """The rank's pieces, to be filled."""
         return self._regions()
 
-    def _regions(self, *, counted: bool = False) -> Pieces:
+    def _regions(self, *, written: bool = False) -> Pieces:
         parts = [(p.start, self._vector[p.in_shard]) for p in self._pieces]
-        return {self.KIND: self._engine.program.placement.cut(parts, counted=counted)}
+        return {self.KIND: self._engine.program.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Nothing beside the array: the loop's position has the rest."""

@@ -4,7 +4,7 @@ from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.cells import cells_of, cut_at_cells
 from mpishard.sharding.configuration import ShardingConfiguration
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
-from mpishard.sharding.placement import Placement, Slice
+from mpishard.sharding.placement import Placement, Slice, written_part
 from mpishard.sharding.regions import Box, Region, whole_box
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
 from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
@@ -30,4 +30,5 @@ __all__ = [
     "owned_pieces",
     "pieces_within",
     "whole_box",
+    "written_part",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.layout import ShardLayout
 from mpishard.sharding.regions import (
     Box,
     Region,
@@ -19,7 +20,9 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["Placement", "Slice"]
+__all__ = ["Placement", "Slice", "written_part"]
+
+_LEAST_PART = 1 << 14  # elements, of what is divided; less goes to one file in one piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,55 @@ class Slice:
         What it is of the model's parameter: boxes, one below the other along dim 0. A slice of
         queries, keys and values has three.
     is_counted : bool
-        Whether this rank speaks for it, of all that hold the same: for norms and in files.
+        Whether this rank speaks for it in norms and sums, of all that hold the same.
+    written : tuple of (int, int), optional
+        Which of its elements, ``[start, stop)``, this rank writes to files, of all that hold the
+        same; `written_part` says. By default all where it speaks for it, else none.
     """
 
     entry: ParameterEntry
     boxes: tuple[Box, ...]
     is_counted: bool = True
+    written: tuple[int, int] | None = None
+
+    @property
+    def written_range(self) -> tuple[int, int]:
+        """What this rank writes of it, ``[start, stop)`` in its own flat vector."""
+        low, high = self.written or (0, self.entry.size if self.is_counted else 0)
+        return self.entry.start + low, self.entry.start + high
+
+
+def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[int, int]:
+    """Which elements one of several ranks writes of what all of them hold alike.
+
+    Together they write each element once. What is large they divide; what is small one of them
+    writes, another one of the next, so that all write about as many bytes.
+
+    Parameters
+    ----------
+    size : int
+        Elements that they hold.
+    turn : int
+        Which of the things that they hold this is: 0, 1, and so on.
+    holder, holder_count : int
+        Which of the ranks this is, and how many there are.
+
+    Returns
+    -------
+    start, stop : int
+
+    Examples
+    --------
+    >>> [written_part(300_000, 0, holder, 3) for holder in range(3)]
+    [(0, 100000), (100000, 200000), (200000, 300000)]
+    >>> [written_part(512, 4, holder, 3) for holder in range(3)]
+    [(0, 0), (0, 512), (0, 0)]
+    """
+    layout = ShardLayout(size, min(holder_count, max(1, size // _LEAST_PART)))
+    part = (holder - turn) % holder_count
+    if part >= layout.world_size:
+        return 0, 0
+    return layout.start(part), layout.start(part) + layout.size(part)
 
 
 class Placement:
@@ -75,7 +121,8 @@ class Placement:
         self.own_length = self.slices[-1].entry.stop if self.slices else 0
         self._origin = {entry.name: entry for entry in self.entries}
         self._is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
-            held.is_counted for held in self.slices
+            held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
+            for held in self.slices
         )
         for part in self.slices:
             if part.entry.name not in self._origin:
@@ -96,6 +143,12 @@ class Placement:
     def counted_ranges(self) -> list[tuple[int, int]]:
         """Ranges ``(start, stop)`` of the rank's own flat vector that it speaks for."""
         return [(s.entry.start, s.entry.stop) for s in self.slices if s.is_counted]
+
+    @property
+    def written_ranges(self) -> list[tuple[int, int]]:
+        """Ranges ``(start, stop)`` of the rank's own flat vector that it writes to files."""
+        ranges = (held.written_range for held in self.slices)
+        return [(start, stop) for start, stop in ranges if start < stop]
 
     @property
     def is_whole(self) -> bool:
@@ -119,7 +172,7 @@ class Placement:
             yield from _runs(self._origin[region.name], region)
 
     def regions(
-        self, start: int, stop: int, *, counted: bool = False
+        self, start: int, stop: int, *, written: bool = False
     ) -> Iterator[tuple[Region, slice]]:
         """What the range ``[start, stop)`` of the rank's own flat vector is, in order.
 
@@ -127,8 +180,8 @@ class Placement:
         ----------
         start, stop : int
             In the rank's own flat vector.
-        counted : bool
-            Leave out what another rank speaks for.
+        written : bool
+            Leave out what another rank writes to files.
 
         Yields
         ------
@@ -137,23 +190,23 @@ class Placement:
         part : slice
             Where it lies in the range.
         """
-        first = bisect.bisect_right(self.slices, start, key=lambda held: held.entry.stop)
-        for held in self.slices[first:]:
+        index = bisect.bisect_right(self.slices, start, key=lambda held: held.entry.stop)
+        for held in self.slices[index:]:
             position = held.entry.start
             if position >= stop:
                 return
-            if counted and not held.is_counted:
-                continue
+            first, last = held.written_range if written else (position, held.entry.stop)
+            first, last = max(start, first), min(stop, last)
             for box in held.boxes:
                 size = math.prod(box_shape(box))
-                low, high = max(start, position), min(stop, position + size)
+                low, high = max(first, position), min(last, position + size)
                 if low < high:
                     region = Region(held.entry.name, box, low - position, high - position)
                     yield region, slice(low - start, high - start)
                 position += size
 
     def cut(
-        self, parts: Iterable[tuple[int, Array]], *, counted: bool = False
+        self, parts: Iterable[tuple[int, Array]], *, written: bool = False
     ) -> list[tuple[Region, Array]]:
         """Arrays of the rank's own flat vector as arrays of regions, which are views of them.
 
@@ -161,13 +214,13 @@ class Placement:
         ----------
         parts : iterable of (int, Array)
             Where in the rank's own flat vector each begins, and its elements, 1-D.
-        counted : bool
+        written : bool
             As for `regions`.
         """
         return [
             (region, array[part])
             for start, array in parts
-            for region, part in self.regions(start, start + int(array.size), counted=counted)
+            for region, part in self.regions(start, start + int(array.size), written=written)
         ]
 
     def take(self, full: Array, start: int, out: Array) -> None:

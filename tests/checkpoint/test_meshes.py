@@ -83,14 +83,14 @@ class Rank:
         return self.entries
 
     def arrays_to_write(self) -> checkpoint.Pieces:
-        return self._pieces(counted=True)
+        return self._pieces(written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         return self._pieces()
 
-    def _pieces(self, *, counted: bool = False) -> checkpoint.Pieces:
+    def _pieces(self, *, written: bool = False) -> checkpoint.Pieces:
         return {
-            kind: self.placement.cut([(self.start, own)], counted=counted)
+            kind: self.placement.cut([(self.start, own)], written=written)
             for kind, own in self.own.items()
         }
 
@@ -160,7 +160,7 @@ def test_without_ranks_and_in_few_bits(dtype: Any, tmp_path: Path, fakes: Any) -
     assert {name: array.shape for name, array in arrays.items()} == SHAPES
     flat = np.concatenate([array.ravel() for array in arrays.values()])
     assert flat.tobytes() == vectors(1, fakes, dtype)["model"]["parameters"].tobytes()
-    checkpoint.consolidate(tmp_path / "c", tmp_path / "one")
+    checkpoint.convert(tmp_path / "c", tmp_path / "one", "checkpoint")
     document = json.loads((tmp_path / "one" / "manifest.json").read_text())
     for record in document["content"]["arrays"].values():
         assert [piece["tensor"] for piece in record["pieces"]] == [*SHAPES]

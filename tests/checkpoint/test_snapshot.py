@@ -119,12 +119,12 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path, fakes: An
     assert model.equals({"parameters": fakes.values(2, np.float32)})
 
 
-def test_another_order_of_the_same_parameters_is_refused(tmp_path: Path, fakes: Any) -> None:
+def test_another_order_of_the_same_parameters_is_loaded_by_name(tmp_path: Path, fakes: Any) -> None:
     shapes = {"one": (2,), "two": (2,)}
     checkpoint.save(tmp_path / "c", fakes.Model(None, np.arange(4.0), shapes))
-    model = fakes.Model(None, np.arange(4.0), dict(reversed(shapes.items())))
-    with pytest.raises(CheckpointError, match="another order"):
-        checkpoint.load(tmp_path / "c", model)
+    model = fakes.Model(None, np.zeros(4), dict(reversed(shapes.items())))
+    checkpoint.load(tmp_path / "c", model)
+    assert model.equals({"parameters": np.array([2.0, 3.0, 0.0, 1.0])})
 
 
 def test_one_ranks_misfit_is_every_ranks_error_and_changes_nothing(
@@ -164,17 +164,6 @@ def test_load_arrays_gives_names_and_shapes(tmp_path: Path, fakes: Any) -> None:
     assert {name: a.shape for name, a in arrays.items()} == fakes.SHAPES
     flat = np.concatenate([a.ravel() for a in arrays.values()])
     assert flat.tobytes() == fakes.values(4).tobytes()
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_consolidate_makes_one_file_of_the_same_bits(
-    same: bool, tmp_path: Path, fakes: Any
-) -> None:
-    run_in_threads(3, save, fakes, tmp_path / "c", 4)
-    target = tmp_path / ("c" if same else "d")
-    checkpoint.consolidate(tmp_path / "c", target)
-    assert sorted(p.name for p in target.iterdir()) == ["manifest.json", "rank00000.safetensors"]
-    run_in_threads(2, load, fakes, target, 4)
 
 
 def test_check_reports_what_is_there(tmp_path: Path, fakes: Any) -> None:

@@ -143,7 +143,7 @@ LOCAL = [
        lambda g, function=function: getattr(ms.checkpoint, function)(g.path / "nothing"))
       for function in ("check", "load_arrays", "CheckpointReader")],
     ("A", "checkpoint.consolidate: nothing there", FileNotFoundError, "there is no checkpoint",
-     lambda g: ms.checkpoint.consolidate(g.path / "nothing", g.path / "new")),
+     lambda g: ms.checkpoint.consolidate(g.path / "nothing", g.path / "new.safetensors")),
 
     # ---------------------------------------------------------------------------- collectives
     *[("1.3", f"{name}: None", TypeError, "needs an array, got None", call)

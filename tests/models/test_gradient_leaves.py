@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import threadpoolctl
 
 import mpishard as ms
 from mpishard import checkpoint
+from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import LeafLayout
@@ -45,13 +46,17 @@ def global_batch(problems: Any, kind: str, step: int, shares: str) -> tuple[Any,
 def build(
     backend: CommunicationBackend, problems: Any, kind: str, strategy: str, rule: str,
     unit_size: int = 60, gradient_leaves: int | None = LEAVES,
-    rule_options: Mapping[str, Any] | None = None,
+    rule_options: Mapping[str, Any] | None = None, device: str = "cpu",
+    offload: Sequence[str] = (),
 ) -> tuple[Any, Any]:  # fmt: skip
     model_class, optimizer_class = problems.STRATEGIES[strategy]
     config = ms.ShardingConfiguration(
-        backend, minimum_parameter_group_size=unit_size, gradient_leaves=gradient_leaves
+        backend,
+        minimum_parameter_group_size=unit_size,
+        gradient_leaves=gradient_leaves,
+        **{f"cpu_offload_{name}": True for name in offload},
     )
-    model = model_class(problems.MODELS[kind](backend.rank), config)
+    model = model_class(problems.MODELS[kind](backend.rank, device), config)
     options = CHOICES.get(rule, {}) if rule_options is None else rule_options
     return model, optimizer_class(problems.RULES[rule](**options), config)
 
@@ -66,7 +71,7 @@ def walk(
         mine = model.batch_indices(len(x))
         report = optimizer.step_report(model, x[mine], y[mine])
         found.append(np.array([report.loss, report.gradient_norm, report.weight]).tobytes())
-        found.append(model.gather_full_parameters().tobytes())
+        found.append(to_host(model.gather_full_parameters()).tobytes())
     return found
 
 
@@ -143,6 +148,18 @@ def blocked(layout: LeafLayout, rank: int) -> list[slice]:
     steps = layout.leaves // layout.world_size
     cut = ms.ShardLayout(layout.samples, layout.leaves)
     return [cut.slice(leaf) for leaf in range(rank * steps, (rank + 1) * steps)]
+
+
+@pytest.mark.parametrize("offload", [(), ("optimizer", "gradients", "parameters")])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(2)
+def test_on_a_gpu(
+    backend: Any, problems: Any, strategy: str, offload: Sequence[str], gpu: Any
+) -> None:
+    """Sums wait where gradients lie: on the GPU, or in host memory."""
+    options = {"device": "cuda", "offload": offload}
+    (expected,) = run_in_threads(1, bits, problems, "mlp", strategy, "lamb", **options)
+    assert bits(backend, problems, "mlp", strategy, "lamb", **options) == expected
 
 
 def test_losses_go_through_the_tree() -> None:
@@ -432,7 +449,30 @@ def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -
     assert "by rank, blas_kernel is " in record.message
 
 
-# ------------------------------------------------------------------------------------ memory
+# ----------------------------------------------------------------------------- memory, bytes
+
+
+@pytest.mark.parametrize("path", ["messages"], indirect=True)
+@pytest.mark.parametrize("gradient_leaves", [4, 16])
+def test_what_is_sent(problems: Any, path: str, gradient_leaves: int) -> None:
+    """As docs/strategies.md has it, and numbers of a few bytes, as many for each strategy."""
+
+    def sent(backend: Any, strategy: str) -> int:
+        model, optimizer = build(backend, problems, "mlp", strategy, "sgd", 1, gradient_leaves)
+        walk(problems, "mlp", model, optimizer, "even", range(1))
+        x, y = (part[model.batch_indices(16)] for part in global_batch(problems, "mlp", 1, "even"))
+        backend.traffic.reset()
+        optimizer.step(model, x, y)
+        return int(backend.traffic.total_bytes)
+
+    units = [8 * layer.parameter_count for layer in ms.nn.MLP([5, 7, 6, 2]).get_all_layer_info()]
+    ranks, passes, size, kept = 4, gradient_leaves // 4, sum(units), units[-1]
+    replicated = (passes + 1) * (ranks - 1) * size
+    sharded = passes * (ranks - 1) * (3 * (size - kept) + 2 * kept)
+    formulae = {"ddp": replicated, "zero1": replicated, "zero2": replicated, "fsdp": sharded}
+    found = {s: sum(run_in_threads(ranks, sent, s)) - wanted for s, wanted in formulae.items()}
+    assert len(set(found.values())) == 1
+    assert 0 < found["ddp"] < 8192
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])

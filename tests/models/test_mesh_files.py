@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,37 @@ def test_what_one_mesh_saves_others_load(
     for shift in (2, 3, 7):
         mesh = MESHES[(place + shift) % len(MESHES)]
         ms.run_in_threads(world(mesh), load, mesh, from_bytes=shift == 3)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
+def test_ranks_that_hold_the_same_write_it_in_turns(mesh: Any, tmp_path: Path) -> None:
+    """Norms, positions and biases of a tensor group; embeddings that two stages share."""
+
+    def save(backend: Any) -> None:
+        model = ms.nn.GPT(
+            vocabulary_size=512, context_length=512, width=128, heads=4, layers=2,
+            tied_embeddings=True,
+        )  # fmt: skip
+        config = ms.ShardingConfiguration(backend)
+        sharded = HybridShardedModel(model, config, *mesh, micro_batch_count=8)
+        optimizer = HybridShardedOptimizer(ms.optimizers.AdamW(1e-3), config, *mesh)
+        ms.checkpoint.save(tmp_path / "c", sharded, optimizer)
+
+    ms.run_in_threads(int(np.prod(mesh)), save)
+    content = json.loads((tmp_path / "c" / "manifest.json").read_text())["content"]
+    written: dict[tuple[str, str], int] = {}
+    for kind, record in content["arrays"].items():
+        # That each element is written once, reading the manifest has checked; the sums are all.
+        for piece in record["pieces"]:
+            place = kind, piece["file"]
+            written[place] = written.get(place, 0) + piece["stop"] - piece["start"]
+        files = [elements for (of, _), elements in written.items() if of == kind]
+        assert len(files) == np.prod(mesh)
+        assert sum(files) == content["length"]
+        # What data ranks share, they share by where it lies in units; the others take turns.
+        groups = np.reshape(files, mesh).sum(axis=2)
+        assert np.ptp(groups, axis=1).max() <= 1000, "norms and biases, 128 and 512 elements each"
+        # The first stage has positions, 65,536 of 530,000 elements, and the second one has not.
+        assert np.ptp(groups) <= (1000 if mesh[0] == 1 else 33_000)
+    assert len(content["arrays"]) == 3
+    ms.checkpoint.check(tmp_path / "c")

@@ -40,7 +40,8 @@ def test_interrupted_and_resumed_it_is_the_same_run(tmp_path, worlds, strategies
         np.testing.assert_allclose(values, parameters, rtol=0, atol=1e-12)
         assert len(result.loss_history) == 5
         assert {name.rpartition(".")[2] for name in safetensors.numpy.load(data)} == {"weight"}
-    ms.checkpoint.consolidate(path, tmp_path / "one")
+    ms.checkpoint.consolidate(path, tmp_path / "one.safetensors", optimizer=True)
+    ms.checkpoint.convert(tmp_path / "one.safetensors", tmp_path / "one")
     assert "AdamW" in str(ms.checkpoint.check(tmp_path / "one"))
     again = ms.run_in_threads(worlds[1], train, strategies[1], resume=tmp_path / "one")[0][1]
     assert again.tobytes() == values.tobytes()

@@ -198,7 +198,7 @@ def test_a_checkpoint_is_read_without_ranks(saved: Any, name: str, tmp_path: Pat
     for entry in entries:
         np.testing.assert_array_equal(arrays[entry.name].ravel(), full[entry.start : entry.stop])
     whole_path = tmp_path / "one"
-    checkpoint.consolidate(path, whole_path)
+    checkpoint.convert(path, whole_path, "checkpoint")
     checkpoint.check(whole_path)
     for key, values in checkpoint.load_arrays(whole_path).items():
         np.testing.assert_array_equal(values, arrays[key])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.layout import ShardLayout
-from mpishard.sharding import ParameterEntry, Placement, Slice, whole_box
+from mpishard.sharding import ParameterEntry, Placement, Slice, whole_box, written_part
 
 # A table of three parameters, of which the rank holds three row blocks, some columns, and all.
 QKV = ParameterEntry("qkv", (6, 3), 0)
@@ -95,3 +95,34 @@ def test_refuses_slices_that_do_not_fit():
         Placement([BIAS], [Slice(ParameterEntry("other", (4,), 0), (whole_box((4,)),))])
     with pytest.raises(ValueError, match=r"have 4 elements, its slice of shape \(2,\) has 2"):
         Placement([BIAS], [Slice(ParameterEntry("bias", (2,), 0), (whole_box((4,)),))])
+
+
+@given(st.integers(0, 200_000), st.integers(0, 40), st.integers(1, 9))
+def test_of_replicas_each_element_is_written_once(size, turn, holder_count):
+    parts = [written_part(size, turn, holder, holder_count) for holder in range(holder_count)]
+    covered = sorted((start, stop) for start, stop in parts if start < stop)
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
+    assert sum(stop - start for start, stop in covered) == size
+    assert len(covered) <= max(1, size // 10_000), "pieces that are hardly worth a record"
+
+
+def test_ranks_take_turns():
+    writers = [
+        [holder for holder in range(3) if written_part(8, turn, holder, 3) == (0, 8)]
+        for turn in range(4)
+    ]
+    assert writers == [[0], [1], [2], [0]]
+
+
+def test_a_rank_writes_its_part_of_what_others_hold_too():
+    norm = ParameterEntry("norm", (6,), 3)
+    held = [Slice(ParameterEntry("w", (3,), 0), (((0, 3),),)),
+            Slice(norm, (((0, 6),),), is_counted=True, written=(2, 5))]  # fmt: skip
+    placement = Placement([ParameterEntry("w", (3,), 0), norm], held)
+    assert not placement.is_whole
+    assert placement.counted_ranges == [(0, 3), (3, 9)]
+    assert placement.written_ranges == [(0, 3), (5, 8)]
+    cut = placement.cut([(1, np.arange(1, 6)), (6, np.arange(6, 9))], written=True)
+    assert [(str(region), values.tolist()) for region, values in cut] == [
+        ("w[0:3][1:3]", [1, 2]), ("norm[0:6][2:3]", [5]), ("norm[0:6][3:5]", [6, 7])
+    ]  # fmt: skip

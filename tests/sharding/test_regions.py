@@ -115,5 +115,5 @@ def test_arrays_are_cut_into_views():
         ("out[0:2, 2:4][1:4]", [9, 10, 11]),
     ]
     assert all(np.shares_memory(array, vector) for _, array in found)
-    counted = placement.cut(parts, counted=True)
-    assert [region for region, _ in counted] == [r for r, _ in found if r.name != "norm"]
+    written = placement.cut(parts, written=True)
+    assert [region for region, _ in written] == [r for r, _ in found if r.name != "norm"]

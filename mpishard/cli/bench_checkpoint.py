@@ -1,0 +1,258 @@
+"""``mpishard bench checkpoint``: saving, saving while training, and loading, beside the disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mpishard import checkpoint, nn
+from mpishard.checkpoint import disk
+from mpishard.checkpoint.consensus import share_text, together
+from mpishard.checkpoint.manifest import file_name
+from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.communication import CommunicationBackend
+from mpishard.distributed import as_distributed
+from mpishard.observe import Timing
+from mpishard.optimizers import AdamW
+
+__all__ = ["CheckpointBenchmark", "CheckpointResult", "checkpoint_table"]
+
+_WIDTH = 1024
+_STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
+_KINDS = 3  # parameters, and AdamW's two moments
+_ITEM = 4  # bytes
+_PART = 8 << 20  # bytes that are written and read at once, where nothing else is done
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointResult:
+    """What was measured in one way.
+
+    Parameters
+    ----------
+    way : str
+        What was timed.
+    seconds : tuple of float
+        Of each repeat, those of the slowest rank.
+    nbytes : int
+        Of all ranks' files; 0 where the time is of something else.
+    other : str
+        The way that it is compared with, in the same repeat; empty: with none.
+    """
+
+    way: str
+    seconds: tuple[float, ...]
+    nbytes: int = 0
+    other: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBenchmark:
+    """An MLP in float32 with AdamW under FSDP, whose checkpoint has a given size.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of one rank's file, about.
+    repeats : int
+        How often each is timed.
+    folder : Path
+        On the file system to measure.
+    """
+
+    nbytes: int
+    repeats: int
+    folder: Path
+
+    def layers(self, world_size: int) -> int:
+        """Layers of 1024 x 1024 that make up the size."""
+        elements = self.nbytes * world_size // (_KINDS * _ITEM)
+        return max(1, round(elements / (_WIDTH * _WIDTH + _WIDTH)))
+
+    def run(self, backend: CommunicationBackend) -> list[CheckpointResult]:
+        """Measure, each way in turn. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            Where there is not enough room.
+        """
+        name = ""
+        with together(backend):
+            if backend.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                name = tempfile.mkdtemp(prefix="mpishard-bench-", dir=self.folder)
+        folder = Path(share_text(backend, name))
+        try:
+            return _Run(self, backend, folder).results()
+        finally:
+            if backend.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Run:
+    """The model, and what is done with it, on one rank."""
+
+    def __init__(
+        self, benchmark: CheckpointBenchmark, backend: CommunicationBackend, folder: Path
+    ) -> None:
+        self._benchmark = benchmark
+        self._backend = backend
+        self._folder = folder
+        plain = nn.MLP([_WIDTH] * (benchmark.layers(backend.world_size) + 1), dtype="float32")
+        self._model = as_distributed(plain, backend, "fsdp")
+        self._optimizer = as_distributed(AdamW(1e-3), backend, "fsdp")
+        self._staging = checkpoint.StagingBuffer()
+        self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
+        self._product = np.empty_like(self._square)
+        self._seconds: dict[str, list[float]] = {}
+
+    def results(self) -> list[CheckpointResult]:
+        saved = self._folder / "saved"
+        self._save(saved)  # memory is touched, and files are there to be read
+        file = saved / file_name(self._backend.rank)
+        content = np.fromfile(file, np.uint8)
+        sizes = self._backend.all_gather(np.array([content.size]))
+        total = int(sizes.sum())
+        plain = self._folder / f"plain{self._backend.rank}"
+        for repeat in range(self._benchmark.repeats):
+            self._timed("write + fsync", lambda: _write(plain, content))
+            plain.unlink()
+            path = self._folder / f"save{repeat}"
+            self._timed("save", partial(self._save, path))
+            self._remove(path)
+            self._save_beside_steps(self._folder / f"async{repeat}", is_first=repeat == 0)
+            self._timed("read", lambda: _read(file, content))
+            self._timed("load", lambda: checkpoint.load(saved, self._model, self._optimizer))
+        others = {
+            "write + fsync": (total, ""),
+            "save": (total, "write + fsync"),
+            "save_async, first call": (0, "save"),
+            "save_async, call": (0, "save"),
+            "save_async, polls": (0, "save"),
+            "save_async, stall": (0, "save"),
+            "save_async, until it is done": (total, "save"),
+            "step alone": (0, ""),
+            "step beside a save": (0, "step alone"),
+            "read": (total, ""),
+            "load": (total, "read"),
+        }
+        return [
+            CheckpointResult(way, tuple(self._seconds[way]), *about)
+            for way, about in others.items()
+            if way in self._seconds
+        ]
+
+    def _save(self, path: Path) -> None:
+        checkpoint.save(path, self._model, self._optimizer)
+
+    def _save_beside_steps(self, path: Path, *, is_first: bool) -> None:
+        alone = float(np.median([self._step() for _ in range(10)]))
+        self._backend.barrier()
+        begun = time.perf_counter()
+        pending = checkpoint.save_async(path, self._model, self._optimizer, staging=self._staging)
+        called = time.perf_counter() - begun
+        polled, steps = 0.0, []
+        while not pending.done:
+            steps.append(self._step())
+            self._backend.barrier()  # as at the end of a step, where ranks wait for each other
+            before = time.perf_counter()
+            pending.poll()
+            polled += time.perf_counter() - before
+        took = time.perf_counter() - begun
+        self._remove(path)
+        # The first call finds no memory to copy to, and waits for the system to give it.
+        self._note("save_async, first call" if is_first else "save_async, call", called)
+        if not is_first:
+            self._note("save_async, polls", polled)
+            self._note("save_async, stall", called + polled)
+        self._note("save_async, until it is done", took)
+        self._note("step alone", alone)
+        self._note("step beside a save", float(np.median(steps)))
+
+    def _step(self) -> float:
+        """What a layer computes, timed."""
+        begun = time.perf_counter()
+        np.matmul(self._square, self._square, out=self._product)
+        np.maximum(self._product, 0.0, out=self._product)
+        return time.perf_counter() - begun
+
+    def _timed(self, way: str, body: Callable[[], object]) -> None:
+        self._backend.barrier()
+        begun = time.perf_counter()
+        body()
+        self._note(way, time.perf_counter() - begun)
+
+    def _note(self, way: str, seconds: float) -> None:
+        """Note the slowest rank's time. Collective."""
+        slowest = float(self._backend.all_gather(np.array([seconds])).max())
+        self._seconds.setdefault(way, []).append(slowest)
+
+    def _remove(self, path: Path) -> None:
+        self._backend.barrier()
+        if self._backend.rank == 0:
+            shutil.rmtree(path)
+        self._backend.barrier()
+
+
+def _write(file: Path, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    parts = range(0, content.size, _PART)
+    disk.write_file(file, (content[start : start + _PART].data for start in parts))
+
+
+def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    with file.open("rb", buffering=0) as opened:
+        for start in range(0, out.size, _PART):
+            opened.readinto(out[start : start + _PART].data)
+
+
+def checkpoint_table(
+    benchmark: CheckpointBenchmark, results: list[CheckpointResult], world_size: int
+) -> Table:
+    """The results as a table; a ratio is the median over repeats, in each of which both were."""
+    total = next(result.nbytes for result in results if result.nbytes)
+    title = (
+        f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
+        f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("median", "spread", "bytes/s", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("to", no_wrap=True)
+    seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
+    for result in results:
+        timing = Timing(result.seconds)
+        table.add_row(
+            result.way,
+            milliseconds(timing.median),
+            f"{timing.spread:.0%}",
+            f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
+            _ratio(result, seconds),
+            result.other,
+        )
+    table.caption = "read and load: from the system's cache. stall: what training waits, in all"
+    table.caption_justify = "left"
+    return table
+
+
+def _ratio(result: CheckpointResult, seconds: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    if not result.other:
+        return ""
+    # What is timed from the second repeat on stands beside those repeats; the first beside its own.
+    mine, other = seconds[result.way], seconds[result.other]
+    beside = other[:1] if result.way.endswith("first call") else other[-len(mine) :]
+    return f"{np.median(mine / beside):.2f}"

@@ -1,0 +1,308 @@
+"""``mpishard checkpoint``: look into checkpoints, verify them, and exchange them with others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from mpishard import checkpoint as checkpoints
+from mpishard.checkpoint import (
+    CheckpointFolder,
+    CheckpointForm,
+    CheckpointProblem,
+    CheckpointReport,
+    describe,
+    find_problems,
+)
+from mpishard.checkpoint.folder import LATEST, Entry
+from mpishard.checkpoint.reader import find_checkpoint, find_single
+from mpishard.cli.bench_report import bytes_text, counted, show
+
+__all__ = ["checkpoint"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_LISTED = 3  # tensors of a damaged block that a line names
+
+checkpoint = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look into checkpoints, verify them, exchange them with other programs.",
+)
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")
+]
+JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+
+
+@checkpoint.command()
+def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
+    """Print what a checkpoint holds, or which ones a folder has. Reads no tensors."""
+    with _said():
+        single = find_single(path)
+        folder = CheckpointFolder(path)
+        entries = [] if single is not None else folder.entries()
+        if entries:
+            listed = [_entry_as_dict(entry) for entry in entries]
+            found: dict[str, Any] = {
+                "folder": str(folder.path), "latest": _latest(folder.path), "checkpoints": listed
+            }  # fmt: skip
+        else:
+            found = _report_as_dict(describe(path))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif entries:
+        show(_folder_table(found))
+    else:
+        _print_checkpoint(found)
+
+
+@checkpoint.command()
+def check(
+    path: PathArgument,
+    every: Annotated[
+        bool, typer.Option("--all", help="Check each checkpoint of a folder, not only the newest.")
+    ] = False,
+) -> None:
+    """Read every byte and compare its checksum.
+
+    Exit code 0: all is as it was written; 1: something is not; 2: there is no checkpoint.
+    """
+    wrong = 0
+    with _said():
+        chosen = [find_checkpoint(path)]
+        if every and find_single(path) is None:
+            chosen = [entry.path for entry in CheckpointFolder(path).entries()]
+        for each in chosen:
+            with _bar(f"reading {each.name}") as progress:
+                problems = find_problems(each, progress)
+            if problems:
+                wrong += 1
+                _print_problems(each, problems)
+            else:
+                typer.echo(str(describe(each)))
+    if wrong:
+        typer.echo(
+            f"mpishard checkpoint: {wrong} of {counted(len(chosen), 'checkpoint')} cannot be "
+            "trusted",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+@checkpoint.command()
+def consolidate(
+    path: PathArgument,
+    target: Annotated[Path, typer.Argument(metavar="TARGET.safetensors", help="To be made.")],
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Write the optimizer's states, too.")
+    ] = False,
+) -> None:
+    """Write one safetensors file: parameters by name, in their global shapes.
+
+    With --optimizer states are there as optimizer/STATE/PARAMETER, and `convert` makes the same
+    checkpoint of the file again.
+    """
+    with _said():
+        with _bar(f"writing {target.name}") as progress:
+            checkpoints.consolidate(path, target, optimizer=optimizer, progress=progress)
+        _say_made(target)
+
+
+@checkpoint.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN", help="A checkpoint, a .safetensors file, or a directory with an index."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="To be made.")],
+    to: Annotated[
+        CheckpointForm | None,
+        typer.Option(
+            show_default=False,
+            help="The form of OUT. Default: safetensors where OUT ends so; else hf of a "
+            "checkpoint, and a checkpoint of other files.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the files of hf, as 500MB, 5GB, 4GiB.")
+    ] = "5GB",
+) -> None:
+    """Write parameters as a checkpoint, as one safetensors file, or as several with an index.
+
+    The last of them, hf, is what Hugging Face's libraries read and write:
+    model.safetensors.index.json and the files that it names.
+    """
+    with _said():
+        limit = _bytes_of(max_shard_size)
+        with _bar(f"writing {target.name}") as progress:
+            checkpoints.convert(source, target, to, maximum_shard_bytes=limit, progress=progress)
+        _say_made(target)
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def _latest(folder: Path) -> str | None:
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def _entry_as_dict(entry: Entry) -> dict[str, Any]:
+    files = [file.stat() for file in entry.path.iterdir() if file.is_file()]
+    return {
+        "name": entry.path.name,
+        "step": entry.step,
+        "bytes": sum(status.st_size for status in files),
+        "saved": _time_of(entry.path),
+        "whole": not entry.problem,
+        "problem": entry.problem,
+    }
+
+
+def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
+    model = report.metadata.get("model") or {}
+    return {
+        "path": str(report.path),
+        "saved": _time_of(report.path),
+        "step": model.get("steps"),
+        "strategy": model.get("strategy"),
+        "world_size": model.get("world_size"),
+        "elements": report.parameter_count,
+        "kinds": dict(report.kinds),
+        "parameters": {name: list(shape) for name, shape in report.shapes.items()},
+        "files": dict(report.files),
+        "metadata": dict(report.metadata),
+    }
+
+
+def _time_of(directory: Path) -> str:
+    """When the directory's newest file was written, local time."""
+    newest = max((file.stat().st_mtime for file in directory.iterdir()), default=0.0)
+    return datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+# ------------------------------------------------------------------------------------- showing
+
+
+def _folder_table(found: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{found['folder']}, the newest first", title_justify="left")
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("step", justify="right")
+    table.add_column("size", justify="right")
+    table.add_column("saved", no_wrap=True)
+    table.add_column("state")
+    for entry in found["checkpoints"]:
+        words = entry["problem"] or "whole"
+        is_latest = entry["name"] == found["latest"]
+        table.add_row(
+            entry["name"], str(entry["step"]), bytes_text(entry["bytes"]), entry["saved"],
+            escape(f"{words}, {LATEST}" if is_latest else words),
+        )  # fmt: skip
+    table.caption = "whole: as far as manifest and lengths tell; `mpishard checkpoint check` reads"
+    table.caption_justify = "left"
+    return table
+
+
+def _print_checkpoint(found: Mapping[str, Any]) -> None:
+    words = [f"{found['path']}, saved {found['saved']}"]
+    if found["step"] is not None:
+        words.append(f"after step {found['step']}")
+    if found["strategy"] is not None:
+        words.append(f"{found['strategy']} on {counted(found['world_size'], 'rank')}")
+    typer.echo("; ".join(words))
+    parameters = Table(
+        title=f"{counted(len(found['parameters']), 'parameter')}, {found['elements']:,} elements",
+        title_justify="left",
+    )
+    parameters.add_column("name")
+    parameters.add_column("shape", justify="right")
+    parameters.add_column("dtype")
+    dtype = found["kinds"].get("parameters", "")
+    for name, shape in found["parameters"].items():
+        parameters.add_row(escape(name), " x ".join(map(str, shape)) or "scalar", dtype)
+    show(parameters)
+    kinds = Table(title="What there is of each parameter", title_justify="left")
+    kinds.add_column("kind")
+    kinds.add_column("dtype")
+    for kind, name in found["kinds"].items():
+        kinds.add_row(escape(kind), name)
+    show(kinds)
+    files = Table(
+        title=f"{counted(len(found['files']), 'file')}, {bytes_text(sum(found['files'].values()))}",
+        title_justify="left",
+    )
+    files.add_column("file")
+    files.add_column("size", justify="right")
+    for name, nbytes in found["files"].items():
+        files.add_row(name, bytes_text(nbytes))
+    show(files)
+    others = {key: value for key, value in found["metadata"].items() if value}
+    typer.echo(f"beside them: {json.dumps(others)}")
+
+
+def _print_problems(path: Path, problems: list[CheckpointProblem]) -> None:
+    typer.echo(f"{path} is damaged:")
+    for problem in problems:
+        more = len(problem.tensors) - _LISTED
+        words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+        typer.echo(
+            f"  {problem.file}: {problem.reason}" + (f"; there are {words}" if words else "")
+        )
+
+
+@contextmanager
+def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar in bytes, on a terminal; it goes when it is done."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(),
+               TransferSpeedColumn())  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(words, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _say_made(target: Path) -> None:
+    files = [target] if target.is_file() else sorted(target.iterdir())
+    total = sum(file.stat().st_size for file in files)
+    typer.echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")
+
+
+def _bytes_of(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip(), re.IGNORECASE)
+    size = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
+    if size < 1:
+        raise ValueError(f"--max-shard-size is a size as 500MB, 5GB or 4GiB; got {text!r}")
+    return int(size)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Say what cannot be done, and end with 2."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mpishard checkpoint: {message}", err=True)
+    raise typer.Exit(2) from None
