@@ -8,7 +8,8 @@ Runs alone, on threads, or under MPI, with the same results:
     python examples/train_gpt.py --backend memory -n 4
     python examples/train_gpt.py --resume runs/NAME        # at any world size
 
-and with any parallelism, on four ranks say, as two pipeline stages of two tensor slices each:
+A run that was interrupted goes on where the same command is given again; --new begins another. And
+with any parallelism, on four ranks say, as two pipeline stages of two tensor slices each:
 
     mpishard run -n 4 examples/train_gpt.py --strategy hybrid \
         --pipeline-parallel-size 2 --tensor-parallel-size 2 --micro-batches 8
@@ -58,6 +59,7 @@ SPREAD = {
 }
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
+LAST_FILE = "sample.txt"  # with it a run has come to its end
 
 
 def number(name: str) -> Callable[[str], int | float]:
@@ -89,6 +91,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: gpt- and the time)")
     parser.add_argument(
+        "--new", action="store_true",
+        help="begin a new run, also where one with these settings was interrupted",
+    )  # fmt: skip
+    parser.add_argument(
         "--resume",
         type=Path,
         metavar="runs/NAME",
@@ -106,8 +112,13 @@ def parse_arguments() -> argparse.Namespace:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
         if changed or arguments.name:
             parser.error(f"--resume takes the run's own settings; remove {changed or '--name'}")
+        if arguments.new:
+            parser.error("--resume goes on with a run, and --new begins one")
         if not (arguments.resume / "settings.json").is_file():
             parser.error(f"--resume: there is no run in {arguments.resume}")
+    arguments.goes_on = arguments.resume is None and not arguments.new
+    if arguments.goes_on:
+        arguments.resume = interrupted_run(arguments)
     spread = spread_of(arguments)
     for name in spread.keys() & SPREAD.keys():
         if spread["strategy"] not in SPREAD[name]:
@@ -172,6 +183,20 @@ def stored(arguments: argparse.Namespace) -> dict:
     if arguments.resume is None:
         return {"settings": {}, "spread": {}}
     return json.loads((arguments.resume / "settings.json").read_text())
+
+
+def interrupted_run(arguments: argparse.Namespace) -> Path | None:
+    """The last run with these settings that did not come to its end."""
+    wanted = settings_of(arguments)
+    runs = Path("runs")
+    begun = sorted(runs.glob("gpt-*")) if arguments.name is None else [runs / arguments.name]
+    for directory in reversed(begun):
+        kept = directory / "settings.json"
+        if (directory / LAST_FILE).exists() or not kept.is_file():
+            continue
+        if json.loads(kept.read_text())["settings"] == wanted:
+            return directory
+    return None
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
@@ -302,6 +327,8 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     """What each rank does."""
     settings, spread = settings_of(arguments), spread_of(arguments)
     directory = run_directory(backend, arguments)
+    if arguments.goes_on and arguments.resume is not None:
+        backend.print(f"{directory} was interrupted, and goes on; --new begins a new run")
     model, optimizer = build(backend, spread, settings)
     train, validation = load_text()
     baseline = bigram_loss(train, validation)
@@ -329,14 +356,14 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
             validate_every=settings["validate_every"],
             checkpoint=directory / "checkpoint",
             checkpoint_every=settings["checkpoint_every"],
-            resume=None if arguments.resume is None else directory / "checkpoint",
+            resume=None if arguments.goes_on or arguments.resume is None else True,
             metrics=directory / "metrics.jsonl",
             throughput_unit="tokens",
         )
     )
-    sample(model, directory, settings["seed"])
     if backend.rank == 0:
         plot(directory, baseline)
+    sample(model, directory, settings["seed"])
     summarize(model, spread["strategy"], result, baseline)
     backend.print(directory)
 
@@ -365,7 +392,7 @@ def sample(model: ms.ShardedModelBase, directory: Path, seed: int) -> None:
     generated = model.generate(prompt, 400, temperature=0.8, seed=seed, slide=slide)
     text = bytes(int(token) for token in generated).decode(errors="replace")
     if model.backend.rank == 0:
-        (directory / "sample.txt").write_text(text + "\n")
+        (directory / LAST_FILE).write_text(text + "\n")
     model.backend.print("sample:", " ".join(text.split())[:200])
 
 

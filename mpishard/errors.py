@@ -11,6 +11,7 @@
     |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
+    |-- ReplicaError (RuntimeError)        the ranks' copies of a parameter differ
     |-- DeviceUnavailableError (RuntimeError)  a GPU was asked for; CuPy or the GPU is not there
     |-- NonFiniteLossError (ArithmeticError)
     |-- NoSampleError (ValueError)         a step in which all weights are 0, on all ranks
@@ -18,6 +19,7 @@
     |   `-- MissingMemberError (NotImplementedError)  a user's model lacks a member
     |-- MissingLossError (RuntimeError)    gradients asked of a model that has no loss
     `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
+    Preempted (SystemExit)               a training run was told to make room, and has saved
 
 What a user gets wrong in an argument is a plain ``TypeError`` or ``ValueError``, raised before
 anything is communicated, written or changed.
@@ -42,6 +44,8 @@ __all__ = [
     "NonFiniteLossError",
     "NotInitializedError",
     "PeerError",
+    "Preempted",
+    "ReplicaError",
     "ShardingError",
     "StructureOnlyError",
 ]
@@ -113,6 +117,10 @@ class StructureOnlyError(ShardingError):
     """Raised when parameters are asked of a model whose wrapper holds them now."""
 
 
+class ReplicaError(MpishardError, RuntimeError):
+    """Raised on every rank when their copies of a parameter, which should be equal, differ."""
+
+
 class DeviceUnavailableError(MpishardError, RuntimeError):
     """Raised when a GPU is asked for and CuPy is not installed, or finds none."""
 
@@ -142,3 +150,32 @@ class MissingLossError(MpishardError, RuntimeError):
 
 class CheckpointError(MpishardError, OSError):
     """Raised when a checkpoint is incomplete, corrupt, or does not fit the model."""
+
+
+class Preempted(SystemExit):
+    """Raised on every rank when a signal told a run to make room, and its checkpoint is written.
+
+    A SystemExit, and no Exception: where nobody catches it, ``with`` and ``finally`` run, all ranks
+    leave in good order, and the process ends with `code`, 75. The same command goes on from the
+    checkpoint. A script that has something to do before it ends catches it, and raises it again.
+
+    Parameters
+    ----------
+    message : str
+        What was saved, and where.
+    step : int
+        Updates that the run has made.
+    code : int
+        The exit code of the process.
+    """
+
+    def __init__(self, message: str, step: int, code: int) -> None:
+        super().__init__(code)
+        self.message = message
+        self.step = step
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.step, self.code)

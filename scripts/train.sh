@@ -13,7 +13,10 @@ Makes .venv (the first time only), then runs
     mpishard run -n N examples/train_gpt.py [options of the example]
 
 which trains a byte-level GPT on English text on N MPI ranks (default 2), shows its progress, and
-leaves metrics, a plot of the loss, a checkpoint and a sample in runs/.
+leaves metrics, a plot of the loss, checkpoints and a sample in runs/.
+
+A run that was interrupted (Ctrl-C, kill, a full disk) goes on from its last checkpoint when the
+same command is given again, also with another N, and says so; --new begins a new run.
 EOF
     if [ -e "$venv/mpishard.stamp" ]; then
         echo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,8 @@ class RankFile:
         """Bytes that it takes."""
         return 0 if self.is_empty else self._file.nbytes
 
-    def write(self, directory: Path) -> None:
-        """Write it, if there is anything to write.
+    def write(self, directory: Path, check: Callable[[], None] | None = None) -> None:
+        """Write it, if there is anything to write; ``check`` as for `TensorFile.write`.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class RankFile:
             Where it cannot be written.
         """
         if not self.is_empty:
-            self._file.write(directory / file_name(self._rank))
+            self._file.write(directory / file_name(self._rank), check)
 
     def record(self) -> dict[str, Any]:
         """What `assemble` takes, as JSON knows it. Once it is written."""

@@ -75,6 +75,10 @@ class CheckpointFolder:
         # By identity of the file: a manifest is read once, however many a run keeps.
         self._manifests: Manifests = {}
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after ``step`` steps is, or would be."""
+        return _path_of(self.path, step)
+
     def target(self, step: int) -> Target:
         """Where the checkpoint after ``step`` steps goes.
 
@@ -105,7 +109,7 @@ class CheckpointFolder:
         whole = [entry for entry in self.entries() if not entry.problem]
         disk.remove_aside(
             {
-                entry.path: temporary_of(_path_of(self.path, entry.step))
+                entry.path: temporary_of(self.path_of(entry.step))
                 for entry in whole[self.keep_last :]
                 if self.keep_every is None or entry.step % self.keep_every
             }
@@ -126,7 +130,7 @@ class _StepTarget(Target):
     """A step's place in a folder."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(_path_of(folder.path, step))
+        super().__init__(folder.path_of(step))
         self._folder = folder
         self._sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
 

@@ -24,6 +24,7 @@ from mpishard.errors import CheckpointError
 __all__ = ["PendingSave", "require_room"]
 
 _JOIN_SECONDS = 0.05
+_ABANDON_SECONDS = 2.0
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -77,6 +78,7 @@ class PendingSave:
         self._state = _State.WORKING
         self._commits = False
         self._is_done = False
+        self._is_abandoned = threading.Event()
         directory: Path | None = None
         try:
             with together(backend):
@@ -144,6 +146,15 @@ class PendingSave:
         while not self.poll():
             self._thread.join(_JOIN_SECONDS)
 
+    def abandon(self) -> None:
+        """Write no more, because this rank cannot go on with the others. Communicates nothing.
+
+        Where all ranks had written their files already the checkpoint may still become whole. What
+        is left of it otherwise is no checkpoint, and the next save in its place removes it.
+        """
+        self._is_abandoned.set()
+        self._thread.join(_ABANDON_SECONDS)
+
     # ------------------------------------------------------------------------------- in a thread
 
     def _start(self, body: Callable[[], None]) -> threading.Thread:
@@ -167,7 +178,11 @@ class PendingSave:
                 "must be on a file system that all ranks share"
             )
         with _telling_room(self._directory, self._file.nbytes):
-            self._file.write(self._directory)
+            self._file.write(self._directory, self._check_wanted)
+
+    def _check_wanted(self) -> None:
+        if self._is_abandoned.is_set():
+            raise CheckpointError("the run has ended while it was written")
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,10 @@ class TensorFile:
         """Where in the file each array begins, in bytes."""
         return {entry.key: len(self._header) + entry.start for entry in self._entries}
 
-    def write(self, file: Path) -> None:
+    def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
         """Write it, durably, and note the `checksums`.
+
+        ``check`` is called before each part, and may raise: then no more is written.
 
         Raises
         ------
@@ -147,7 +149,8 @@ class TensorFile:
         # Arrays are in memory anyway; of what is read as it is written little may wait there.
         is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
-            disk.write_file(file, thread.watch(self._parts()))
+            parts = self._parts() if check is None else _checked(self._parts(), check)
+            disk.write_file(file, thread.watch(parts))
         self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
@@ -175,3 +178,9 @@ class TensorFile:
             for content in entry.contents():
                 for start in range(0, content.size, _PART_BYTES):
                     yield content[start : start + _PART_BYTES].data
+
+
+def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    for part in parts:
+        check()
+        yield part

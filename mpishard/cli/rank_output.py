@@ -22,7 +22,8 @@ from pathlib import Path
 
 _PACKET = 65536  # longest that a page can be: a packet is a page at most
 _LINE_SECONDS = 0.02  # that the rest of a line may take
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+            signal.SIGUSR2)  # fmt: skip
 
 
 def main() -> None:

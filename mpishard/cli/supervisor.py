@@ -17,6 +17,7 @@ from types import FrameType
 
 import typer
 
+from mpishard import settings
 from mpishard.cli.job_report import JobEnd, Outcome, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
@@ -32,10 +33,19 @@ __all__ = ["Supervisor"]
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
+_SAVE_SECONDS = 25.0
+"""What ranks that save before they end have for it. SLURM kills 30 seconds after SIGTERM."""
+
+_ONE_ORDER_SECONDS = 1.0
+"""Of one order to end a job, SIGTERM may come along several paths: from SLURM, and from srun."""
+
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PATIENCE_SECONDS = 3.0
 """What the others, and the launcher, have to end by themselves when a rank has failed."""
+
+_MADE_ROOM = (0, settings.EXIT_PREEMPTED)
+"""Exit codes of a job that was let save: it may have been at its end."""
 
 _FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.5
 
@@ -80,6 +90,8 @@ class Supervisor:
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
+    _saves_since: float | None = None
+    _is_ending: bool = False
 
     def run(self, environment: Mapping[str, str]) -> Outcome:
         """Run the job to its end.
@@ -159,7 +171,10 @@ class Supervisor:
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
         )
-        verdict = interrupted(self.received[0], logs) if self.received else end.judge()
+        verdict = end.judge()
+        has_made_room = self._saves_since is not None and verdict.code in _MADE_ROOM
+        if self.received and not has_made_room:
+            verdict = interrupted(self.received[0], logs)
         if verdict.code and self.log_folder is not None:
             for rank, log in logs.items():
                 (self.log_folder / f"rank-{rank}.calls.txt").write_text(
@@ -182,9 +197,8 @@ class Supervisor:
                 failed_at = time.monotonic()
             elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
                 self._stopped_for = suspect
-                self._signal_job(signal.SIGTERM)
+                self._end(signal.SIGTERM)
                 self._end_early(folder)
-                signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
@@ -220,20 +234,58 @@ class Supervisor:
     # ------------------------------------------------------------------------------------- signals
 
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGALRM, self._kill)
+        signal.signal(signal.SIGALRM, self._end_of_patience)
         for number in _FORWARDED:
             # Whoever started us with nohup, or in the background, wants the signal ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._forward)
-        if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGQUIT, self._ask)
+        for number, answer in ((signal.SIGQUIT, self._ask), (signal.SIGUSR1, self._give_notice)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, answer)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
-        self._signal_job(self.received[-1])
-        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self._saves_since is None and self._send_to_savers(signal.SIGTERM):
+                self._saves_since = now
+                signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS)
+            if self._saves_since is not None and now - self._saves_since < _ONE_ORDER_SECONDS:
+                return
+        self._end(signal.Signals(number))
 
-    def _kill(self, _number: int, _frame: FrameType | None) -> None:
+    def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
+        """Have the ranks save, and leave, in their own time."""
+        if self._send_to_savers(signal.SIGUSR1):
+            return
+        processes = self._processes
+        if self.host_count and not (processes is not None and processes.all_seen):
+            self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
+        else:
+            self._say("SIGUSR1: no rank is where it could save, and the job goes on")
+
+    def _send_to_savers(self, number: signal.Signals) -> bool:
+        """Send a signal to the ranks that save when they are told to make room, if there are any.
+
+        Those of this machine: one is enough, as the ranks save together. Open MPI's launcher would
+        not wait for it.
+        """
+        # They hear both, and nothing else of this package hears SIGUSR1.
+        savers = [process for process in self._running() if process.catches(signal.SIGUSR1)]
+        for process in savers:
+            process.send(number)
+        return bool(savers)
+
+    def _end(self, number: signal.Signals) -> None:
+        self._signal_job(number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        self._is_ending = True
+
+    def _end_of_patience(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._is_ending:
+            self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
+            self._end(signal.SIGTERM)
+            return
         self._signal_job(signal.SIGKILL)
         # Hydra gives each rank a session of its own.
         for process in self._running():

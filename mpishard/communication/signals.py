@@ -14,10 +14,18 @@ import signal
 import threading
 from types import FrameType
 
-__all__ = ["SignalPipe"]
+__all__ = ["SignalPipe", "is_free"]
 
 _OURS = (signal.SIGTERM, signal.SIGQUIT)
 _STDERR = 2
+
+
+def is_free(number: signal.Signals) -> bool:
+    """Whether nobody but this package has a handler for a signal."""
+    present = signal.getsignal(number)
+    if present is signal.SIG_DFL:
+        return True
+    return isinstance(getattr(present, "__self__", None), SignalPipe)
 
 
 class SignalPipe:

@@ -21,6 +21,7 @@ from mpishard.contracts import (
 )
 from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.layout import LeafLayout
+from mpishard.models.digest import compare_replicas
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
 from mpishard.models.leaves import check_leaves, check_leaves_of, say_what_may_differ
@@ -420,6 +421,30 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         if self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
         self.engine.synchronize_replicas()
+
+    def check_replicas(self) -> int:
+        """Compare what several ranks hold of the same parameters, bit by bit. Collective.
+
+        In a run without faults nothing ever differs: this finds memory that fails, and changes
+        that a script makes on some ranks alone. Each rank takes a checksum of what it holds, one
+        small all-gather compares them. With DDP and ZeRO-1/2 that is every parameter, on a mesh
+        what tensor ranks and data ranks hold alike. Sharded parameters have no replicas, and ranks
+        of a node that share one copy in memory are compared with other nodes only.
+
+        Returns
+        -------
+        int
+            How many parameters, or parts of them, were compared; 0 where nothing is replicated.
+
+        Raises
+        ------
+        ReplicaError
+            On every rank, naming the parameters and the ranks that differ.
+        ShardingError
+            Where ranks have made updates of their own (``auto_sync_gradients=False``).
+        """
+        self.engine.replicas.require_equal("check_replicas")
+        return compare_replicas(self.engine, self.backend)
 
     def _agreed(self, vector: Array, name: str, rate: float = 0.0) -> Array:
         array_namespace(vector)

@@ -29,7 +29,8 @@ __all__ = ["Subject", "refuse_early", "require_agreement", "require_same_rule"]
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
     "epochs", "max_steps", "validate_every", "patience", "tolerance", "keep_best",
-    "training_statistics", "predictions", "checkpoint_every", "checkpoint", "resume",
+    "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
+    "keep_every", "checkpoint_async", "resume", "digest_every",
 )  # fmt: skip
 
 
@@ -152,6 +153,7 @@ def require_agreement(
     mine = {
         **order,
         **{name: _plain(getattr(data, name)) for name in _SETTINGS},
+        "user_state": sorted(data.user_state or ()),
         "validation": data.x_validation is not None,
         "test": data.x_test is not None,
         **optimizer.wrapped_optimizer.fingerprint(),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mpishard.arguments import as_flag, as_integer, as_number, check_path
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
+from mpishard.optimizers.user_state import check_user_state
 
 __all__ = ["OptimizationInputData"]
 
 _AT_LEAST_ONE = (
     "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
-    "keep_every", "patience",
+    "keep_every", "digest_every", "patience",
 )  # fmt: skip
 _FLAGS = (
     "local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress",
@@ -84,6 +85,14 @@ class OptimizationInputData:
     resume : path or bool, optional
         A checkpoint, or a folder of them, to go on from in place of what ``checkpoint`` holds.
         False: begin anew whatever is there. True: there must be one.
+    user_state : mapping of str to object, optional
+        What the script itself draws from or counts, to be saved in checkpoints and restored on
+        resume: names -> `numpy.random.Generator`, or an object with ``state_dict()``, which JSON
+        can hold, and ``load_state_dict(state)``. Every rank names the same. Where states differ
+        between ranks the run resumes with the same number of ranks only.
+    digest_every : int, optional
+        Steps between comparisons of the ranks' replicas, `ShardedModelBase.check_replicas`.
+        Default: never.
     progress : bool
         Show progress on rank 0.
     throughput_unit : str
@@ -118,6 +127,8 @@ class OptimizationInputData:
     keep_every: int | None = None
     checkpoint_async: bool = False
     resume: PathLike | bool | None = None
+    user_state: Mapping[str, Any] | None = None
+    digest_every: int | None = None
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
@@ -159,6 +170,8 @@ class OptimizationInputData:
             raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
         if self.tolerance and self.patience is None:
             raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
+        if self.user_state is not None:
+            check_user_state(self.user_state)
         if self.checkpoint is None:
             self._refuse_without_checkpoint()
         if self.validate_every is not None and self.x_validation is None:
@@ -174,6 +187,8 @@ class OptimizationInputData:
                 raise ValueError(f"{name} needs checkpoint, the folder to write to")
         if self.checkpoint_async:
             raise ValueError("checkpoint_async needs checkpoint, the folder to write to")
+        if self.user_state is not None and self.resume is None:
+            raise ValueError("user_state needs checkpoint or resume: it is saved and restored")
         if self.resume is True:
             raise ValueError("resume=True needs checkpoint, the folder to go on from")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from mpishard.optimizers.position import LOOP, check_position, order_of_samples
 from mpishard.optimizers.result import FitDetectionResult, OptimizationResult
 from mpishard.optimizers.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.stopping import BestParameters, EarlyStopping
+from mpishard.optimizers.user_state import UserState
 
 if TYPE_CHECKING:
     from mpishard.optimizers.training import ShardedTraining
@@ -89,10 +90,12 @@ class TrainingRun:
         self.best = BestParameters(model) if data.keeps_best else None
         self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
         self.metrics: MetricsWriter | None = None
+        self.has_found_no_replicas = False
         self.progress: Progress
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
-        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data)
+        self.user_state = UserState(data.user_state or {}, model.backend)
+        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data, model.backend)
         resumed = checkpoint_to_resume(data, model.backend)
         if resumed is not None:
             self._resume(resumed)
@@ -129,11 +132,10 @@ class TrainingRun:
                     enabled=is_root and self.data.progress,
                 )
             )
-            while self.step < self.total and not ends:
-                ends = self._one_step()
+            with nullcontext() if self.checkpoints is None else self.checkpoints.running():
+                while self.step < self.total and not ends:
+                    ends = self._one_step()
             self._evaluate_end()
-            if self.checkpoints is not None:
-                self.checkpoints.finish()
         self.result.iterations = self.step
         self.result.stopped_early = ends and self.step < self.total
         self.result.seconds = time.perf_counter() - self.started
@@ -162,6 +164,8 @@ class TrainingRun:
                 step=self.step, time=self._elapsed(), epoch=epoch, loss=report.loss,
                 learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
             )  # fmt: skip
+        if data.digest_every is not None and self.step % data.digest_every == 0:
+            self._check_replicas()
         score = None
         if index + 1 == self.sampler.batches_per_epoch:
             score = self._finish_epoch()
@@ -170,14 +174,28 @@ class TrainingRun:
             score = self._validate() if self.step % self.validate_every == 0 else None
         ends = score is not None and self._judge(score)
         if self.checkpoints is not None:
-            is_last = ends or self.step == self.total
-            if self.checkpoints.is_due(self.step, is_last=is_last):
-                self.checkpoints.save(
-                    self.step, model, self.optimizer, self.best, {LOOP: self._position()}
-                )
-            else:
-                self.checkpoints.poll()
+            self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)
         return ends
+
+    def _check_replicas(self) -> None:
+        compared = self.model.check_replicas()
+        if not compared and not self.has_found_no_replicas and self.model.rank == 0:
+            _log.warning(
+                "digest_every: the ranks have no copies of a parameter to compare (each holds its "
+                "own pieces, or all share the memory of a node)"
+            )
+        self.has_found_no_replicas = not compared
+
+    def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
+        is_preempted = checkpoints.is_preempted()
+        if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
+            checkpoints.save(
+                self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
+            )
+        else:
+            checkpoints.poll()
+        if is_preempted:
+            checkpoints.leave(self.step, self.total)
 
     def _finish_epoch(self) -> float | None:
         """Take note of the mean loss of the epoch under way, if anything was weighed in it."""
@@ -274,7 +292,7 @@ class TrainingRun:
     # --------------------------------------------------------------------------------- positions
 
     def _position(self) -> dict[str, Any]:
-        """Where the run stands, and the choices that its order of samples depends on."""
+        """Where the run stands, and the choices that its order depends on. Collective."""
         return {
             "step": self.step,
             "epoch_sums": self.epoch_sums.tolist(),
@@ -282,12 +300,14 @@ class TrainingRun:
             "validation_history": self.result.validation_history,
             "stopping": self.stopping.position(),
             "order": self.order,
+            "user_state": self.user_state.position(),
         }
 
     def _resume(self, path: Path) -> None:
-        holds_best = check_position(path, self.model.backend, self.order)
+        holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
+        self.user_state.restore(position["user_state"])
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])

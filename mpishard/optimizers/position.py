@@ -11,6 +11,7 @@ from mpishard.checkpoint.consensus import together
 from mpishard.communication import CommunicationBackend
 from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.stopping import BestParameters
+from mpishard.optimizers.user_state import UserState
 
 __all__ = ["LOOP", "check_position", "order_of_samples"]
 
@@ -30,7 +31,9 @@ def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dic
     }
 
 
-def check_position(path: Path, backend: CommunicationBackend, order: Mapping[str, Any]) -> bool:
+def check_position(
+    path: Path, backend: CommunicationBackend, order: Mapping[str, Any], user_state: UserState
+) -> bool:
     """Refuse a checkpoint that a run with this order of samples cannot go on from. Collective.
 
     Nothing is loaded.
@@ -43,8 +46,9 @@ def check_position(path: Path, backend: CommunicationBackend, order: Mapping[str
     Raises
     ------
     ValueError
-        Where there is no position of a training loop, the order of samples would differ, or each
-        rank brought its own data and there are more or fewer ranks now.
+        Where there is no position of a training loop, the order of samples would differ, each
+        rank brought its own data and there are more or fewer ranks now, or the user's own state
+        is another.
     FileNotFoundError, CheckpointError
         As `CheckpointReader`.
     """
@@ -77,4 +81,5 @@ def check_position(path: Path, backend: CommunicationBackend, order: Mapping[str
                 + "; ".join(differing)
                 + ". For a new run choose another folder, or pass resume=False"
             )
+        user_state.check(position["user_state"])
     return BestParameters.KIND in reader.kinds

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from mpishard import settings
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
 from mpishard.checkpoint.consensus import together
 from mpishard.checkpoint.pending import PendingSave
@@ -13,10 +16,14 @@ from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointStat
 from mpishard.checkpoint.reader import find_single
 from mpishard.checkpoint.snapshot import begin_save
 from mpishard.communication import CommunicationBackend
+from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.data import OptimizationInputData
+from mpishard.optimizers.preemption import Preemption
 
 __all__ = ["RunCheckpoints", "checkpoint_to_resume", "folder_of"]
+
+_log = logging.getLogger("mpishard")
 
 
 def folder_of(data: OptimizationInputData) -> CheckpointFolder:
@@ -61,13 +68,62 @@ class RunCheckpoints:
     ----------
     data : OptimizationInputData
         Which has a ``checkpoint``.
+    backend : CommunicationBackend
+        The ranks that train together.
     """
 
-    def __init__(self, data: OptimizationInputData) -> None:
+    def __init__(self, data: OptimizationInputData, backend: CommunicationBackend) -> None:
         self._folder = folder_of(data)
+        self._rank = backend.rank
+        self._preemption = Preemption(backend)
         self._every = data.checkpoint_every
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the run trains; behind it no save is under way. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            As `save`.
+        """
+        with self._preemption:
+            try:
+                yield
+            except (NonFiniteLossError, NoSampleError) as error:  # on all ranks, at the same step
+                try:
+                    self.finish()
+                except CheckpointError as failure:
+                    error.add_note(str(failure))
+                raise
+            except BaseException:
+                if self._pending is not None:
+                    self._pending.abandon()
+                raise
+            self.finish()
+
+    def is_preempted(self) -> bool:
+        """Whether any rank was told to make room. Collective; asked once a step."""
+        return self._preemption.is_asked()
+
+    def leave(self, step: int, total: int) -> NoReturn:
+        """End the run on all ranks once what was saved after ``step`` is on the disk. Collective.
+
+        Raises
+        ------
+        Preempted
+            Always, unless it could not be written.
+        CheckpointError
+            As `save`.
+        """
+        self.finish()
+        place = self._folder.path_of(step)
+        message = f"preempted after step {step} of {total}; saved in {place}"
+        if self._rank == 0:
+            _log.warning("%s, from where the same command goes on", message)
+        raise Preempted(message, step, settings.EXIT_PREEMPTED)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to save after ``step`` steps."""
@@ -104,9 +160,8 @@ class RunCheckpoints:
         CheckpointError
             As `save`.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.poll():
-            self._pending = pending
+        if self._pending is not None and self._pending.poll():
+            self._pending = None
 
     def finish(self) -> None:
         """Wait for the save under way, if there is one. Collective.
@@ -116,6 +171,6 @@ class RunCheckpoints:
         CheckpointError
             As `save`.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None

@@ -98,7 +98,7 @@ def kill_after_first_checkpoint(directory: Path, *arguments: str) -> None:
         cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not list(directory.glob("runs/*/checkpoint/manifest.json")):
+    while not list(directory.glob("runs/*/checkpoint/latest")):
         assert time.monotonic() < deadline
         time.sleep(0.002)
     started.kill()
@@ -112,8 +112,9 @@ def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
     kill_after_first_checkpoint(
         tmp_path / "killed", "--name", "run", *long, "--backend", "memory", "-n", "3"
     )
-    ended = run(tmp_path / "killed", "--resume", "runs/run", ranks=2)
+    ended = run(tmp_path / "killed", "--name", "run", *long, ranks=2)
     assert ended.returncode == 0, ended.stderr
+    assert "runs/run was interrupted, and goes on; --new begins a new run" in ended.stdout
     assert "60 steps, of which this run made" in ended.stdout
     assert "this run made 60 " not in ended.stdout
     rows = read_metrics(tmp_path / "killed" / "runs" / "run" / "metrics.jsonl")
@@ -144,6 +145,7 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
     [
         (("--strategy", "nonsense"), "invalid choice: 'nonsense'"),
         (("--stepz", "3"), "unrecognized arguments"),
+        (("--resume", "runs/none", "--new"), "goes on with a run, and --new begins one"),
         (("--resume", "runs/none"), "there is no run in runs/none"),
         (("--heads", "3"), "3"),
         (("-n", "0"), "argument -n: needs a number > 0, got 0"),

@@ -1,0 +1,96 @@
+"""A signal that tells a run to make room: it saves, and ends, on all ranks at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.signals import is_free
+
+__all__ = ["PREEMPTING_SIGNALS", "Preemption"]
+
+PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Those that ask a run which saves checkpoints to save, and to end."""
+
+_ONE_ORDER_SECONDS = 1.0
+"""SLURM, srun and `mpishard run` each pass one order on: it arrives several times."""
+
+
+class Preemption:
+    """Hears `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
+
+    One rank that hears a signal is enough: all learn of it in `is_asked`. A second SIGTERM, which
+    comes more than a second after the first, is for whoever would have heard it without this. So
+    is, at the end, a signal that nobody has heeded: unless an exception ends the run, which says
+    more.
+
+    Signals are heard on the main thread of a process alone, where a thread-rank never runs, and
+    only where nobody but mpishard has a handler for them: the user's own stays.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The ranks that train together.
+    """
+
+    def __init__(self, backend: CommunicationBackend) -> None:
+        self._backend = backend
+        self._process = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+        self._heard: set[signal.Signals] = set()
+        self._terminated_at: float | None = None
+        self._may_be_asked = False
+        self._is_heeded = False
+
+    def __enter__(self) -> Self:
+        """Begin to hear. Collective."""
+        heard: list[signal.Signals] = []
+        if threading.current_thread() is threading.main_thread():
+            heard = [number for number in PREEMPTING_SIGNALS if is_free(number)]
+        # Where no rank can hear anything, as in a world of threads, nobody asks at each step.
+        self._may_be_asked = self._any_of(bool(heard))
+        for number in heard:
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, handler)
+        if kind is None and not self._is_heeded:
+            for number in self._heard:
+                os.kill(os.getpid(), number)
+
+    def is_asked(self) -> bool:
+        """Whether any rank has been told to make room. Collective: one number for each rank."""
+        self._is_heeded = self._may_be_asked and self._any_of(bool(self._heard))
+        return self._is_heeded
+
+    def _any_of(self, flag: bool) -> bool:
+        if self._backend.world_size == 1:
+            return flag
+        return bool(self._backend.all_reduce(np.array([int(flag)]), ReductionOperation.MAX)[0])
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked by the rank, and no rank: a loader of data
+            self._pass_on(number)
+            return
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self._terminated_at is None:
+                self._terminated_at = now
+            elif now - self._terminated_at > _ONE_ORDER_SECONDS:
+                self._pass_on(number)
+                return
+        self._heard.add(signal.Signals(number))
+
+    def _pass_on(self, number: int) -> None:
+        signal.signal(number, self._before[signal.Signals(number)])
+        os.kill(os.getpid(), number)

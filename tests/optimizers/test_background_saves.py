@@ -1,0 +1,149 @@
+"""Saves while training goes on: their errors, and what becomes of one when the run ends."""
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.checkpoint import CheckpointFolder, disk, newest_valid
+from mpishard.errors import CheckpointError, NonFiniteLossError
+
+SAMPLES = 40
+X = np.random.default_rng(0).standard_normal((SAMPLES, 3))
+
+
+class Inputs:
+    """The inputs, of which a chosen read does something."""
+
+    def __init__(self, at, then):
+        self.at, self.then = at, then
+        self.reads = -1  # one for the check of the first sample
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, indices):
+        self.reads += 1
+        return self.then(X[indices]) if self.reads == self.at else X[indices]
+
+
+def train(backend, folder, steps=None, **options):
+    """The result; ``steps`` is filled with each rank's number of updates, whatever happens."""
+    model = ms.as_distributed(ms.nn.MLP([3, 4, 1], seed=0), backend, "fsdp")
+    optimizer = ms.as_distributed(ms.optimizers.Adam(1e-3), backend, "fsdp")
+    choices = {"x_train": X, "checkpoint_every": 2, "checkpoint_async": True}
+    try:
+        return optimizer.optimize(
+            ms.OptimizationInputData(
+                model=model, y_train=np.ones((SAMPLES, 1)), batch_size=8, epochs=4, progress=False,
+                checkpoint=folder, **(choices | options),
+            )
+        )  # fmt: skip
+    finally:
+        if steps is not None:
+            steps[backend.rank] = optimizer.steps
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk on which each part of a rank's file takes a while, and which says what it began."""
+    begun = []
+    write = disk.write_file
+
+    def slow(file, parts):
+        if file.suffix == ".safetensors":
+            begun.append(file)
+            parts = list_slowly(parts)
+        write(file, parts)
+
+    def list_slowly(parts):
+        for part in parts:
+            time.sleep(0.01)
+            yield part
+
+    monkeypatch.setattr(disk, "write_file", slow)
+    return begun
+
+
+def writers():
+    return [t for t in threading.enumerate() if t.name == "mpishard-checkpoint"]
+
+
+def test_a_rank_that_cannot_write_ends_all_at_the_same_step(tmp_path, monkeypatch):
+    write = disk.write_file
+    saves = []
+
+    def fails(file, parts):
+        if file.name == "rank00001.safetensors":
+            saves.append(file)
+            if len(saves) == 3:
+                raise OSError(errno.EIO, "Input/output error")
+        write(file, parts)
+
+    monkeypatch.setattr(disk, "write_file", fails)
+    steps, errors = {}, {}
+
+    def main(backend):
+        try:
+            train(backend, tmp_path / "run", steps)
+        except CheckpointError as error:
+            errors[backend.rank] = str(error)
+
+    ms.run_in_threads(3, main)
+    assert sorted(errors) == [0, 1, 2]
+    assert all("rank 1: OSError: [Errno 5] Input/output error" in e for e in errors.values())
+    assert len(set(steps.values())) == 1
+    assert 6 <= steps[0] <= 8  # of the third save, after step 6, it is heard before the next
+    assert [entry.step for entry in CheckpointFolder(tmp_path / "run").entries()] == [4, 2]
+    assert not writers()
+
+
+def test_the_last_save_is_waited_for(tmp_path, slow_disk):
+    ms.run_in_threads(2, train, tmp_path / "run")
+    assert newest_valid(tmp_path / "run").name == "step-00000020"
+    assert not writers()
+
+
+def test_early_stopping_waits_for_the_last_save(tmp_path, slow_disk):
+    data = {"x_validation": X[:5], "y_validation": -np.ones((5, 1)), "validate_every": 3}
+    result = ms.run_in_threads(2, train, tmp_path / "run", patience=1, **data)[0]
+    assert result.stopped_early
+    assert newest_valid(tmp_path / "run").name == f"step-{result.iterations:08d}"
+    assert not writers()
+
+
+def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_disk):
+    def main(backend):
+        bad = Inputs(3, lambda x: x * np.nan)  # the third step, while what the second left is saved
+        with pytest.raises(NonFiniteLossError):
+            train(backend, tmp_path / "run", x_train=bad)
+
+    ms.run_in_threads(2, main)
+    assert len(slow_disk) == 2
+    assert newest_valid(tmp_path / "run").name == "step-00000002"
+    assert not writers()
+
+
+class OneRankError(Exception):
+    pass
+
+
+def test_where_one_rank_raises_the_save_under_way_is_given_up(tmp_path, slow_disk):
+    def fail(_):
+        raise OneRankError
+
+    def main(backend):
+        train(backend, tmp_path / "run", x_train=Inputs(4 if backend.rank == 1 else -1, fail))
+
+    with pytest.raises(OneRankError):
+        ms.run_in_threads(2, main)
+    assert not writers()
+    entries = CheckpointFolder(tmp_path / "run").entries()
+    assert [(entry.step, entry.problem) for entry in entries] in ([], [(2, "")])
+    result = ms.run_in_threads(2, train, tmp_path / "run")[0]
+    assert result.iterations == 20
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"latest", "step-00000018", "step-00000020"}  # nothing is left of the other

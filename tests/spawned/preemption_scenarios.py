@@ -1,0 +1,63 @@
+"""A run that saves checkpoints, for `test_preemption`: ``python .. FOLDER SECONDS [WAY]``.
+
+Each rank says "training PROCESS" when it is in the middle of it, SECONDS a step from then on.
+"""
+
+import os
+import sys
+import time
+
+import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
+import numpy as np
+
+STEPS, SAMPLES = 300, 40
+generator = np.random.default_rng(0)
+X = generator.standard_normal((SAMPLES, 4))
+Y = np.sin(X[:, :2])
+
+
+class Slow:
+    """The inputs, of which each batch takes a while."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.reads = 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, indices):
+        self.reads += 1
+        if self.reads == 4:
+            sys.stdout.write(f"training {os.getpid()}\n")  # in one piece
+            sys.stdout.flush()
+        if self.reads >= 4:
+            time.sleep(self.seconds)
+        return X[indices]
+
+
+def train(backend, folder, seconds, way=""):
+    strategy = "zero2"
+    model = ms.as_distributed(ms.nn.MLP([4, 7, 2], seed=1), backend, strategy)
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, strategy)
+    data = ms.OptimizationInputData(
+        model=model, x_train=Slow(float(seconds)), y_train=Y, batch_size=8, epochs=STEPS,
+        max_steps=STEPS, checkpoint=folder, progress=False,
+    )  # fmt: skip
+    try:
+        optimizer.optimize(data)
+    except ms.errors.Preempted as preempted:
+        if way == "catches":
+            backend.print(f"caught after step {preempted.step}: code {preempted.code}")
+        raise
+    return model.gather_full_parameters()
+
+
+def main(backend, folder, seconds, way=""):
+    parameters = train(backend, folder, seconds, way)
+    undisturbed = train(backend, f"{folder}-undisturbed", seconds)
+    backend.print("same bits:", np.array_equal(parameters, undisturbed))
+
+
+if __name__ == "__main__":
+    ms.launch(main, *sys.argv[1:])
