@@ -16,6 +16,7 @@ from interruptions import ACTIONS, OPERATIONS, Interruption, operate
 from places import Place
 
 from mpishard import run_in_threads
+from mpishard.checkpoint import disk, pending
 from mpishard.errors import CollectiveTimeoutError, PeerError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
@@ -38,6 +39,13 @@ def collectives_of(place: Place, operation: str, ranks: int) -> int:
     return min(run_in_threads(ranks, work))
 
 
+def wait_for_writers() -> None:
+    """A job that fails ends its threads with its processes; thread-ranks leave theirs."""
+    for thread in threading.enumerate():
+        if thread.name == "mpishard-checkpoint":
+            thread.join(20)
+
+
 def interrupt(
     place: Place, operation: str, ranks: int, culprit: int, at: int, action: str
 ) -> tuple[bool, dict[int, BaseException]]:
@@ -56,10 +64,7 @@ def interrupt(
 
     with suppress(ValueError, PeerError, CollectiveTimeoutError):
         run_in_threads(ranks, work, timeout=WAITS)
-    # A job that fails ends its threads with its processes; thread-ranks leave theirs.
-    for thread in threading.enumerate():
-        if thread.name == "mpishard-checkpoint":
-            thread.join(20)
+    wait_for_writers()
     return interruptions[0].count >= at, raised
 
 
@@ -98,6 +103,40 @@ def test_thread_ranks(tmp_path: Path, fakes: Any, torture: Any) -> None:
         place.check_is_tidy()
     assert happened > 0.6 * count
     torture.saw(f"{happened} ranks that raise or sleep in a collective: {told} errors, no hang")
+
+
+def test_what_failed_does_not_take_its_place_later(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk, a rank that fails meanwhile, and ranks that go on without it."""
+    place, released = Place(tmp_path, fakes, is_folder=False), threading.Event()
+    place.save(1, 1, 2)
+    real = disk.write_file
+
+    def slow(file: Path, parts: Any) -> None:
+        if file.name == "manifest.json":
+            released.wait(20)
+        real(file, parts)
+
+    def work(backend: Any) -> None:
+        held = place.begin(backend, 2, 2)
+        while backend.rank == 1 and not held._commits:
+            held.poll()
+        if backend.rank == 1:
+            raise ValueError("boom")
+        held.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_file", slow)
+        patch.setattr(pending, "_ABANDON_SECONDS", 0.01)
+        with pytest.raises(ValueError, match="boom"):
+            run_in_threads(2, work)
+        released.set()
+        wait_for_writers()
+    assert place.seed() == 1
+    place.save(3, 3, 1)
+    assert place.seed() == 3
+    place.check_is_tidy()
 
 
 @pytest.mark.spawned
