@@ -70,7 +70,7 @@ SHARDED = f"""
     gather_full_parameters() synchronize_gradients()
 """
 SHARDED_BASE = f"""
-    {SHARDED} owned_ranges accumulate(*, defer=False) unsharded(root=None)
+    {SHARDED} owned_ranges check_replicas() accumulate(*, defer=False) unsharded(root=None)
     _cached_full_parameters _local_shard _shard_size _shard_start_index
     _initialize_sharding() _on_before_initialize_sharding() _invalidate_cache()
     _update_local_shard_from_full(full)
@@ -120,7 +120,7 @@ INPUT_DATA = (
     "shuffle=True, drop_last=False, validate_every=None, patience=None, tolerance=0.0, "
     "keep_best=None, training_statistics=False, predictions=False, checkpoint=None, "
     "checkpoint_every=None, keep_last=2, keep_every=None, checkpoint_async=False, resume=None, "
-    "progress=True, throughput_unit='samples', metrics=None)"
+    "user_state=None, digest_every=None, progress=True, throughput_unit='samples', metrics=None)"
 )
 
 # Class, how it is made (or nothing, of an interface), members.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +73,23 @@ class StagingBuffer:
             starts.append(total)
             total += -(-array.nbytes // 64) * 64
         if self._memory.size < total:
-            self._memory = np.empty(total, np.uint8)
+            self._memory = _touched_memory(total)
         copied = []
         for array, start in zip(arrays, starts, strict=True):
             copy = self._memory[start : start + array.nbytes].view(array.dtype)
             copy[...] = array
             copied.append(copy)
         return copied
+
+
+def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory, whose pages the system has given already, where it can be asked to.
+
+    NumPy would ask for huge pages, page by page as they are written to; to make room for those
+    the system moves others about, and the first save would wait for it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
 def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:

@@ -83,8 +83,11 @@ def check(
     wrong = 0
     with _said():
         chosen = [find_checkpoint(path)]
-        if every and find_single(path) is None:
-            chosen = [entry.path for entry in CheckpointFolder(path).entries()]
+        if find_single(path) is None:
+            entries = CheckpointFolder(path).entries()
+            # What `latest` names counts, also where a reader would take the one before it.
+            newest = [entry.path for entry in entries if entry.path.name == _latest(path)]
+            chosen = [entry.path for entry in entries] if every else newest or chosen
         for each in chosen:
             with _bar(f"reading {each.name}") as progress:
                 problems = find_problems(each, progress)

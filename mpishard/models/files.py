@@ -179,10 +179,10 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
         self.engine.read()
         self._compare_numerics(metadata.get(NUMERICS))
 
-    def _compare_numerics(self, before: Mapping[str, str] | None) -> None:
+    def _compare_numerics(self, before: Any) -> None:
         """Say why a run that went by leaves will not go on with the same bits here."""
         leaves = self.engine.leaves
-        if before is None or self.backend.rank != 0:
+        if not isinstance(before, Mapping) or self.backend.rank != 0:
             return
         if leaves is None:
             changed = [f"gradient_leaves was {before.get('gradient_leaves')} and is None"]

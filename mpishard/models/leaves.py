@@ -65,14 +65,14 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size
             f"{name} is for the data axis only, and here pipeline and tensor axes have "
             f"{replica_size} ranks together: give both axes the size 1, or gradient_leaves=None"
         )
-    if world_size & (world_size - 1) or world_size > leaves:
+    is_power = not world_size & (world_size - 1)
+    if world_size > leaves or not is_power:
         worlds = ", ".join(str(1 << level) for level in range(leaves.bit_length()))
         below = min(leaves, 1 << (world_size.bit_length() - 1))
-        larger = f", or gradient_leaves={world_size} or more" if world_size > leaves else ""
+        others = f"gradient_leaves={world_size} or None" if is_power else "gradient_leaves=None"
         raise ValueError(
             f"{name} makes worlds of {worlds} ranks walk through the same bits, and this one has "
-            f"{world_size}: start {below}{larger if not world_size & (world_size - 1) else ''}, or "
-            "give gradient_leaves=None"
+            f"{world_size}: start {below}, or give {others}"
         )
     _check_choices(leaves, config)
 

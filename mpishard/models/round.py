@@ -38,8 +38,10 @@ class Round:
         Whether the next pass only adds to the round.
     defers : bool
         Whether its gradients stay local until the round's last pass.
+    loss, weight : float
+        Sums over this rank's samples.
     parts : list of (float, float)
-        Of each pass that this rank has added, the sum and weight of its loss.
+        The same of each pass that this rank has added.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Round:
         self.is_open = False
         self.accumulates = False
         self.defers = False
+        self.loss = self.weight = 0.0
         self.parts: list[tuple[float, float]] = []
         self._samples = 0  # of all ranks; counted where the program is random
         self._backend = config.communication_backend
@@ -61,17 +64,9 @@ class Round:
     def add(self, loss: float, weight: float) -> None:
         """Count one pass, with the sum and weight of its loss."""
         self.is_open = True
+        self.loss += loss
+        self.weight += weight
         self.parts.append((loss, weight))
-
-    @property
-    def loss(self) -> float:
-        """Sum over this rank's samples."""
-        return sum((loss for loss, _ in self.parts), 0.0)
-
-    @property
-    def weight(self) -> float:
-        """Sum over this rank's samples."""
-        return sum((weight for _, weight in self.parts), 0.0)
 
     @property
     def passes(self) -> int:
@@ -81,6 +76,7 @@ class Round:
     def end(self) -> None:
         """Begin anew, after an update or an error."""
         self.is_open = False
+        self.loss = self.weight = 0.0
         self.parts.clear()
         self._samples = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def damaged(folder: Path, tmp_path: Path) -> Path:
     """A copy whose newest has a flipped bit, and whose oldest lacks a file."""
-    for file in folder.rglob("*.*"):
-        copy = tmp_path / "run" / file.relative_to(folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path / "run")
     newest = tmp_path / "run" / "step-00000008" / "rank00001.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
@@ -115,6 +113,7 @@ def test_check(folder: Path, damaged: Path) -> None:
     assert invoke("check", damaged).exit_code == 1
     assert invoke("check", damaged / "step-00000006").exit_code == 1
     (damaged / "step-00000008" / "manifest.json").write_text("{}")
+    assert invoke("check", damaged).stdout.startswith(f"{damaged / 'step-00000008'} is damaged")
     words = invoke("check", damaged / "step-00000008").stdout
     assert "  manifest.json: it does not say that its format" in words
 

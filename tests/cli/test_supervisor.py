@@ -1,64 +1,109 @@
-"""What is left when the launcher has ended."""
+"""What `mpishard run` does with signals that ask its ranks to make room."""
 
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mpishard.cli.rank_processes import RankProcesses
-
-pytestmark = [
-    pytest.mark.spawned,
-    pytest.mark.skipif(
-        not RankProcesses.can_be_watched(), reason="the system does not tell when processes end"
-    ),
-]
-
-# A rank that says who it is, and does not end.
-RANK = """
-import os, sys, time
-from pathlib import Path
-from mpishard import settings
-from mpishard.communication.call_file import CallFile
-file = CallFile.create(settings.job_folder() / "rank-0.calls", 0, 2)
-Path(sys.argv[1], "new").write_text(str(os.getpid()))
-os.rename(sys.argv[1] + "/new", sys.argv[1] + "/pid")
-time.sleep(60)
-"""
-
-# In a process of its own: it handles signals. Its launcher ends as soon as the rank is there.
-SUPERVISOR = """
-import os, sys
-from pathlib import Path
+from mpishard.cli import supervisor as module
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.supervisor import Supervisor
-folder, rank = sys.argv[1:]
-shell = '"$0" -c "$1" "$2" & while [ ! -e "$2/pid" ]; do sleep 0.02; done; exit 3'
-command = ["sh", "-c", shell, sys.executable, rank, folder]
-launcher = Launcher(Path("/bin/sh"), MPILibrary("MPICH Version: 5.0.2"))
-print(Supervisor("test", launcher, command, 2, 0).run(os.environ).verdict)
-"""
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+class Rank:
+    """A rank's process, which hears ``heard``."""
+
+    def __init__(self, rank, heard):
+        self.rank, self.heard = rank, heard
+        self.has_ended = False
+        self.sent = []
+
+    def catches(self, number):
+        return number in self.heard
+
+    def send(self, number):
+        self.sent.append(number)
 
 
-def test_a_rank_that_outlives_its_launcher_is_ended_and_not_blamed(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path), RANK],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        assert ended.stdout == "Verdict(code=3, lines=())\n", ended
-        assert not is_running(pid)
-    finally:
-        if is_running(pid):
-            os.kill(pid, 9)
+class Run:
+    """A supervisor of a job that is not there, and what it does."""
+
+    def __init__(self, monkeypatch, *heard, is_elsewhere=False):
+        self.ranks = [Rank(number, set(signals)) for number, signals in enumerate(heard)]
+        self.to_launcher, self.alarms, self.now = [], [], 100.0
+        library = MPILibrary("MPICH Version: 5.0.2")
+        self.supervisor = Supervisor(
+            "mpishard run", Launcher(Path("/bin/mpiexec"), library), [], 2, int(is_elsewhere)
+        )
+        self.supervisor._job = SimpleNamespace(pid=1)
+        self.supervisor._processes = SimpleNamespace(
+            ranks=dict(enumerate(self.ranks)), all_seen=not is_elsewhere
+        )
+        kill = lambda _, number: self.to_launcher.append(number)  # noqa: E731
+        monkeypatch.setattr(module.os, "killpg", kill)
+        alarm = lambda _, seconds: self.alarms.append(seconds)  # noqa: E731
+        monkeypatch.setattr(module.signal, "setitimer", alarm)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+    def sent(self):
+        return [rank.sent for rank in self.ranks]
+
+    def receive(self, number):
+        handler = {
+            signal.SIGTERM: self.supervisor._forward,
+            signal.SIGUSR1: self.supervisor._give_notice,
+            signal.SIGALRM: self.supervisor._end_of_patience,
+        }[number]
+        handler(number, None)
+
+
+SAVES = {signal.SIGTERM, signal.SIGUSR1}
+RUNS = {signal.SIGTERM}
+
+
+def test_ranks_that_save_have_time_for_it(monkeypatch, capsys):
+    run = Run(monkeypatch, SAVES, RUNS)
+    run.receive(signal.SIGTERM)
+    assert run.sent() == [[signal.SIGTERM], []]
+    assert (run.to_launcher, run.alarms) == ([], [25.0])
+    run.now += 0.5  # the same order, along another path
+    run.receive(signal.SIGTERM)
+    assert run.to_launcher == []
+    run.receive(signal.SIGALRM)
+    assert "the ranks have not saved within 25 s" in capsys.readouterr().err
+    assert (run.to_launcher, run.alarms) == ([signal.SIGTERM], [25.0, 3.5])
+    run.receive(signal.SIGALRM)
+    assert run.to_launcher == [signal.SIGTERM, signal.SIGKILL]
+    assert run.sent()[0][-1] == signal.SIGKILL
+
+
+def test_a_second_sigterm_ends_them(monkeypatch):
+    run = Run(monkeypatch, SAVES, SAVES)
+    run.receive(signal.SIGTERM)
+    run.now += 2
+    run.receive(signal.SIGTERM)
+    assert (run.to_launcher, run.alarms) == ([signal.SIGTERM], [25.0, 3.5])
+
+
+def test_ranks_that_do_not_save_are_ended_as_ever(monkeypatch):
+    run = Run(monkeypatch, RUNS, RUNS)
+    run.receive(signal.SIGTERM)
+    assert (run.sent(), run.to_launcher, run.alarms) == ([[], []], [signal.SIGTERM], [3.5])
+
+
+def test_a_notice_goes_to_those_who_save_and_has_no_deadline(monkeypatch):
+    run = Run(monkeypatch, SAVES, RUNS)
+    run.receive(signal.SIGUSR1)
+    assert run.sent() == [[signal.SIGUSR1], []]
+    assert (run.to_launcher, run.alarms, run.supervisor.received) == ([], [], [])
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_notice_that_nobody_here_can_heed(monkeypatch, capsys, is_elsewhere):
+    run = Run(monkeypatch, RUNS, is_elsewhere=is_elsewhere)
+    run.receive(signal.SIGUSR1)
+    assert run.sent() == [[]]
+    assert run.to_launcher == ([signal.SIGUSR1] if is_elsewhere else [])
+    words = "SIGUSR1: no rank is where it could save, and the job goes on"
+    assert (words in capsys.readouterr().err) != is_elsewhere

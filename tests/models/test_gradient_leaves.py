@@ -113,7 +113,7 @@ def test_every_world_and_strategy(
 
 @pytest.mark.parametrize("path", ["messages", "two nodes"], indirect=True)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-@in_worlds(1, 2, 4)
+@in_worlds(2, 4)
 def test_by_messages_and_between_nodes(
     backend: Any, problems: Any, strategy: str, path: str
 ) -> None:
@@ -150,8 +150,9 @@ def blocked(layout: LeafLayout, rank: int) -> list[slice]:
     return [cut.slice(leaf) for leaf in range(rank * steps, (rank + 1) * steps)]
 
 
-@pytest.mark.parametrize("offload", [(), ("optimizer", "gradients", "parameters")])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [("ddp", ()), ("fsdp", ("optimizer", "gradients", "parameters"))]
+)
 @in_worlds(2)
 def test_on_a_gpu(
     backend: Any, problems: Any, strategy: str, offload: Sequence[str], gpu: Any
@@ -197,8 +198,8 @@ def test_dealt_in_blocks_the_bits_are_others(problems: Any, monkeypatch: Any) ->
 @in_worlds(2, 4)
 def test_equals_sequential_training(backend: Any, problems: Any, kind: str) -> None:
     """Means over samples or tokens, over leaves that are uneven, one of them empty."""
-    for rule, strategy in (("sgd", "ddp"), ("adamw", "fsdp"), ("lamb", "zero1")):
-        expected = problems.train_sequentially(kind, problems.textbook(kind, rule))
+    for rule, strategy in (("adamw", "fsdp"), ("lamb", "ddp")):
+        expected = problems.train_sequentially(kind, problems.textbook(kind, rule), steps=4)
         own = None if rule == "lamb" else {}  # elsewhere the textbook clips nothing
         model, optimizer = build(backend, problems, kind, strategy, rule, rule_options=own)
         for step, (loss, parameters) in enumerate(
