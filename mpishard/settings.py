@@ -135,8 +135,8 @@ def pmi_descriptor() -> int | None:
 _OF_LAUNCHERS = (
     "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
     "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
-    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "OMPI_MCA_mpi_ft_", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
-    "SLURM_LOCALID", "MPISHARD_RANK_PROCESS",
+    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "OMPI_MCA_mpi_ft_", "SLURM_STEP_",
+    "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "MPISHARD_RANK_PROCESS",
 )  # fmt: skip
 
 
