@@ -138,6 +138,14 @@ class _StepTarget(Target):
     def sequence(self) -> int:
         return self._sequence
 
+    def make_temporary(self) -> Path:
+        # What a killed save was about to replace takes its name again.
+        for entry in self._folder.entries():
+            place = _path_of(self._folder.path, entry.step)
+            if not place.exists():
+                disk.rename(entry.path, place)
+        return super().make_temporary()
+
     def _is_left_over(self, entry: Path) -> bool:
         match = _NAME.fullmatch(entry.name)
         if match is not None:

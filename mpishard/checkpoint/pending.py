@@ -19,7 +19,7 @@ from mpishard.checkpoint.content import Content, RankFile, StagingBuffer, assemb
 from mpishard.checkpoint.manifest import MANIFEST, as_json
 from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.errors import CheckpointError
+from mpishard.errors import CheckpointError, CommunicationError
 
 __all__ = ["PendingSave", "require_room"]
 
@@ -119,6 +119,14 @@ class PendingSave:
             raise self._failure
         if self._is_done:
             return True
+        try:
+            return self._advance()
+        except CommunicationError:
+            # The ranks that are left may save again, and this save must not come in between.
+            self.abandon()
+            raise
+
+    def _advance(self) -> bool:
         states = self._states()
         if _State.WORKING in states:
             return False
@@ -149,8 +157,8 @@ class PendingSave:
     def abandon(self) -> None:
         """Write no more, because this rank cannot go on with the others. Communicates nothing.
 
-        Where all ranks had written their files already the checkpoint may still become whole. What
-        is left of it otherwise is no checkpoint, and the next save in its place removes it.
+        Where it is just taking its place it may still become a checkpoint. What is left of it
+        otherwise is none, and the next save in its place removes it.
         """
         self._is_abandoned.set()
         self._thread.join(_ABANDON_SECONDS)
@@ -192,6 +200,7 @@ class PendingSave:
         )
         with _telling_room(self._directory, self._nbytes):
             disk.write_file(self._directory / MANIFEST, [manifest.to_json().encode()])
+            self._check_wanted()
             self._target.put(self._directory)
 
     # ---------------------------------------------------------------------------------- together

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mpishard.arguments import check_path
@@ -222,7 +223,8 @@ def load_states(
             _check_fits(reader, name, pieces)
         if "model" in states:
             try:
-                model.check_metadata(reader.metadata["model"])
+                with _using_metadata(reader, "model"):
+                    model.check_metadata(reader.metadata["model"])
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
     with reader:
@@ -232,8 +234,21 @@ def load_states(
                     for region, array in given:
                         reader.read(kind, region, array)
         for name, state in states.items():
-            state.restored(reader.metadata[name])
+            with _using_metadata(reader, name):
+                state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
+
+
+@contextmanager
+def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
+    """Say so where metadata are not what any save wrote: something else made the manifest."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {reader.path} has no metadata that {_ARTICLES[name]} can use: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _check(path: Any, model: Any, optimizer: Any = None) -> None:

@@ -46,6 +46,13 @@ class Place:
             lambda: self._target(step), model, optimizer, metadata={"seed": seed}, staging=staging
         )
 
+    def load_on(self, backend: Any) -> int:
+        """One rank of a load; which save it was."""
+        found = newest_valid(self.path, backend) if self.is_folder else self.path
+        assert found is not None
+        seed: int = checkpoint.load(found, *self._states(backend, None))["seed"]
+        return seed
+
     def _states(self, backend: Any, seed: int | None) -> tuple[Any, Any]:
         """What a save holds: nothing but a function of its seed, or zeros."""
         vectors = [np.zeros(self._length)] * 2

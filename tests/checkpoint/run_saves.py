@@ -1,7 +1,8 @@
 """Processes that save again and again, to be killed.
 
 ``run_saves.py forks FOLDER COUNT SEED`` kills that many forked processes, whose ranks are threads,
-and prints what was found. ``run_saves.py rank FOLDER PLACE ASYNC`` is one rank of an MPI job.
+and prints what was found. ``run_saves.py rank FOLDER PLACE ASYNC`` is one rank of an MPI job, and
+so is ``run_saves.py fault FOLDER PLACE OPERATION ACTION AT CULPRIT``, which one rank interrupts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
+from interruptions import Interruption, operate
 from places import Place
 from vectors import Fakes
 
@@ -29,6 +31,7 @@ from mpishard.checkpoint import StagingBuffer
 
 LENGTH = 50_000  # elements: a save takes a while, most of it inside
 SAVES_AT_MOST = 500
+FOREVER = 120.0
 
 
 class Job:
@@ -133,6 +136,14 @@ def main() -> None:
     what, folder, *rest = sys.argv[1:]
     if what == "forks":
         print(json.dumps(kill_forks(Path(folder), int(rest[0]), int(rest[1]))))
+        return
+    if what == "fault":
+        place = Place(Path(folder), Fakes, is_folder=rest[0] == "folder")
+        backend = mpishard.init("mpi")
+        operation, action, at, culprit = rest[1:]
+        if backend.rank == int(culprit):
+            Interruption(backend, int(at), action, FOREVER)
+        operate(backend, place, operation, 3)
         return
     job = Job(Path(folder), is_folder=rest[0] == "folder", is_async=rest[1] == "async")
     backend = mpishard.init("mpi")

@@ -91,6 +91,22 @@ def test_the_newest_that_verifies(
     run_in_threads(world_size, fail)
 
 
+def test_newer_ones_that_are_torn_are_named(
+    tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a look at the files' lengths, or at the manifest, is enough to see it."""
+    save(CheckpointFolder(tmp_path, keep_last=9), fakes, 1, 2, 3, 4)
+    (tmp_path / "step-00000001" / "manifest.json").unlink()  # older: nobody misses it
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    (tmp_path / "step-00000004" / "rank00000.safetensors").write_bytes(b"torn")
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        assert newest_valid(tmp_path) == tmp_path / "step-00000002"
+    (record,) = caplog.records
+    assert "step-00000004: rank00000.safetensors has 4 of " in record.message
+    assert "step-00000003: manifest.json: it is not JSON" in record.message
+    assert "step-00000001" not in record.message
+
+
 def test_where_there_is_none(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "nothing") is None
     assert newest_valid(tmp_path) is None

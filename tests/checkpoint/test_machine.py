@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,6 +30,13 @@ from mpishard.checkpoint.snapshot import begin_save
 from mpishard.errors import CheckpointError
 
 CALLS = ("open", "write", "fsync", "mkdir", "rename")
+
+
+HARM = [
+    ("rank00000.safetensors", "bits"), ("rank00000.safetensors", "shape"),
+    ("manifest.json", "shape"),
+]  # fmt: skip
+"""What is spoilt: bits, which a checksum alone tells, or what the manifest tells."""
 
 
 class Killed(BaseException):
@@ -78,7 +85,7 @@ class Entry:
 
     def __init__(self, step: int, seed: int) -> None:
         self.step, self.seed = step, seed
-        self.harm = ""  # "bits" only a checksum tells, "shape" the manifest tells
+        self.harm = ""
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -129,6 +136,14 @@ class Checkpoints(RuleBasedStateMachine):
         self.step = max(0, self.step + 1 - back)
         return Entry(self.step, self.seed)
 
+    def begin_save(
+        self, entry: Entry, model: Model, staging: StagingBuffer | None = None
+    ) -> PendingSave:
+        return begin_save(
+            lambda: self.folder.target(entry.step), model, metadata={"seed": entry.seed},
+            staging=staging,
+        )  # fmt: skip
+
     @precondition(lambda self: self.pending is None)
     @rule(back=st.sampled_from([0, 0, 0, 1, 3]), world_size=st.integers(1, 3))
     def save(self, back: int, world_size: int) -> None:
@@ -136,7 +151,7 @@ class Checkpoints(RuleBasedStateMachine):
 
         def work(backend: Any) -> None:
             model = Model(backend, values(entry.seed))
-            begin_save(lambda: self.folder.target(entry.step), model).wait()
+            self.begin_save(entry, model).wait()
 
         run_in_threads(world_size, work)
         self.saved(entry)
@@ -146,9 +161,7 @@ class Checkpoints(RuleBasedStateMachine):
     def save_in_the_background(self, back: int) -> None:
         entry = self.next_entry(back)
         model = Model(None, values(entry.seed))
-        self.pending = begin_save(
-            lambda: self.folder.target(entry.step), model, staging=self.staging
-        )
+        self.pending = self.begin_save(entry, model, self.staging)
         self.started = entry
         for _, piece in model.pieces["parameters"]:
             piece.fill(-1)  # training goes on
@@ -181,27 +194,18 @@ class Checkpoints(RuleBasedStateMachine):
         killer = Killer(self.root, at)
         try:
             with killer:
-                begin_save(lambda: self.folder.target(entry.step), model, staging=staging).wait()
+                self.begin_save(entry, model, staging).wait()
         except (Killed, CheckpointError):
             assert killer.count > at
-            before = [e for e in self.entries if e.step == entry.step]
-            names = {e.path.name: e for e in self.folder.entries() if not e.problem}
-            new = names.get(f"step-{entry.step:08d}")
-            if new is None:
-                return
-            arrays = checkpoint.CheckpointReader(new.path).metadata["user"]
-            assert arrays == {}
-            if self.seed_at(new.path) == entry.seed:
-                self.entries = [e for e in self.entries if e not in before] + [entry]
-                # Pruning may have begun, and takes the oldest first or last, but only those.
-                kept = {e.step for e in self.folder.entries()}
-                gone = [e for e in self.entries if e.step not in kept]
-                self.entries = [e for e in self.entries if e not in gone]
-                everything = [*self.entries]
-                self.entries = sorted([*everything, *gone], key=lambda e: e.seed)
-                self.prune_model(self.keep_last, self.keep_every)
-                assert not set(gone) & set(self.entries), "it was to be kept"
-                self.entries = everything
+            place = self.path / f"step-{entry.step:08d}"
+            if not place.exists() or self.saved_seed(place) != entry.seed:
+                return  # it was not put in its place
+            before = [e for e in self.entries if e.step != entry.step] + [entry]
+            self.saved(entry)
+            # What is pruned next may be there still.
+            there = {e.step for e in self.folder.entries()}
+            assert there >= {e.step for e in self.entries}, "it was to be kept"
+            self.entries = [e for e in before if e.step in there]
         else:
             self.saved(entry)
 
@@ -211,26 +215,30 @@ class Checkpoints(RuleBasedStateMachine):
         CheckpointFolder(self.path, keep_last=keep_last, keep_every=keep_every).prune()
         self.prune_model(keep_last, keep_every)
 
-    @precondition(lambda self: self.pending is None and len(self.entries) > 0)
-    @rule(which=st.integers(0, 9), how=st.integers(0, 3), where=st.integers(0, 10_000))
-    def corrupt(self, which: int, how: int, where: int) -> None:
-        entry = self.entries[-1 - which % len(self.entries)]
-        directory = self.directory(entry)
-        file = directory / ("manifest.json" if how == 2 else "rank00000.safetensors")
+    @precondition(lambda self: self.pending is None and self.newest() is not None)
+    @rule(which=st.integers(0, 9), how=st.sampled_from(HARM), where=st.integers(0, 10_000))
+    def corrupt(self, which: int, how: tuple[str, str], where: int) -> None:
+        whole = [entry for entry in self.entries if not entry.harm]
+        entry, (name, entry_harm) = whole[-1 - which % len(whole)], how
+        file = self.directory(entry) / name
         content = bytearray(file.read_bytes())
-        if how == 3:
-            file.write_bytes(content[: where % len(content)])
-            entry.harm = "shape"
-            return
         content[where % len(content)] ^= 1 << where % 8
+        if entry_harm == "shape" and name.startswith("rank"):
+            content = content[: where % len(content)]
         file.write_bytes(content)
-        entry.harm = "shape" if how == 2 else entry.harm or "bits"
-        if how != 2 and entry.harm == "bits":
-            entry.harm = "bits"
+        entry.harm = entry_harm
 
     def directory(self, entry: Entry) -> Path:
         path = self.path / f"step-{entry.step:08d}"
         return path if path.exists() else path.with_name(f"{path.name}.previous")
+
+    def saved_seed(self, path: Path) -> int:
+        """Which save it was, as far as its manifest can be read."""
+        try:
+            with checkpoint.CheckpointReader(path) as reader:
+                return int(reader.metadata["user"]["seed"])
+        except CheckpointError:
+            return -1
 
     def seed_at(self, path: Path) -> int:
         arrays = checkpoint.load_arrays(path)
@@ -275,11 +283,12 @@ def test_checkpoints(
 ) -> None:
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    steps, length = torture.count(100, 5000), 25
+    steps, length = torture.count(300, 5000), 25
     run_state_machine_as_test(
         Checkpoints,
         settings=settings(
             max_examples=max(4, steps // length), stateful_step_count=length, deadline=None,
+            phases=[Phase.generate],  # shrinking takes minutes, and the steps are few
             suppress_health_check=list(HealthCheck), derandomize=not torture.is_nightly,
         ),
     )  # fmt: skip

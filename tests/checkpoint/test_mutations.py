@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import resource
 import shutil
 import sys
@@ -11,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mutations import MUTATIONS
+import pytest
+from mutations import MUTATIONS, seal
+from places import Place
 
 from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint import newest_valid
 from mpishard.errors import CheckpointError
 
 SHAPES = {"a.weight": (6, 4), "a.bias": (4,), "b.scale": (), "b.empty": (0, 3), "b.weight": (9, 5)}
@@ -97,10 +103,12 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
     place = tmp_path / "spoilt"
 
     def load_arrays() -> None:
-        found = checkpoint.load_arrays(place / "one")
-        assert {n: a.tobytes() for n, a in found.items()} == {
-            n: a.tobytes() for n, a in arrays.items()
-        }
+        # What has no elements lies in no file: its name is what the manifest says.
+        found, wanted = (
+            {name: (array.shape, array.tobytes()) for name, array in given.items() if array.size}
+            for given in (checkpoint.load_arrays(place / "one"), arrays)
+        )
+        assert found == wanted
 
     def load() -> None:
         model, optimizer = states(None, fakes, 3)
@@ -108,7 +116,7 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
         try:
             checkpoint.load(place / "one", model, optimizer)
         except CheckpointError as error:
-            found_on_the_way = "do not have the checksum", "cannot read", "header"
+            found_on_the_way = "do not have the checksum", "cannot read", "header", "no metadata"
             if not any(words in str(error) for words in found_on_the_way):
                 assert bits(model, optimizer) == before
             raise
@@ -138,3 +146,74 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
         f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 3 ways: "
         f"{outcomes['refused']} times refused, {outcomes['read']} times the right bits"
     )
+
+
+def read_spoilt(tmp_path: Path, fakes: Any, change: Callable[[dict[str, Any]], None]) -> str:
+    """Why a checkpoint, whose manifest an adversary changed, is refused."""
+    save(None, fakes, tmp_path / "one", 1)
+    manifest = tmp_path / "one" / "manifest.json"
+    content = json.loads(manifest.read_text())["content"]
+    change(content)
+    manifest.write_text(seal(json.dumps(content)))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check(tmp_path / "one")
+    return str(caught.value)
+
+
+def twice(content: dict[str, Any]) -> None:
+    first = content["parameters"][0]
+    content["parameters"].append(dict(first, start=content["length"]))
+    content["length"] += 24
+
+
+def crossed(content: dict[str, Any]) -> None:
+    pieces = content["arrays"]["parameters"]["pieces"]
+    one, other = (
+        next(p for p in pieces if p["tensor"] == f"a.{name}") for name in ("bias", "weight")
+    )
+    one["offset"], other["offset"] = other["offset"], one["offset"]
+
+
+def outside(content: dict[str, Any]) -> None:
+    content["files"]["../../etc/passwd"] = content["files"].pop("rank00000.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (twice, "parameter 'a.weight' stands twice"),
+        (crossed, r"rank00000.safetensors: its header and the manifest differ: parameters@a"),
+        (outside, "'../../etc/passwd' is not the name of a file"),
+        (lambda content: content.update(sequence=0), "it is save number 0"),
+        (lambda content: content.update(sequence=10**40), "it is save number 1000"),
+        (lambda c: c["parameters"][3].update(shape=[0, 2**62]), r"'b.empty' .*no array's size"),
+        (lambda c: c["parameters"][3].update(shape=[0] * 33), r"'b.empty' .*32 dims"),
+    ],
+)
+def test_what_an_adversary_may_not_say(
+    change: Callable[[dict[str, Any]], None], words: str, tmp_path: Path, fakes: Any
+) -> None:
+    assert re.search(words, read_spoilt(tmp_path, fakes, change))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "long", "directory"])
+def test_what_is_no_manifest_is_not_waited_for(kind: str, tmp_path: Path, fakes: Any) -> None:
+    """Nor read into memory, also in a folder, where another one is gone on from."""
+    for step in (1, 2):
+        Place(tmp_path, fakes, is_folder=True).save(step, step, 1)
+    manifest = tmp_path / "job" / "c" / "step-00000002" / "manifest.json"
+    text = manifest.read_bytes()
+    manifest.unlink()
+    if kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "zeros":
+        manifest.symlink_to("/dev/zero")
+    elif kind == "long":
+        manifest.write_bytes(text)
+        os.truncate(manifest, 1 << 40)
+    else:
+        manifest.mkdir()
+    with little_memory():
+        assert newest_valid(tmp_path / "job" / "c") == manifest.parents[1] / "step-00000001"
+        with pytest.raises((CheckpointError, FileNotFoundError), match="manifest"):
+            checkpoint.check(manifest.parent)
