@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
+from mpishard.errors import CheckpointError
 
 __all__ = [
     "CheckpointProblem",
@@ -204,10 +205,13 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     Raises
     ------
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`.
+        As `CheckpointReader`; also where an optimizer was saved without its model.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     with CheckpointReader(path) as reader:
+        if PARAMETERS not in reader.kinds:
+            held = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
         for entry in reader.parameters:
             arrays[entry.name] = reader.read_whole(PARAMETERS, entry)
     return arrays
