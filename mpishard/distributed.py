@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, overload
 
 from mpishard.arguments import nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
+from mpishard.communication.survival import OnFailure, check_on_failure
 from mpishard.contracts import IOptimizer
+from mpishard.errors import PeerError
 from mpishard.models import (
     DDPModel,
     FSDPModel,
@@ -251,6 +253,7 @@ def launch(
     *args: Any,
     backend: str = "auto",
     world_size: int | None = None,
+    on_failure: OnFailure = "abort",
 ) -> T:
     """Run ``main(backend, *args)`` on every rank.
 
@@ -266,24 +269,64 @@ def launch(
         "auto" is MPI where a launcher started the process, threads elsewhere.
     world_size : int, optional
         Number of thread-ranks, default 1. Under a launcher its own number holds.
+    on_failure : {"abort", "shrink"}
+        What becomes of the other ranks where one is killed, or raises what nobody catches. With
+        "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
+        the same processes, on the smaller world of those that are left: it is to take up the newest
+        checkpoint. Under MPI that needs Open MPI, started by ``mpishard run --on-failure shrink``.
 
     Returns
     -------
     object
-        What ``main`` returned on this rank; on threads, on rank 0.
+        What ``main`` returned on this rank; on threads, on the first rank that is left.
 
     Raises
     ------
     ValueError
-        For a world below 1, or a backend of another name.
+        For a world below 1, or a backend or ``on_failure`` of another name.
     MPIUnavailableError
-        Where MPI is asked for and cannot be had.
+        Where MPI is asked for and cannot be had, or cannot do what ``on_failure`` asks for.
+
+    Examples
+    --------
+    A training that any rank may be lost from, written out::
+
+        def main(backend):
+            model, optimizer = make_model(backend), make_optimizer(backend)
+            step = 0
+            if Path("runs/newest").exists():
+                step = ms.checkpoint.load("runs/newest", model, optimizer)["step"]
+            ...
+
+        ms.launch(main, on_failure="shrink")
     """
+    check_on_failure(on_failure)
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     if backend == "mpi" or (backend == "auto" and is_launched()):
-        return main(init("mpi"), *args)
+        own = init("mpi", on_failure=on_failure)
+        return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
     if backend not in ("auto", "memory"):
         raise ValueError(f"backend must be auto, mpi or memory, got {backend!r}")
     refuse_worlds_of_one()
-    return run_in_threads(world_size or 1, main, *args)[0]
+    if on_failure == "abort":
+        return run_in_threads(world_size or 1, main, *args)[0]
+    ends: Sequence[tuple[int, T] | None] = run_in_threads(
+        world_size or 1, _go_on, main, args, on_failure="shrink"
+    )
+    return dict(end for end in ends if end is not None)[0]
+
+
+def _go_on(
+    backend: CommunicationBackend, main: Callable[..., T], args: tuple[object, ...]
+) -> tuple[int, T]:
+    """Run ``main`` to its end, anew wherever ranks are lost; the rank at last, and its result."""
+    while True:
+        try:
+            result = main(backend, *args)
+            if backend.is_initialized:
+                backend.barrier()  # who has come to the end goes on with those that have not
+        except PeerError:
+            backend = backend.shrink()
+        else:
+            return backend.rank, result

@@ -84,7 +84,7 @@ class PeerError(CommunicationError):
     rank : int
         The rank where the failure began, by its number in the root world: also where the
         collective is one of a group that was split off, or of an axis of a mesh. -1 where it was
-        a thread that is no rank.
+        a thread that is no rank, or where nobody failed and another rank called ``shrink()``.
     """
 
     def __init__(self, message: str, rank: int) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "cuda_aware_hint",
     "forwarded_variables",
     "is_debugging",
+    "is_fault_tolerant",
     "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
@@ -134,8 +135,8 @@ def pmi_descriptor() -> int | None:
 _OF_LAUNCHERS = (
     "PMI_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_WORLD_",
     "OMPI_UNIVERSE_", "OMPI_FILE_", "OMPI_NUM_", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_APP_",
-    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID",
-    "SLURM_LOCALID", "MPISHARD_RANK_PROCESS",
+    "OMPI_MCA_initial_", "OMPI_MCA_num_procs", "OMPI_MCA_mpi_ft_", "SLURM_STEP_",
+    "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "MPISHARD_RANK_PROCESS",
 )  # fmt: skip
 
 
@@ -163,6 +164,12 @@ def launch_identity() -> tuple[str, ...]:
         "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
     )  # fmt: skip
     return tuple(os.environ.get(name, "").replace(" ", "_") for name in names)
+
+
+def is_fault_tolerant() -> bool:
+    """Whether Open MPI was started with ``--with-ft ulfm``, which sets OMPI_MCA_mpi_ft_enable."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - as Open MPI spells it
+    return value.lower() in ("1", "true", "yes")
 
 
 def rank_process() -> str:

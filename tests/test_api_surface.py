@@ -39,7 +39,7 @@ BACKEND = f"""
     initialize() shutdown() abort(error) print(*values) __enter__() __exit__(kind, error, trace)
     {COLLECTIVES} {TWINS}
     send(array, destination_rank, tag=0) receive(source_rank, count, tag=0)
-    split(color, key=None) allocate_shared(length, dtype)
+    split(color, key=None) shrink() allocate_shared(length, dtype)
     _on_initialize() _on_shutdown()
 """
 SERIALIZER = "serialize() deserialize(data) save_model(path) load_model(path)"
@@ -198,7 +198,8 @@ CLASSES = [
     (ms.InMemoryCommunicationBackend,
      "InMemoryCommunicationBackend(rank, world_size, environment_id='default', *, timeout=30.0)",
      f"{BACKEND} clear_environment(environment_id)"),
-    (ms.MPICommunicationBackend, "MPICommunicationBackend(comm=None)", BACKEND),
+    (ms.MPICommunicationBackend,
+     "MPICommunicationBackend(comm=None, *, on_failure='abort')", BACKEND),
     (ms.CommunicationManager, "",
      ("is_initialized initialize(backend) shutdown() get_rank() get_world_size() barrier() "
      "all_reduce(array, operation=SUM) all_gather(array) broadcast(array, root=0) "
@@ -294,9 +295,9 @@ CLASSES = [
 ]  # fmt: skip
 
 FUNCTIONS = [
-    (ms, "launch(main, *args, backend='auto', world_size=None)"),
-    (ms, "init(backend='auto')"),
-    (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, **kwargs)"),
+    (ms, "launch(main, *args, backend='auto', world_size=None, on_failure='abort')"),
+    (ms, "init(backend='auto', *, on_failure='abort')"),
+    (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, on_failure='abort', **kwargs)"),
     (ms, "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, **degrees)"),
     (ms, "as_distributed_for_high_bandwidth(model, backend)"),
     (ms, "as_distributed_for_low_bandwidth(model, backend)"),

@@ -207,7 +207,7 @@ def _levels(launcher: Launcher) -> Iterator[Finding]:
     yield _thread_level(found["level"])
     text = "no: a rank that dies ends the job"
     if survives:
-        text = "the library has it, under mpiexec --with-ft ulfm; mpishard does not use it"
+        text = "the library has it: mpishard run --on-failure shrink lets ranks outlive another"
     yield Finding("mpi.ulfm", Verdict.OK, text, survives)
 
 

@@ -39,6 +39,8 @@ class Job:
         Those that ranks on other machines need as well.
     log_folder : Path, optional
         Where the ranks' output and call logs are kept.
+    survives : bool
+        Whether ranks may outlive each other.
     received : list of Signals
         The signals that are to end the job, as they come.
     """
@@ -49,6 +51,7 @@ class Job:
     environment: Mapping[str, str]
     passed_on: Sequence[str]
     log_folder: Path | None
+    survives: bool = False
     received: list[signal.Signals] = field(default_factory=list)
 
     def command(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> list[str]:
@@ -57,7 +60,9 @@ class Job:
         if self.log_folder is not None:
             folder = folder_of_start(self.log_folder, restart_count)
             program = [*_with_log(folder, self.launcher.rank_variable), *program]
-        return self.launcher.command(ranks, program, hosts=hosts, variables=self.passed_on)
+        return self.launcher.command(
+            ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
+        )
 
     def start(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> Outcome:
         """Start it, and wait for its end."""
@@ -70,6 +75,7 @@ class Job:
             None if self.log_folder is None else folder_of_start(self.log_folder, restart_count),
             [host.name for host in hosts],
             self.received,
+            self.survives,
         )
         return supervisor.run({**self.environment, "MPISHARD_RESTART": f"{restart_count}"})
 

@@ -90,6 +90,8 @@ class JobEnd:
         The name of the launcher.
     hosts : sequence of str
         The machines that the user named, and that the launcher reaches by ssh.
+    survives : bool
+        Whether ranks may outlive each other.
     """
 
     world_size: int
@@ -103,17 +105,22 @@ class JobEnd:
     stopped_for: RankProcess | None = None
     program: str = "mpiexec"
     hosts: Sequence[str] = ()
+    survives: bool = False
 
     def judge(self) -> Verdict:
         """The exit code of the job, and what to say.
 
         A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named, also where another one has reported that it is gone.
+        without leaving is named, also where another one has reported that it is gone. Where ranks
+        outlive each other, and some came to their end, the job's code is the launcher's, which is
+        theirs.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
         if not self.called_init:
             return self._before_all()
+        if self.survives and self.launcher_code == 0 and any(map(self._has_left, self.logs)):
+            return Verdict(0, self._outlived())
         gone = self._gone()
         if gone is not None:
             return self._blame(gone)
@@ -135,6 +142,21 @@ class JobEnd:
         # The launcher's may be those of several ranks at once.
         code = own if own is not None and own > 0 else self.launcher_code
         return Verdict(code, self._missing())
+
+    def _outlived(self) -> tuple[str, ...]:
+        """Of each rank that was lost, where the others went on without it."""
+        lines = []
+        for process in self.ended:
+            log = self.logs.get(process.rank)
+            if log is None or log.state is RankState.LEFT:
+                continue
+            if log.state is RankState.REPORTED:
+                how = "failed, as it reported"
+            else:
+                code = 0 if process.exit_code is None else process.exit_code
+                how = f"{_how(code)}{self._where(process, code)}"
+            lines.append(f"{self._who(process)} {how}; the others went on without it")
+        return tuple(lines)
 
     @property
     def called_init(self) -> bool:

@@ -142,6 +142,7 @@ class Launcher:
         *,
         hosts: Sequence[Host] = (),
         variables: Sequence[str] = (),
+        survives: bool = False,
     ) -> list[str]:
         """The command line that runs ``program`` on ``world_size`` ranks.
 
@@ -156,12 +157,20 @@ class Launcher:
             allocation.
         variables : sequence of str
             Environment variables that ranks on other machines must see as well.
+        survives : bool
+            Whether ranks are to outlive each other, which is for Open MPI's own launcher.
 
         Raises
         ------
         ValueError
-            For machines of which SLURM is to fill some more than others.
+            For machines of which SLURM is to fill some more than others; for ranks that outlive
+            each other, of a launcher that lets none.
         """
+        if survives and (self.is_slurm or self.library.family is not MPIFamily.OPEN_MPI):
+            raise ValueError(
+                f"--on-failure shrink needs Open MPI 5 and its mpiexec, and {self.program} starts "
+                f"ranks of {self.library}, which end together; --on-failure abort is the default"
+            )
         names = ",".join(host.name for host in hosts)
         with_slots = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.is_slurm:
@@ -176,7 +185,8 @@ class Launcher:
             options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
         elif self.library.family is MPIFamily.OPEN_MPI:
             # Its default of one core per rank would put all BLAS threads of a rank on that core.
-            options = ["-n", f"{world_size}", "--bind-to", "none"]
+            options = ["--with-ft", "ulfm"] if survives else []
+            options += ["-n", f"{world_size}", "--bind-to", "none"]
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
             # It takes a machine for as many ranks as it has slots, of which it counts the cores.

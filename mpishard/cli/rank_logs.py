@@ -63,6 +63,11 @@ class RankLogs:
         return next((s for s in reversed(states) if s is not RankState.LEFT), RankState.LEFT)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a world that the rank entered was complete."""
+        return any(file.state is not RankState.STARTED for file in self.files)
+
+    @property
     def code(self) -> int:
         """The exit code of the job that the rank reported with; 0 where it did not."""
         return next((f.code for f in self.files if f.state is RankState.REPORTED), 0)

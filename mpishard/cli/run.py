@@ -26,6 +26,7 @@ from mpishard.cli.log_folder import (
 )
 from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
 from mpishard.cli.restarts import Restarts
+from mpishard.communication.survival import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["HostsOption", "RanksOption", "ScriptArgument", "prepare_job", "run"]
@@ -81,6 +82,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            metavar="abort|shrink",
+            help="Whether the job ends with a rank that is lost, or the others may go on without "
+            'it: for scripts that ask for on_failure="shrink", under Open MPI.',
+        ),
+    ] = "abort",
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
@@ -104,6 +113,7 @@ def run(
         log_folder=log_dir,
         max_restarts=max_restarts,
         min_ranks=min_ranks,
+        on_failure=on_failure,
     )
     raise typer.Exit(start())
 
@@ -120,12 +130,14 @@ def prepare_job(
     log_folder: Path | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
+    on_failure: str = "abort",
 ) -> Callable[[], int]:
     """What runs ``script`` to its end, and returns its exit code.
 
     The ranks find ``variables`` in their environment, and ``user_variables``, each a name or
     ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there. Where it
-    fails it is started again, ``max_restarts`` times at most, on ``min_ranks`` or more.
+    fails it is started again, ``max_restarts`` times at most, on ``min_ranks`` or more. With
+    ``on_failure="shrink"`` ranks may outlive each other.
 
     Raises
     ------
@@ -135,6 +147,7 @@ def prepare_job(
     folder = None if log_folder is None else log_folder.absolute()
     try:
         _check(script, ranks)
+        check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
         _check_restarts(max_restarts, min_ranks, ranks, bool(machines))
@@ -154,6 +167,7 @@ def prepare_job(
             os.environ | added | chosen,
             tuple(dict.fromkeys(passed)),
             folder,
+            survives=on_failure == "shrink",
         )
         job.command(ranks, machines, 0)
     except (MPIUnavailableError, ValueError) as error:

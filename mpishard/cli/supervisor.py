@@ -77,6 +77,8 @@ class Supervisor:
     received : list of Signals
         The signals that were to end the job, in any of its starts; also those that come later,
         until another one is run.
+    survives : bool
+        Whether ranks may outlive each other.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Supervisor:
     log_folder: Path | None = None
     hosts: Sequence[str] = ()
     received: list[signal.Signals] = field(default_factory=list)
+    survives: bool = False
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
@@ -170,6 +173,7 @@ class Supervisor:
             stopped_for=self._stopped_for,
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
+            survives=self.survives,
         )
         verdict = end.judge()
         has_made_room = self._saves_since is not None and verdict.code in _MADE_ROOM
@@ -203,12 +207,12 @@ class Supervisor:
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
 
-    @staticmethod
-    def _suspect(processes: RankProcesses, folder: Path) -> RankProcess | None:
+    def _suspect(self, processes: RankProcesses, folder: Path) -> RankProcess | None:
         """The first rank that failed, where the others would not be told of it.
 
         One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
-        Hydra may leave the others to wait.
+        Hydra may leave the others to wait. Of ranks that outlive each other, only one that is lost
+        before there is a world of them.
         """
         if not processes.ended:
             return None
@@ -217,7 +221,10 @@ class Supervisor:
         if RankState.REPORTED in states.values():
             return None
         for process in processes.ended:
-            if states.get(process.rank) is RankState.LEFT:
+            log = logs.get(process.rank)
+            if log is not None and (
+                log.state is RankState.LEFT or (self.survives and log.has_begun)
+            ):
                 continue
             if process.exit_code or process.rank in states:
                 return process

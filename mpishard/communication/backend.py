@@ -7,6 +7,7 @@ backend in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,6 +23,7 @@ from mpishard.communication.reduction import (
     check_reducible,
 )
 from mpishard.communication.work import Work
+from mpishard.errors import CommunicationError
 
 __all__ = ["CommunicationBackend"]
 
@@ -443,6 +445,58 @@ class CommunicationBackend(PointToPoint):
                 member._world_ranks = tuple(member.all_gather(mine).tolist())
             member._name_group("")
         return member  # type: ignore[no-any-return]
+
+    def shrink(self) -> Self:
+        """Go on without the ranks that are gone. Called by each rank that is left.
+
+        To be called where a collective has raised `PeerError`, or any time. Ranks that still wait
+        in this world, or in one that was split off it, raise `PeerError` then. A rank that has come
+        to its end, or called `shutdown`, is not in the new world. This backend, its groups and
+        what was made on them refuse from then on; arrays of `allocate_shared` stay as they are,
+        half written where a rank was lost. What is to go on is restored from a checkpoint:
+        `mpishard.launch` does all of it, with ``on_failure="shrink"``.
+
+        Returns
+        -------
+        CommunicationBackend
+            The initialised world of the ranks that are left, numbered from 0 in their old order.
+
+        Raises
+        ------
+        NotInitializedError
+            Before `initialize` and after `shutdown`.
+        CommunicationError
+            Of a world that was split off; where a rank's end ends all: under MPI without
+            ``init(on_failure="shrink")``.
+        CollectiveTimeoutError
+            In memory, where a rank that is left does not come in time.
+
+        Examples
+        --------
+        Rank 1 is lost; the others go on as ranks 0 and 1 of 2:
+
+        >>> from mpishard import run_in_threads
+        >>> from mpishard.errors import PeerError
+        >>> def body(b):
+        ...     if b.rank == 1:
+        ...         raise OSError("no space left on device")
+        ...     try:
+        ...         b.barrier()
+        ...     except PeerError:
+        ...         b = b.shrink()
+        ...     return b.rank, b.world_size
+        >>> run_in_threads(3, body, on_failure="shrink")
+        [(0, 2), None, (1, 2)]
+        """
+        self._ready()
+        if not self._is_root:
+            raise CommunicationError(
+                f"{self.describe()} was split off another world, which is the one to shrink(); "
+                "split that again then"
+            )
+        heir = self._shrink()
+        self._retire(heir)
+        return heir
 
     # ------------------------------------------------------------------------------------- memory
 

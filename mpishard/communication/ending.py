@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from mpishard import settings
 from mpishard.communication.failure_report import failure_report
+from mpishard.errors import PeerError
 
 __all__ = ["Ending", "flush_output", "launched_ending", "say"]
 
@@ -54,8 +55,21 @@ class Ending:
         """End the job because ``error`` was raised on this rank and nobody caught it."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt(where)
-        report = failure_report(error, self.name, self.rank, where)
-        self.end(f"{report}{_below(self.last_calls())}", settings.EXIT_FAILURE)
+        then = "it leaves, and the others may go on" if self.leaves_alone else "the job ends"
+        report = failure_report(error, self.name, self.rank, where, then)
+        report += _below(self.last_calls())
+        if self.leaves_alone:
+            self.leave_alone(report, is_echo=isinstance(error, PeerError))
+        self.end(report, settings.EXIT_FAILURE)
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether this process ends without the others, where an exception ends it."""
+        return False
+
+    def is_last(self) -> bool:
+        """Whether no other rank is left that could go on without this one."""
+        return True
 
     def interrupt(self, where: str) -> NoReturn:
         """End the job because of Ctrl-C."""
@@ -146,9 +160,7 @@ class Ending:
 
         ``is_own`` is false where another process went, of which ``code`` says nothing.
         """
-        if not _one_thread.acquire(blocking=False):
-            time.sleep(2 * _FUSE_SECONDS)  # another thread is at it
-            os._exit(code)
+        _begin_to_end(code)
         try:
             self._report(report, code, is_own)
         finally:
@@ -158,7 +170,23 @@ class Ending:
                 # MPICH's may return while the launcher still ends the others.
                 os._exit(code)
 
-    def _report(self, report: str, code: int, is_own: bool) -> None:
+    def leave_alone(self, report: str, *, is_echo: bool) -> NoReturn:
+        """Print ``report``, and end this process by SIGKILL: MPI tells the others of that alone.
+
+        Where no other rank is left the job ends as it does otherwise, with its code. ``is_echo``
+        is true for what came of another rank's end, which one rank reports for all.
+        """
+        code = settings.EXIT_FAILURE
+        _begin_to_end(code)
+        try:
+            self._report(report, code, is_own=not is_echo, is_said=not is_echo)
+            if self.is_last():
+                _abort(code)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(code)
+
+    def _report(self, report: str, code: int, is_own: bool, *, is_said: bool = False) -> None:
         _light_fuse(code)
         _ignore_further_interrupts()
         flush_output()
@@ -166,7 +194,7 @@ class Ending:
             self.close(report)
         except Exception as error:  # noqa: BLE001 - the end goes on, and says so
             report += f"\n(what was recorded could not be written: {error})"
-        if self.claim_report(code if is_own else 0):
+        if self.claim_report(code if is_own else 0) or is_said:
             say(report)
             # An aborted job's output is lost where the launcher has not read it yet.
             time.sleep(_OUTPUT_SECONDS)
@@ -179,6 +207,13 @@ class Ending:
 
 
 _kept: list[socket.socket] = []
+
+
+def _begin_to_end(code: int) -> None:
+    """Return to the first thread that ends this process, and to no other."""
+    if not _one_thread.acquire(blocking=False):
+        time.sleep(2 * _FUSE_SECONDS)
+        os._exit(code)
 
 
 def _below(text: str) -> str:

@@ -23,7 +23,9 @@ _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
 """Errors that every rank raises: the one that is first to say so need not have caused them."""
 
 
-def failure_report(error: BaseException, name: str, rank: int | None, where: str) -> str:
+def failure_report(
+    error: BaseException, name: str, rank: int | None, where: str, then: str = "the job ends"
+) -> str:
     """Why the job ends, by the rank that reports it.
 
     Parameters
@@ -36,6 +38,8 @@ def failure_report(error: BaseException, name: str, rank: int | None, where: str
         Its number, where it is known.
     where : str
         Where it was raised, as ``in or after collective 3, ..``.
+    then : str
+        What comes of it.
 
     Returns
     -------
@@ -45,7 +49,7 @@ def failure_report(error: BaseException, name: str, rank: int | None, where: str
     # What mpishard says may be long, and need not be said a second time below its traceback.
     trace = short_traceback(error, is_told=isinstance(error, MpishardError))
     return (
-        f"mpishard: {_subject(error, name)} {where}; the job ends\n"
+        f"mpishard: {_subject(error, name)} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
         f"--- traceback of rank {'?' if rank is None else rank} ---\n{trace}"
     )

@@ -8,6 +8,7 @@ soon after it.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,15 @@ from mpishard.communication.header import ROW_BYTES, Headers, make_row
 from mpishard.communication.lanes import Expected, Lane, Message, Pending, post_bytes
 from mpishard.communication.mailbox import Letter, Mailbox
 from mpishard.communication.patience import yield_processor
+from mpishard.communication.survival import is_loss
 from mpishard.communication.work import Waitable
 from mpishard.errors import PeerError
 
 __all__ = ["Group"]
+
+_ABANDON_SECONDS = 1.0
+_abandoned: list[Group] = []
+"""Those whose arrays MPI may still read and write."""
 
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
@@ -183,6 +189,30 @@ class Group:
             if comm is not None:
                 comm.Free()
         return True
+
+    def abandon(self) -> None:
+        """Give up communicators of which not all ranks are left. Who still waits on them is told.
+
+        They are freed where MPI lets go of all that was under way.
+        """
+        comms = [*(lane.comm for lane in self.lanes), self.node, self.comm]
+        comms = [comm for comm in comms if comm is not None]
+        for comm in comms:
+            comm.Revoke()
+        deadline = time.monotonic() + _ABANDON_SECONDS
+        while self.in_flight and time.monotonic() < deadline:
+            for request in tuple(self.in_flight):
+                try:
+                    request.test()
+                except self.mpi.Exception as error:  # to be tested until nothing is under way
+                    if not is_loss(self.mpi, error):
+                        raise
+            yield_processor()
+        if self.in_flight:
+            _abandoned.append(self)
+            return
+        for comm in comms:
+            comm.Free()
 
     def is_drained(self) -> bool:
         """Whether all that was sent to this rank has come. Takes what nobody did. Never blocks.

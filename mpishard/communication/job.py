@@ -23,8 +23,9 @@ from mpishard.communication.naming import of_group
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.progress import ProgressThread
 from mpishard.communication.rank_table import rank_table
+from mpishard.communication.survival import Survival, is_loss
 from mpishard.communication.watchdog import Wait, watchdog
-from mpishard.errors import CommunicationError
+from mpishard.errors import CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -47,9 +48,11 @@ class Job(Ending):
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
         The root world. The constructor is collective over it.
+    survives : bool
+        Whether its ranks go on where another is gone.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
@@ -62,9 +65,17 @@ class Job(Ending):
         self.progress_thread: ProgressThread | None = None
         """What moves data while this rank computes, where that is worth a thread."""
         self._progress_comm: Any = None
+        self.survival: Survival | None = None
+        """What lets this rank outlive others; None where it ends with them."""
         self.guard()
-        with self.wait(lambda: IN_INIT):
-            self._meet(comm)
+        try:
+            with self.wait(lambda: IN_INIT):
+                if survives and self.world_size > 1:
+                    self.survival = Survival(mpi, comm)
+                self._meet(comm)
+        except mpi.Exception:
+            self.retire()
+            raise
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
@@ -163,6 +174,8 @@ class Job(Ending):
         try:
             yield
         except self.mpi.Exception as error:
+            if is_loss(self.mpi, error):
+                raise
             raise CommunicationError(
                 f"MPI made no communicators for another group ({str(error).partition(chr(10))[0]})"
                 f", and rank {self.rank} is in {len(self._groups)} of them, the world included. "
@@ -183,14 +196,14 @@ class Job(Ending):
             if group.has_left() and group.free():
                 del self._groups[group]
 
+    def backends(self) -> list[CommunicationBackend]:
+        """The backend of each world, where somebody holds it."""
+        backends = [reference() for reference in self._groups.values()]
+        return [backend for backend in backends if backend is not None]
+
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        backends = [reference() for reference in self._groups.values()]
-        return sum(
-            len(backend._pending) + len(backend._transfers)
-            for backend in backends
-            if backend is not None
-        )
+        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
@@ -211,12 +224,30 @@ class Job(Ending):
 
         There is no time limit: another rank may have work of its own to finish. That is said once,
         after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
-        meanwhile.
+        meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
+        this one.
         """
         if self.board is not None:
             journal = self.board.journal
             journal.file.note_exit(exit_call(journal.file.count))
             journal.end(RankState.LEAVING)
+        try:
+            if self.survival is not None and self.survival.error is not None:
+                raise self.survival.error
+            self._leave_in_good_order()
+        except (self.mpi.Exception, PeerError) as error:
+            if self.survival is None or not (
+                isinstance(error, PeerError) or is_loss(self.mpi, error)
+            ):
+                raise
+            self.call_off()
+            self.survival.succeed(None, lambda: None)
+            self.retire()
+            return
+        self._groups.clear()
+        watchdog.release(self)
+
+    def _leave_in_good_order(self) -> None:
         groups = list(self._groups)
         for group in groups:
             group.leave()
@@ -232,6 +263,7 @@ class Job(Ending):
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)
+            self.look("for the others to leave")
             waited = time.monotonic() - start
             if waited > _NOTICE_SECONDS:
                 for group in groups:
@@ -245,8 +277,57 @@ class Job(Ending):
         self._stop_progress()
         for group in groups:
             group.free()
+
+    # ------------------------------------------------------------------------ where a rank is gone
+
+    def look(self, where: str) -> None:
+        """Raise `PeerError` where ranks outlive each other, and one is gone."""
+        if self.survival is not None:
+            try:
+                self.survival.look(where)
+            except PeerError as error:
+                self._break(error)
+                raise
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What a rank raises that heard ``error`` ``where``: MPI's own words name no rank."""
+        if self.survival is None or not is_loss(self.mpi, error):
+            return error
+        explained = self.survival.explain(where)
+        self._break(explained)
+        return explained
+
+    def _break(self, error: PeerError) -> None:
+        for group in self._groups:
+            group.broken = error
+
+    def call_off(self) -> None:
+        """Give up every world: nobody is to wait in one of them any more."""
+        assert self.survival is not None
+        self.survival.call_off()
+        for group in self._groups:
+            group.abandon()
+
+    def retire(self) -> None:
+        """Be done with worlds that were called off. Their backends refuse what they are asked."""
+        if self.progress_thread is not None:
+            self.progress_thread.stop()
+            self.progress_thread = None
         self._groups.clear()
+        if self.board is not None:
+            self.board.journal.end(RankState.LEFT)
         watchdog.release(self)
+
+    @property
+    def leaves_alone(self) -> bool:
+        return self.survival is not None
+
+    def is_last(self) -> bool:
+        over = RankState.REPORTED, RankState.LEFT
+        return self.board is None or all(
+            record.rank == self.rank or not record.is_alive or record.state in over
+            for record in self.board.records()
+        )
 
     def _say_who_works_on(self, waited: float) -> None:
         if self.board is None:
@@ -264,7 +345,12 @@ class Job(Ending):
         return watchdog.wait(where, self)
 
     def dead_rank(self) -> int | None:
-        return None if self.board is None else self.board.dead_rank()
+        dead = None if self.board is None else self.board.dead_rank()
+        if dead is None or self.survival is None:
+            return dead
+        # MPI tells the others, and they go on; but not of every end.
+        overlooked = self.survival.overlooks(dead, is_waiting=bool(watchdog.waits))
+        return dead if overlooked else None
 
     def describe(self) -> str:
         if self.board is None:
@@ -289,7 +375,10 @@ class Job(Ending):
 
     def claim_report(self, code: int) -> bool:
         first = super().claim_report(code)
-        return first and (self.board is None or self.board.claim_report(code))
+        claimed = first and (self.board is None or self.board.claim_report(code))
+        if self.leaves_alone and self.board is not None:
+            self.board.journal.file.end(RankState.REPORTED, code)
+        return claimed
 
     def close(self, report: str) -> None:
         for reference in tuple(self._groups.values()):

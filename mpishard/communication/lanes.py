@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpishard.communication.survival import is_loss
 from mpishard.communication.work import Waitable
 
 __all__ = [
@@ -145,7 +146,9 @@ class Expected(Message):
         try:
             if not self._request.Test(status):
                 return False
-        except self._mpi.Exception:
+        except self._mpi.Exception as error:
+            if is_loss(self._mpi, error):
+                raise
             self.is_lost = True
         self._in_flight.discard(self)
         self._expected.discard(self)

@@ -18,7 +18,7 @@ from mpishard.communication.ending import flush_output
 from mpishard.communication.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["STARTING", "START_SECONDS", "load_mpi"]
+__all__ = ["STARTING", "START_SECONDS", "leave_mpi_running", "load_mpi"]
 
 STARTING = "starting-"
 """With its process id: a file that a rank leaves in the job's folder before MPI starts."""
@@ -26,6 +26,30 @@ STARTING = "starting-"
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
+
+
+_finalizes: list[bool] = []
+"""Whether MPI is to end with this process; empty where that is not this module's business."""
+
+
+def leave_mpi_running() -> None:
+    """Do not end MPI with this process: it would wait for ranks that are gone.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where mpi4py itself will end it.
+    """
+    import mpi4py
+
+    if not _finalizes and mpi4py.rc.finalize is not False:
+        raise MPIUnavailableError(
+            "on_failure='shrink': this script imported mpi4py.MPI before mpishard started it, so "
+            "that mpi4py will end MPI with the process, which may wait for ever for ranks that are "
+            "gone. Call mpishard.init() before that import, or set mpi4py.rc.finalize = False "
+            "before it"
+        )
+    _finalizes[:] = [False]
 
 
 def load_mpi() -> ModuleType:
@@ -68,6 +92,7 @@ def _start_under_watch() -> ModuleType:
     finally:
         rc.initialize, rc.finalize = wanted, ends
     if wanted and ends is not False:
+        _finalizes[:] = [True]
         atexit.register(_finalize, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
@@ -80,7 +105,7 @@ def _start_under_watch() -> ModuleType:
 
 def _finalize(mpi: Any, process: int) -> None:
     """End MPI with the process that started it, and not with one that this forked."""
-    if os.getpid() == process and mpi.Is_initialized() and not mpi.Is_finalized():
+    if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # MPI may wait for other ranks
         mpi.Finalize()
 

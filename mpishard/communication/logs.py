@@ -9,6 +9,7 @@ from mpishard import settings
 __all__ = ["set_up_logging"]
 
 _logger = logging.getLogger("mpishard")
+_silence = logging.NullHandler()
 
 
 def set_up_logging(rank: int, *, is_process: bool) -> None:
@@ -31,12 +32,15 @@ def set_up_logging(rank: int, *, is_process: bool) -> None:
         _logger.setLevel(level.upper())
     elif _logger.level == logging.NOTSET and not _logger.hasHandlers():
         _logger.setLevel(logging.INFO)
+    if _silence in _logger.handlers and rank == 0:  # it was another rank in a larger world
+        _logger.removeHandler(_silence)
+        _logger.propagate = True
     if level == "debug" and is_process:
         handler: logging.Handler = logging.FileHandler(f"mpishard-rank{rank}.log", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _logger.addHandler(handler)
     elif is_process and rank != 0:
-        _logger.addHandler(logging.NullHandler())
+        _logger.addHandler(_silence)
         _logger.propagate = False
     elif not _logger.hasHandlers():
         handler = logging.StreamHandler()

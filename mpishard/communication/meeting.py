@@ -6,6 +6,7 @@ on when all have come. What one rank sends another are *letters*.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_RANK", "Absence", "Arrival", "World", "new_world", "split_worlds"]
 
 
+_losses = itertools.count()
 NO_RANK = -1
 """The rank of a failure in a thread that is none."""
 
@@ -84,6 +86,14 @@ class World:
     members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     children: list[weakref.ref[World]] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    """Ranks that failed, and will not come again."""
+    survivors: set[int] = field(default_factory=set)
+    """Ranks that wait in `shrink` for the others that are left."""
+    heirs: tuple[int, ...] = ()
+    """The ranks of the world that comes after this one, once all that are left have come."""
+    heir_name: str = ""
+    """What that world is called."""
 
     def meet(self, call: Call, phase: int, rank: int, value: Any) -> Arrival:
         """Leave ``value`` of ``rank`` at a meeting; the arrival tells when all ranks have.
@@ -127,6 +137,29 @@ class World:
         with self.changed:
             self.failures.append(failure)
             self.changed.notify_all()
+
+    def absent_survivors(self) -> set[int]:
+        """Ranks that neither failed nor left, nor wait in `shrink`. Called with the lock."""
+        return set(range(self.world_size)) - self.survivors - self.lost - set(self.left)
+
+    def survive(self, rank: int) -> bool:
+        """Let ``rank`` be in the world that comes after this one; whether all that are left are.
+
+        Called with the lock.
+        """
+        if not self.failures:
+            origin, why = NO_RANK, ""
+            if self.left:
+                origin = min(self.left)
+                why = f"rank {origin} left, and "
+            text = f"{why}rank {rank} goes on without this world: it called shrink()"
+            self.failures.append(Failure(origin, text))
+        self.survivors.add(rank)
+        if not self.heirs and not self.absent_survivors():
+            self.heirs = tuple(sorted(self.survivors))
+            self.heir_name = f"{self.name}, after loss {next(_losses)}"
+        self.changed.notify_all()
+        return bool(self.heirs)
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world. Needs no lock."""

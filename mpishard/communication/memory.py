@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -172,12 +172,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             self._leave(world)
             world.changed.notify_all()
         if len(world.left) == world.world_size:
-            with _environments_lock:
-                worlds = _environments.get(self._environment_id, [])
-                if world in worlds:
-                    worlds.remove(world)
-                if not worlds:
-                    _environments.pop(self._environment_id, None)
+            _forget(self._environment_id, world)
 
     def _leave(self, world: World) -> None:
         """Mark this rank as gone, here and in every world split from this one."""
@@ -197,7 +192,35 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Make every other rank's present or next collective raise `PeerError`."""
         stop_recording(self, error)
         self.call_log.journal.end(RankState.REPORTED)
-        self._joined().fail(self._rank, error, self.call_log.journal.last)
+        world = self._joined()
+        with world.changed:
+            world.lost.add(self._rank)
+        world.fail(self._rank, error, self.call_log.journal.last)
+
+    def _shrink(self) -> Self:
+        world = self._joined()
+        deadline = time.monotonic() + self._timeout if self._timeout else None
+        with world.changed:
+            while not world.survive(self._rank):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    away = sorted(world.absent_survivors())
+                    world.survivors.discard(self._rank)
+                    raise CollectiveTimeoutError(
+                        f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
+                        f"{away}, which neither failed nor left: every rank that is left calls it"
+                    )
+                world.changed.wait(left)
+            heirs = world.heirs
+        _forget(self._environment_id, world)
+        heir = type(self)(
+            heirs.index(self._rank), len(heirs), world.heir_name, timeout=self._timeout
+        )
+        stop_recording(self, world.failures[0].error("the world was given up"))
+        for member in tuple(self._family):
+            member._retire(heir)
+        heir.initialize()
+        return heir
 
     def _joined(self) -> World:
         self._ready()
@@ -498,6 +521,16 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 letter.is_taken = True
                 world.changed.notify_all()
         return message
+
+
+def _forget(environment_id: str, world: World) -> None:
+    """Let ranks that come to the environment from now on not meet in ``world``."""
+    with _environments_lock:
+        worlds = _environments.get(environment_id, [])
+        if world in worlds:
+            worlds.remove(world)
+        if not worlds:
+            _environments.pop(environment_id, None)
 
 
 def _finish(arrays: Sequence[Array]) -> None:

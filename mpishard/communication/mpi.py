@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from mpishard.communication.messages import Messages
 from mpishard.communication.patience import Patience
 from mpishard.communication.rank_process import helper_error, is_helper
 from mpishard.communication.recording import record_if_asked
-from mpishard.communication.small_collectives import SmallCollectives
+from mpishard.communication.shrinking import ShrinkingWorld
+from mpishard.communication.survival import OnFailure
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work, in_call
 from mpishard.errors import CommunicationError, PeerError
 
@@ -45,7 +46,7 @@ _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
 """The worlds of this process, and those split from them."""
 
 
-class MPICommunicationBackend(SmallCollectives):
+class MPICommunicationBackend(ShrinkingWorld):
     """One process as one rank of an MPI world.
 
     The world is a duplicate of the communicator given, so that its messages never meet the
@@ -58,16 +59,22 @@ class MPICommunicationBackend(SmallCollectives):
     ----------
     comm : mpi4py.MPI.Intracomm, optional
         Default: ``COMM_WORLD``.
+    on_failure : {"abort", "shrink"}
+        What becomes of the other ranks where one is gone: they end with it, or raise `PeerError`
+        and may go on, with `shrink`. That needs Open MPI with its fault tolerance, as ``mpishard
+        run --on-failure shrink`` starts it, and takes MPI's error handlers: what MPI raises is
+        returned on ``comm`` and those made of it, and MPI is not finalized.
 
     Raises
     ------
     MPIUnavailableError
         Where mpi4py is missing, a rank started this process, or, for the default, no launcher
-        did or the launcher belongs to another MPI library.
+        did or the launcher belongs to another MPI library; for "shrink" where ranks cannot
+        outlive each other.
     """
 
-    def __init__(self, comm: Any = None) -> None:
-        super().__init__()
+    def __init__(self, comm: Any = None, *, on_failure: OnFailure = "abort") -> None:
+        super().__init__(on_failure)
         if is_helper():
             raise helper_error()
         if comm is None and settings.launcher_variable() is None:
@@ -83,6 +90,7 @@ class MPICommunicationBackend(SmallCollectives):
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
+        self._prepare_to_survive()
 
     @property
     def rank(self) -> int:
@@ -107,14 +115,14 @@ class MPICommunicationBackend(SmallCollectives):
     def initialize(self) -> None:
         begins = not self._initialized and self._is_root
         super().initialize()
-        if begins:
+        if begins and self._may_record:
             record_if_asked(self)
 
     def _on_initialize(self) -> None:
         if self._is_forked:
             raise self._not_ready_error()
         if self._job is None:
-            self._job = Job(self._mpi, self._comm)
+            self._job = Job(self._mpi, self._comm, survives=self._on_failure == "shrink")
             self._nodes = self._job.nodes
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
@@ -135,6 +143,9 @@ class MPICommunicationBackend(SmallCollectives):
                 board.note_shared_memory()
                 watch_exit(lambda: board.journal.file.count)
             exit_hooks.install(self)
+
+    def _world_of(self, comm: Any) -> Self:
+        return type(self)(comm, on_failure="shrink")
 
     def _enter(self, job: Job) -> Group:
         rings = self._comm.allgather(job.take_ring())
@@ -221,6 +232,8 @@ class MPICommunicationBackend(SmallCollectives):
         job.is_waiting = True
         try:
             self._poll(work, job)
+        except self._mpi.Exception as error:
+            raise self._explain(error, work.where) from error
         finally:
             job.is_waiting = False
             if job.progress_thread is not None:
@@ -253,6 +266,7 @@ class MPICommunicationBackend(SmallCollectives):
 
     def _look_round(self, work: Work) -> None:
         """Raise where a rank that ``work`` needs has left."""
+        self._joined()[0].look(work.where)
         group = self._talk
         self._messages.reap()
         for rank, last in group.departures().items():
@@ -358,7 +372,11 @@ class MPICommunicationBackend(SmallCollectives):
         return transfer
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        self._messages.send(array, destination, tag)
+        try:
+            self._messages.send(array, destination, tag)
+        except self._mpi.Exception as error:
+            where = f"to send a message to rank {self.world_ranks[destination]}"
+            raise self._explain(error, where) from error
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
         yield from self._messages.post(array, destination, tag)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mpishard.communication.survival import is_loss
+
 __all__ = ["ProgressThread"]
 
 _PAUSE_SECONDS = 5e-5
@@ -34,6 +36,7 @@ class ProgressThread:
     """
 
     def __init__(self, mpi: Any, comm: Any, is_busy: Callable[[], bool]) -> None:
+        self._mpi = mpi
         self._any = mpi.ANY_SOURCE, mpi.ANY_TAG
         self._comm = comm
         self._is_busy = is_busy
@@ -64,5 +67,10 @@ class ProgressThread:
             self._begun.wait()
             self._begun.clear()
             while self._is_busy() and not self._stopped:
-                self._comm.Iprobe(*self._any)
+                try:
+                    self._comm.Iprobe(*self._any)
+                except self._mpi.Exception as error:
+                    if not is_loss(self._mpi, error):
+                        raise
+                    return  # the rank hears of it where it waits
                 time.sleep(_PAUSE_SECONDS)

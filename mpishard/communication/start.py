@@ -19,6 +19,7 @@ from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.rank_process import is_helper
 from mpishard.communication.recording import record_if_asked
+from mpishard.communication.survival import OnFailure, check_on_failure
 from mpishard.communication.threads import current_backend
 from mpishard.errors import CommunicationError
 
@@ -33,7 +34,9 @@ _blas_threads: int | None = None
 exit_hooks.install_before_init()
 
 
-def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
+def init(
+    backend: Literal["auto", "mpi", "memory"] = "auto", *, on_failure: OnFailure = "abort"
+) -> CommunicationBackend:
     """The initialised backend of this process. Called twice, the same one.
 
     Under MPI it is collective, and prepares the process: an exception that nobody catches ends
@@ -46,6 +49,11 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
         ``auto`` is MPI where a launcher started this process (mpiexec, mpirun, srun), and one
         rank in memory elsewhere. Inside `run_in_threads`, ``auto`` and ``memory`` are the
         thread's own backend.
+    on_failure : {"abort", "shrink"}
+        What becomes of the other ranks of an MPI job where one is killed, or raises what nobody
+        catches: the job ends; or they raise `PeerError`, and may go on with
+        `CommunicationBackend.shrink`. That is for Open MPI, started by ``mpishard run --on-failure
+        shrink`` or ``mpiexec --with-ft ulfm``. In memory ranks can always go on.
 
     Returns
     -------
@@ -57,29 +65,33 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     MPIUnavailableError
         Where MPI is asked for and there is no launcher, no mpi4py, or an MPI library that the
         launcher does not belong to, or where a rank started this process, and the launcher did
-        not. Never a silent world of one.
+        not. Never a silent world of one. For "shrink" where MPI, as it was started, lets no rank
+        outlive another.
     CommunicationError
         Where ``memory`` is asked for under a launcher of several processes, or the process has a
-        backend of the other sort.
+        backend of the other sort, or one whose ranks end together and "shrink" is asked for.
     """
     global _process_backend  # noqa: PLW0603
     if backend not in ("auto", "mpi", "memory"):
         raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    check_on_failure(on_failure)
     settings.check()  # before MPI starts: a rank that fails alone later is waited for
     threads = current_backend.get()
-    if threads is not None and threads.is_initialized and backend != "mpi":
-        return threads
-    present = _process_backend
+    if threads is not None and threads._newest.is_initialized and backend != "mpi":
+        return threads._newest
+    present = None if _process_backend is None else _process_backend._newest
     if present is not None and present.is_initialized:
         sort = "mpi" if isinstance(present, MPICommunicationBackend) else "memory"
         if backend not in ("auto", sort):
             raise CommunicationError(
                 f"init({backend!r}): this process has {present.describe()} already"
             )
+        if on_failure == "shrink" and isinstance(present, MPICommunicationBackend):
+            present._require_survival()
         return present
     made: CommunicationBackend
     if backend == "mpi" or (backend == "auto" and is_launched()):
-        made = _mpi_backend()
+        made = _mpi_backend(on_failure)
     else:
         refuse_worlds_of_one()
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
@@ -107,7 +119,7 @@ def is_launched() -> bool:
     return settings.launched_world_size() != 1 or importlib.util.find_spec("mpi4py") is not None
 
 
-def _mpi_backend() -> MPICommunicationBackend:
+def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
     if settings.launcher_variable() is None:
         # A launcher that sets no variable we know is seen by what MPI itself says.
         if "mpi4py.MPI" not in sys.modules:
@@ -115,8 +127,8 @@ def _mpi_backend() -> MPICommunicationBackend:
         world = load_mpi().COMM_WORLD
         if world.Get_size() == 1:
             raise not_launched_error()
-        return MPICommunicationBackend(world)
-    return MPICommunicationBackend()
+        return MPICommunicationBackend(world, on_failure=on_failure)
+    return MPICommunicationBackend(on_failure=on_failure)
 
 
 def refuse_worlds_of_one() -> None:

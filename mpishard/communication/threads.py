@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -16,8 +17,10 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
+from mpishard.communication.failure_report import failure_report
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.recording import record_if_asked
+from mpishard.communication.survival import OnFailure, check_on_failure
 from mpishard.communication.tracebacks import drop_internal_frames, is_internal
 from mpishard.errors import NotInitializedError, PeerError
 
@@ -30,6 +33,7 @@ current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
 )
 """The backend of the thread-rank that asks; None outside `run_in_threads`."""
 
+_logger = logging.getLogger("mpishard")
 _numbers = itertools.count()
 _LISTEN_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
@@ -52,6 +56,7 @@ def run_in_threads(
     /,
     *args: Any,
     timeout: float = settings.MEMORY_TIMEOUT,
+    on_failure: OnFailure = "abort",
     **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(backend, *args, **kwargs)`` on ``world_size`` thread-ranks.
@@ -64,19 +69,24 @@ def run_in_threads(
         What each rank does. Its backend is initialised, and shut down when it returns.
     timeout : float
         Seconds that a rank waits for the others before `CollectiveTimeoutError`; 0 is for ever.
+    on_failure : {"abort", "shrink"}
+        Whether one rank's exception ends all, or its own thread alone: the others raise
+        `PeerError`, and may go on with `CommunicationBackend.shrink`.
 
     Returns
     -------
     list
-        What each rank returned, in rank order.
+        What each rank returned, in rank order; with "shrink", None for ranks that failed, of which
+        a warning is logged.
 
     Raises
     ------
     ValueError
-        For a world below 1.
+        For a world below 1, or another ``on_failure``.
     Exception
-        The first failure, with a note that names its rank; its traceback has no frames inside
-        mpishard but the last, unless ``MPISHARD_LOG=debug``. The others were told, and have ended;
+        The first failure, with "shrink" only where no rank is left, with a note that names its
+        rank; its traceback has no frames inside mpishard but the last, unless
+        ``MPISHARD_LOG=debug``. The others were told, and have ended;
         one that has not after 5 seconds, because it sleeps or computes, is left alone: a second
         note says where it is, and its next collective raises `PeerError`. An exception that
         nobody catches in any other thread of the process is such a failure, too, as under MPI.
@@ -90,7 +100,8 @@ def run_in_threads(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
-    world = _ThreadWorld(world_size, timeout)
+    check_on_failure(on_failure)
+    world = _ThreadWorld(world_size, timeout, survives=on_failure == "shrink")
     results: list[Any] = [None] * world_size
 
     def body(backend: InMemoryCommunicationBackend) -> None:
@@ -106,12 +117,13 @@ def run_in_threads(
 class _ThreadWorld:
     """Threads that are the ranks of one world, from their start to their end."""
 
-    def __init__(self, world_size: int, timeout: float) -> None:
+    def __init__(self, world_size: int, timeout: float, *, survives: bool) -> None:
         self.environment = f"threads-{next(_numbers)}"
         self.backends = [
             InMemoryCommunicationBackend(rank, world_size, self.environment, timeout=timeout)
             for rank in range(world_size)
         ]
+        self.survives = survives
         self.failures: list[tuple[str, BaseException]] = []
         """Where and what, in order; where is a rank, or another thread."""
         self._threads: list[threading.Thread] = []
@@ -138,6 +150,10 @@ class _ThreadWorld:
             raise
         finally:
             InMemoryCommunicationBackend.clear_environment(self.environment)
+            for backend in self.backends:
+                InMemoryCommunicationBackend.clear_environment(backend._newest._environment_id)
+        if self.survives and len(self.failures) < len(self.backends):
+            return None
         return self._first_failure()
 
     def fail_in_thread(self, name: str, error: BaseException) -> None:
@@ -153,7 +169,7 @@ class _ThreadWorld:
 
     def _join(self) -> None:
         """Return when all ranks have ended, or one has failed and the others had time to hear."""
-        while (running := self._running()) and not self.failures:
+        while (running := self._running()) and (self.survives or not self.failures):
             # Ctrl-C in the instant before a wait without limit is only heard when that is over.
             running[0].join(_LISTEN_SECONDS)
         self._wait_until(time.monotonic() + _GRACE_SECONDS)
@@ -173,9 +189,14 @@ class _ThreadWorld:
             body(backend)
         except BaseException as error:  # noqa: BLE001 - raised below, by the caller
             self.failures.append((f"on rank {backend.rank} of {len(self.backends)}", error))
-            _tell(error, [backend])
+            newest = backend._newest
+            if self.survives and not isinstance(error, PeerError):
+                name = f"rank {newest.rank} of {newest.world_size}"
+                report = failure_report(error, name, newest.rank, "alone", "the others may go on")
+                _logger.warning("%s", report.removeprefix("mpishard: "))
+            _tell(error, [newest])
         else:
-            backend.shutdown()
+            backend._newest.shutdown()
 
     def _first_failure(self) -> BaseException | None:
         if not self.failures:

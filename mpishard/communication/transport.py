@@ -60,10 +60,12 @@ class Transport(ABC):
     """
 
     _rank_is_process = True  # and not a thread of it
+    _heir: Self | None  # the world after this one, without the ranks that were lost
 
     def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
+        self._heir = None
         self._world_ranks: tuple[int, ...] | None = None
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
@@ -154,6 +156,8 @@ class Transport(ABC):
         ValueError
             For an environment variable of the package that has no meaning.
         """
+        if self._heir is not None:
+            raise self._not_ready_error()
         if not self._initialized:
             settings.check()
             self._on_initialize()
@@ -242,6 +246,34 @@ class Transport(ABC):
         CollectiveTimeoutError
             Where one has not arrived in time.
         """
+
+    def _explain(self, error: Exception, where: str) -> Exception:
+        """What a rank that waits ``where`` raises for ``error``; here, that itself."""
+        return error
+
+    def _shrink(self) -> Self:
+        """A new, initialised root world of the ranks that are left. This one is then `_retire`d.
+
+        Here, where no rank outlives another, an error.
+        """
+        raise CommunicationError(f"{self.describe()} ends where one of its ranks does")
+
+    def _retire(self, heir: Self) -> None:
+        """Be done with: ``heir`` is the world of the ranks that are left."""
+        stop_recording(self)
+        if self._is_root and self._initialized:
+            self.call_log.journal.end(RankState.LEFT)
+        self._initialized, self._heir = False, heir
+        self._pending.clear()
+        self._transfers.clear()
+
+    @property
+    def _newest(self) -> Self:
+        """What became of this world as ranks were lost; itself where none was."""
+        newest = self
+        while newest._heir is not None:
+            newest = newest._heir
+        return newest
 
     @abstractmethod
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
@@ -389,6 +421,12 @@ class Transport(ABC):
             raise self._not_ready_error()
 
     def _not_ready_error(self) -> CommunicationError:
+        if self._heir is not None:
+            return NotInitializedError(
+                f"{self.describe()} has lost ranks and is no more: go on with the backend of "
+                f"{self._heir.world_size} that shrink() returned, and with groups, models and "
+                "optimizers that are made on it"
+            )
         return NotInitializedError(
             f"{self.describe()} is not initialised; call initialize(), or use "
             "mpishard.init() which returns an initialised backend"

@@ -43,6 +43,8 @@ class Driver(Protocol):
 
     def _drive(self, work: Work) -> None: ...
 
+    def _explain(self, error: Exception, where: str) -> Exception: ...
+
 
 class Work(ABC):
     """A collective or a message that was issued and may not be complete.
@@ -95,7 +97,8 @@ class Work(ABC):
             except StopIteration as stop:
                 self._done, self._result, self._waitable = True, stop.value, None
             except Exception as error:  # noqa: BLE001 - wait() raises it
-                self._done, self._error, self._waitable = True, error, None
+                explained = self._driver._explain(error, self.where)
+                self._done, self._error, self._waitable = True, explained, None
             except BaseException as error:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
                 self._done, self._error, self._waitable = True, error, None

@@ -332,3 +332,42 @@ class TestSeveralWorldsOfOneProcess:
         assert verdict.code == 1
         assert verdict.lines[0].startswith("rank 1 ")
         assert "ended with code 0 without leaving" in verdict.lines[0]
+
+
+class TestRanksThatOutliveEachOther:
+    LEFT = (RankState.LEFT,)
+
+    def judge(self, code, *ended, states):
+        return job(code, *ended, states=states, is_hydra=False, survives=True).judge()
+
+    def test_each_that_was_lost_is_named_and_the_code_is_that_of_the_others(self):
+        states = {1: self.LEFT, 2: (RankState.REPORTED, 1)}
+        verdict = self.judge(0, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
+        killed, failed = verdict.lines
+        assert verdict.code == 0
+        assert "rank 0 (process 4000" in killed
+        assert "was killed by signal 9 (SIGKILL; out of memory?) after collective 2" in killed
+        assert killed.endswith("at train.py:33; the others went on without it")
+        assert "rank 2 (process 4002" in failed
+        assert failed.endswith("failed, as it reported; the others went on without it")
+
+    def test_nothing_is_said_where_nothing_was_lost(self):
+        states = dict.fromkeys(range(3), self.LEFT)
+        ends = (0, ENDED), (1, ENDED), (2, ENDED)
+        assert self.judge(0, *ends, states=states) == Verdict(0)
+
+    def test_a_code_of_those_that_are_left_is_kept(self):
+        states = {1: self.LEFT, 2: self.LEFT}
+        ends = (0, KILLED), (1, exits(5)), (2, exits(5))
+        assert self.judge(5, *ends, states=states).code == 5
+
+    def test_where_none_is_left_the_first_is_blamed(self):
+        states = {1: (RankState.REPORTED, 0)}
+        verdict = self.judge(0, (0, KILLED), (1, KILLED), (2, KILLED), states=states)
+        assert verdict.code == 137
+        assert "rank 0 (process 4000" in verdict.lines[0]
+
+    def test_where_ranks_end_together_a_loss_is_a_failure(self):
+        states = {1: self.LEFT, 2: self.LEFT}
+        ended = (0, KILLED), (1, ENDED), (2, ENDED)
+        assert job(0, *ended, states=states, is_hydra=False).judge().code == 137

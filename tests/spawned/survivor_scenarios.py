@@ -1,0 +1,194 @@
+"""What the ranks of tests/spawned/test_survivors.py do; it imports this file, too.
+
+``python survivor_scenarios.py NAME ...`` is one rank of a job.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
+import numpy as np
+import pytest
+
+from mpishard.errors import NotInitializedError, PeerError
+
+STEPS, EVERY = 12, 3
+
+
+class Rows:
+    """Rows of a data set; the batch number ``at``, from 1, sets off a fault. Counts them."""
+
+    def __init__(self, rows, at=0, fault=None):
+        self.rows, self.at, self.fault, self.read = rows, at, fault, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read += 1
+        if self.read == self.at:
+            self.fault()
+        return self.rows[index]
+
+
+def train(backend, folder, x, steps=STEPS):
+    """Train to ``steps``, from the newest checkpoint in ``folder``; all parameters. Collective."""
+    y = x.rows @ np.linspace(-1, 1, 5)[:, None]
+    model = ms.as_distributed(ms.nn.MLP([5, 16, 1], seed=3), backend, "fsdp")
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, "fsdp")
+    optimizer.optimize(
+        ms.OptimizationInputData(
+            model=model, x_train=x, y_train=y, batch_size=24, epochs=10, max_steps=steps,
+            checkpoint=folder, checkpoint_every=EVERY, progress=False,
+        )
+    )  # fmt: skip
+    return model.gather_full_parameters()
+
+
+def samples():
+    return np.random.default_rng(0).standard_normal((120, 5))
+
+
+def end_at(count):
+    """End this process at its ``count``-th collective from now on, in whichever world."""
+    kind = ms.MPICommunicationBackend
+    admit, left = kind._admit, [count]
+
+    def count_down(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        admit(*arguments)
+
+    kind._admit = count_down
+
+
+def fail():
+    raise ValueError("boom on a rank that others outlive")
+
+
+def training(folder, *plan):
+    """``plan`` is RANK:BATCH:COLLECTIVE of ranks to kill there; 0 for one that raises."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    x = Rows(samples())
+    for part in plan:
+        culprit, batch, collective = map(int, part.split(":"))
+        if culprit == rank:
+            fault = functools.partial(end_at, collective) if collective else fail
+            x = Rows(samples(), batch, fault)
+    worlds = []
+
+    def main(backend):
+        worlds.append((backend.rank, backend.world_size))
+        return train(backend, Path(folder, "checkpoints"), x)
+
+    parameters = ms.launch(main, on_failure="shrink")
+    np.save(Path(folder, f"end-{rank}.npy"), parameters)
+    print(f"rank {rank} was {worlds}", flush=True)
+
+
+def every_call(*_):
+    """Rank 1 is killed while the others are in all sorts of calls; then every world refuses."""
+    backend = ms.init(on_failure="shrink")
+    pair = backend.split(int(backend.rank == 1))
+    shared = backend.allocate_shared(8, np.float64)
+    backend.barrier()
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Rank 0 waits for rank 2, in a group that has lost nobody.
+    calls = [lambda: pair.receive(1, 4), lambda: pair.all_reduce(np.ones(3))]
+    if backend.rank == 2:
+        calls = [
+            lambda: backend.all_gather_async(np.ones(100_000)).wait(),
+            lambda: backend.receive(1, 100_000),
+        ]
+    for call in [*calls, lambda: backend.split(0), pair.barrier]:
+        with pytest.raises(PeerError, match="rank 1 of 3 is gone") as caught:
+            call()
+        assert caught.value.rank == 1
+    told = Path(os.environ["TMPDIR"], "told")
+    if backend.rank == 0:
+        told.touch()
+    deadline = time.monotonic() + 20
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # else rank 0 would hear of it from rank 2
+    assert told.exists()
+    heir = backend.shrink()
+    assert (heir.rank, heir.world_size) == (backend.rank // 2, 2)
+    assert ms.init() is heir
+    for old in (backend, pair):
+        with pytest.raises(NotInitializedError, match="has lost ranks and is no more"):
+            old.barrier()
+    if shared is not None:
+        shared[:] = heir.rank  # is still there
+    assert heir.all_gather(np.arange(heir.rank + 1)).tolist() == [0, 0, 1]
+    assert heir.split(0).all_reduce(np.ones(50_000))[-1] == 2
+    print("came to its end on", heir.rank, flush=True)
+
+
+def lost_in_shrink(*_):
+    """Rank 1 is lost; rank 3 is lost while the others make the world of those that are left."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if backend.rank == 3:
+        enter = ms.MPICommunicationBackend._enter
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert callable(enter)
+        ms.MPICommunicationBackend._enter = die
+    try:
+        backend.barrier()
+    except PeerError:
+        backend = backend.shrink()
+    backend.barrier()
+    print("came to its end in a world of", backend.world_size, flush=True)
+
+
+def uncaught(*_):
+    """Nobody takes care of it: the job ends, with a code."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.barrier()
+
+
+def exits(*_):
+    """MPI tells nobody of a rank that exits with a code."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        os._exit(3)
+    backend.barrier()
+
+
+def leaves(*_):
+    """Rank 1 comes to its end before the others, who go on without it."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        sys.exit(0)
+    try:
+        backend.barrier()
+    except PeerError:
+        backend = backend.shrink()
+    backend.barrier()
+    print("came to its end in a world of", backend.world_size, flush=True)
+
+
+def sleeps(*_):
+    """A rank that sleeps is not lost: the job ends of it, as ever."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        time.sleep(60)
+    backend.barrier()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
