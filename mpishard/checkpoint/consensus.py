@@ -15,6 +15,8 @@ from mpishard.errors import CheckpointError, CommunicationError
 
 __all__ = ["all_texts", "differences", "gather_texts", "share_text", "together"]
 
+_OF_PATHS = "surrogateescape"  # how Python holds the bytes of a path that are no UTF-8
+
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -60,7 +62,7 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     if backend is None:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
-    return shared.tobytes().decode()  # type: ignore[no-any-return]
+    return shared.tobytes().decode(errors=_OF_PATHS)  # type: ignore[no-any-return]
 
 
 def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
@@ -105,4 +107,4 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
 
 
 def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(text.encode(), np.uint8).copy()
+    return np.frombuffer(text.encode(errors=_OF_PATHS), np.uint8).copy()

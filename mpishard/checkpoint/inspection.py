@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
+from mpishard.checkpoint.mapped_file import header_difference
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
+from mpishard.errors import CheckpointError
 
 __all__ = [
     "CheckpointProblem",
@@ -142,13 +144,13 @@ def find_problems(
     """
     directory = find_checkpoint(path)
     try:
-        manifest = Manifest.from_json((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:  # a CheckpointError is an OSError
+        manifest = Manifest.read(directory)
+    except OSError as error:  # a CheckpointError is one
         return [CheckpointProblem(MANIFEST, (), str(error))]
     total = sum(record.nbytes for record in manifest.files.values())
-    problems, done = [], 0
+    problems, done, listed = [], 0, manifest.tensors_by_file()
     for name, record in manifest.files.items():
-        for low, high, reason in _read_through(directory / name, record):
+        for low, high, reason in _read_through(directory / name, record, listed[name]):
             if reason:
                 tensors = tuple(_tensors_in(manifest, name, low, high))
                 problems.append(CheckpointProblem(name, tensors, reason))
@@ -158,9 +160,14 @@ def find_problems(
     return problems
 
 
-def _read_through(file: Path, record: FileRecord) -> Iterator[tuple[int, int, str]]:
+def _read_through(
+    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[int, int, str]]:
     """Ranges of bytes, one after the other, and what is wrong with each, if anything."""
     try:
+        if not file.is_file() and file.exists():
+            yield 0, record.nbytes, "it is no file"
+            return
         held = file.stat().st_size
         if held != record.nbytes:
             yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
@@ -177,6 +184,8 @@ def _read_through(file: Path, record: FileRecord) -> Iterator[tuple[int, int, st
         is_right = checksums_of(content, block, block + 1) == [expected]
         words = f"bytes {low} to {high} do not have the checksum that they were written with"
         yield low, high, "" if is_right else words
+        if block == 0 and is_right:
+            yield 0, 0, header_difference(content, tensors)
 
 
 def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:
@@ -204,10 +213,13 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     Raises
     ------
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`.
+        As `CheckpointReader`; also where an optimizer was saved without its model.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     with CheckpointReader(path) as reader:
+        if PARAMETERS not in reader.kinds:
+            held = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
         for entry in reader.parameters:
             arrays[entry.name] = reader.read_whole(PARAMETERS, entry)
     return arrays

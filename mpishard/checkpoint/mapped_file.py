@@ -13,7 +13,9 @@ from mpishard.checkpoint.manifest import FileRecord, PieceRecord
 from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
 from mpishard.errors import CheckpointError
 
-__all__ = ["MappedFile", "PieceValues"]
+__all__ = ["MappedFile", "PieceValues", "header_difference"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappedFile:
@@ -79,40 +81,45 @@ class MappedFile:
         """Refuse a file that does not say of its tensors what the manifest says of them, once."""
         if self._is_as_listed:
             return
-        length = int.from_bytes(self._content[:8].tobytes(), "little")
-        try:
-            found = _places_in(self._content[8 : 8 + length].tobytes(), 8 + length)
-            why = next(
-                (
-                    f"{key} lies in bytes {found.get(key)} by the one, {self._tensors.get(key)} by "
-                    "the other"
-                    for key in [*self._tensors, *found]
-                    if found.get(key) != self._tensors.get(key)
-                ),
-                "",
-            )
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+        why = header_difference(self._content, self._tensors)
         if why:
             self.verify(0, 1, "the header")
-            raise CheckpointError(f"{self._file}: its header and the manifest differ: {why}")
+            raise CheckpointError(f"{self._file}: {why}")
         self._is_as_listed = True
 
-    def part(self, start: int, stop: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def part(self, start: int, stop: int, what: str) -> Bytes:
         """Bytes ``start`` to ``stop``, a view."""
         self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start:stop]
 
 
-def _places_in(header: bytes, start: int) -> dict[str, tuple[int, int]]:
-    """Where in a safetensors file, whose data begin at ``start``, its header says tensors are."""
-    places = {}
-    for key, entry in json.loads(header.decode()).items():
-        if key != "__metadata__":
-            low, high = entry["data_offsets"]
-            places[key] = start + low, start + high
-    return places
+def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) -> str:
+    """Where the header of a file says other things than the manifest, in words; "" where not.
+
+    Parameters
+    ----------
+    content : array of uint8
+        All bytes of the file.
+    tensors : mapping of str to (int, int)
+        What the manifest says, as for `MappedFile`.
+    """
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    found = {}
+    try:
+        for key, entry in json.loads(content[8:start].tobytes().decode()).items():
+            if key != "__metadata__":
+                low, high = entry["data_offsets"]
+                found[key] = start + low, start + high
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
+    for key in [*tensors, *found]:
+        if found.get(key) != tensors.get(key):
+            return (
+                f"its header and the manifest differ: {key} lies in bytes {found.get(key)} by the "
+                f"one, {tensors.get(key)} by the other"
+            )
+    return ""
 
 
 class PieceValues:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str
     for key, tensor in tensors.items():
         kind = next((kind for kind in kinds if key.startswith(f"{kind}/")), PARAMETERS)
         by_kind[kind][key if kind == PARAMETERS else key.removeprefix(f"{kind}/")] = tensor
-    return TensorSource(file, False, by_kind, metadata, frozenset(frozen))
+    return TensorSource(file, False, by_kind, {**NOTHING_BESIDE, **metadata}, frozenset(frozen))
 
 
 def _is_names(value: Any) -> TypeGuard[list[str]]:
@@ -235,8 +236,8 @@ def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            counts = Counter(name for name, _ in pairs)
+            twice = sorted(name for name, count in counts.items() if count > 1)
             raise ValueError(f"{_listed(twice)} stand there twice")
         return found
 

@@ -6,6 +6,7 @@ spoils ``one``. An adversary knows the format: what is changed has the checksums
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["MUTATIONS", "seal"]
+__all__ = ["MUTATIONS", "lie", "seal"]
 
 BLOCK = 4 << 20
 
@@ -156,11 +157,13 @@ def _nodes(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return found
 
 
-@mutation
-def a_manifest_that_lies(folder: Path, dice: Random) -> None:
-    content = _content(folder)
+def lie(document: Any, dice: Random) -> None:
+    """Change a JSON document somewhere."""
     for _ in range(dice.choice([1, 1, 2, 4])):
-        holder, key = dice.choice(_nodes(content, []))
+        places = _nodes(document, [])
+        if not places:
+            return
+        holder, key = dice.choice(places)
         value, what = holder[key], dice.randrange(8)
         if what == 0:
             del holder[key]
@@ -174,7 +177,14 @@ def a_manifest_that_lies(folder: Path, dice: Random) -> None:
         elif what in (4, 5) and type(value) is int:
             holder[key] = value + dice.choice([-64, -8, -1, 1, 8, 64, value])
         else:
-            holder[key] = dice.choice(NASTY)
+            # A copy: what stands in two places is changed in one.
+            holder[key] = copy.deepcopy(dice.choice(NASTY))
+
+
+@mutation
+def a_manifest_that_lies(folder: Path, dice: Random) -> None:
+    content = _content(folder)
+    lie(content, dice)
     _put(folder, content)
 
 

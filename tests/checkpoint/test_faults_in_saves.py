@@ -55,7 +55,7 @@ def interrupt(
 
     def work(backend: Any) -> None:
         if backend.rank == culprit:
-            interruptions.append(Interruption(backend, at, action, 4 * WAITS))
+            interruptions.append(Interruption(backend, at, action, 2 * WAITS))
         try:
             operate(backend, place, operation, 3)
         except BaseException as failure:
@@ -63,12 +63,15 @@ def interrupt(
             raise
 
     with suppress(ValueError, PeerError, CollectiveTimeoutError):
-        run_in_threads(ranks, work, timeout=WAITS)
+        run_in_threads(ranks, work, timeout=WAITS if action == "sleep" else 20.0)
     wait_for_writers()
     return interruptions[0].count >= at, raised
 
 
-def test_thread_ranks(tmp_path: Path, fakes: Any, torture: Any) -> None:
+def test_thread_ranks(
+    tmp_path: Path, fakes: Any, torture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     count, happened, told = torture.count(27, 450), 0, 0
     for number in range(count):
         dice = torture.dice(number)
@@ -85,8 +88,9 @@ def test_thread_ranks(tmp_path: Path, fakes: Any, torture: Any) -> None:
         happened += is_interrupted
         told += len(raised)
         found = place.seed()
-        if not is_interrupted:  # how often the ranks meet depends on the disk
-            assert not raised, what
+        assert is_interrupted or action == "sleep" or not raised, what
+        if not raised:  # how often the ranks meet depends on the disk
+            assert not is_interrupted, what
             assert found == (old if operation == "load" else 3), what
             continue
         assert raised.keys() >= set(range(ranks)) - {culprit}, what

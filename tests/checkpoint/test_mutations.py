@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import MUTATIONS, seal
+from mutations import MUTATIONS, lie, seal
 from places import Place
 
 from mpishard import checkpoint, run_in_threads
@@ -122,7 +122,12 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
             raise
         assert bits(model, optimizer) == bits(*right)
 
-    readings = [lambda: checkpoint.check(place / "one"), load, load_arrays]
+    def find_problems() -> None:
+        problems = checkpoint.find_problems(place / "one")
+        if problems:
+            raise CheckpointError(f"{place / 'one'}: {problems}")
+
+    readings = [lambda: checkpoint.check(place / "one"), find_problems, load, load_arrays]
     with little_memory():
         for number in range(count):
             dice = torture.dice(number)
@@ -143,7 +148,7 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
             outcomes.update(said)
     assert outcomes["refused"] > outcomes["read"] > 0
     torture.saw(
-        f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 3 ways: "
+        f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 4 ways: "
         f"{outcomes['refused']} times refused, {outcomes['read']} times the right bits"
     )
 
@@ -217,3 +222,38 @@ def test_what_is_no_manifest_is_not_waited_for(kind: str, tmp_path: Path, fakes:
         assert newest_valid(tmp_path / "job" / "c") == manifest.parents[1] / "step-00000001"
         with pytest.raises((CheckpointError, FileNotFoundError), match="manifest"):
             checkpoint.check(manifest.parent)
+
+
+def test_files_of_others(tmp_path: Path, fakes: Any, torture: Any) -> None:
+    """Safetensors files and indexes that lie: converted, or refused."""
+    save(None, fakes, tmp_path / "c", 1)
+    checkpoint.convert(tmp_path / "c", tmp_path / "one.safetensors")
+    checkpoint.convert(tmp_path / "c", tmp_path / "hf", "hf", maximum_shard_bytes=300)
+    files = [tmp_path / "one.safetensors", *sorted((tmp_path / "hf").iterdir())]
+    assert len(files) == 4, "one, and two with an index"
+    count, outcomes = torture.count(120, 5000), Counter[str]()
+    target = tmp_path / "target"
+    for number in range(count):
+        dice = torture.dice(number)
+        file = dice.choice(files)
+        good = file.read_bytes()
+        source = file if file.parent == tmp_path else file.parent
+        head = 0 if file.suffix == ".json" else 8
+        length = int.from_bytes(good[:8], "little") if head else len(good)
+        document = json.loads(good[head : head + length])
+        lie(document, dice)
+        text = json.dumps(document).encode()
+        file.write_bytes(
+            (len(text).to_bytes(8, "little") if head else b"") + text + good[head + length :]
+        )
+        try:
+            checkpoint.convert(source, target, dice.choice(["checkpoint", "hf"]))
+            outcomes["converted"] += 1
+            shutil.rmtree(target)
+        except (CheckpointError, FileNotFoundError):
+            outcomes["refused"] += 1
+        file.write_bytes(good)
+        assert not target.exists(), f"trial {number}"
+        assert {p.name for p in tmp_path.iterdir()} == {"c", "hf", "one.safetensors"}, number
+    assert outcomes["refused"] > outcomes["converted"] > 0
+    torture.saw(f"{count} lying files of others: {outcomes['refused']} refused, the rest converted")

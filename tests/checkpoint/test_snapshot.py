@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint.snapshot import save_states
 from mpishard.errors import CheckpointError
 
 WORLDS = [1, 2, 3, 5, 16]
@@ -164,6 +165,13 @@ def test_load_arrays_gives_names_and_shapes(tmp_path: Path, fakes: Any) -> None:
     assert {name: a.shape for name, a in arrays.items()} == fakes.SHAPES
     flat = np.concatenate([a.ravel() for a in arrays.values()])
     assert flat.tobytes() == fakes.values(4).tobytes()
+
+
+def test_an_optimizer_alone_has_no_arrays_of_a_model(tmp_path: Path, fakes: Any) -> None:
+    optimizer = fakes.Optimizer(None, {"m": fakes.values(1)})
+    save_states(tmp_path / "c", fakes.Model(None, fakes.values(2)), {"optimizer": optimizer})
+    with pytest.raises(CheckpointError, match=r"holds \['optimizer/m'\], and no parameters"):
+        checkpoint.load_arrays(tmp_path / "c")
 
 
 def test_check_reports_what_is_there(tmp_path: Path, fakes: Any) -> None:

@@ -46,6 +46,12 @@ def test_parents_are_made(tmp_path: Path, fakes: Any) -> None:
     assert seed_of(tmp_path / "runs" / "one" / "c", fakes) == 1
 
 
+def test_a_path_that_is_no_text(tmp_path: Path, fakes: Any) -> None:
+    path = tmp_path / os.fsdecode(b"gewicht\xe4")
+    run_in_threads(2, save, fakes, path, 1)
+    assert seed_of(path, fakes) == 1
+
+
 def test_a_symbolic_link_is_followed(tmp_path: Path, fakes: Any) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "c")
