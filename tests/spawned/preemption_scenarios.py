@@ -10,7 +10,7 @@ import time
 import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
-STEPS, SAMPLES = 300, 40
+STEPS, SAMPLES = 60, 40
 generator = np.random.default_rng(0)
 X = generator.standard_normal((SAMPLES, 4))
 Y = np.sin(X[:, :2])
