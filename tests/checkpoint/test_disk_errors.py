@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -156,6 +157,37 @@ def test_every_call_may_fail(tmp_path: Path, fakes: Any, torture: Any) -> None:
         f"{tried} failing calls ({for_good} times every later one, too), of which {said} were "
         "errors of all ranks; nothing lost"
     )
+
+
+def names(place: Place) -> list[str]:
+    return sorted(
+        str(entry.relative_to(place.path.parent)) for entry in place.path.parent.rglob("*")
+    )
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_each_call_of_a_save(is_folder: bool, tmp_path: Path, fakes: Any) -> None:
+    """Also between renames: nothing is where it was not, and nothing has another name."""
+    told = 0
+    for fails_at in itertools.count(1):
+        root = tmp_path / str(fails_at)
+        root.mkdir()
+        place = Place(root, fakes, is_folder=is_folder)
+        place.save(1, 1, 1)
+        before = names(place)
+        broken = FailingDisk(root, fails_at, errno.EIO)
+        (said,) = attempt(place, broken, 1, 2, 1)
+        if not broken.failed:
+            break
+        if "is whole and in its place" in said:
+            assert place.seed() == 2, broken.failed
+        elif said:
+            told += 1
+            assert (place.seed(), names(place)) == (1, before), broken.failed
+        else:
+            assert place.seed() == 2, broken.failed
+    assert fails_at > 15
+    assert told > 10
 
 
 @pytest.fixture

@@ -121,6 +121,14 @@ def test_a_save_that_was_killed_between_its_renames(tmp_path: Path, fakes: Any) 
     assert names(tmp_path) == ["latest", "step-00000005"]
 
 
+def test_what_a_killed_save_was_replacing_takes_its_name_again(tmp_path: Path, fakes: Any) -> None:
+    save(CheckpointFolder(tmp_path), fakes, 5)
+    (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.previous")
+    save(CheckpointFolder(tmp_path), fakes, 6)
+    assert names(tmp_path) == ["latest", "step-00000005", "step-00000006"]
+    assert [entry.step for entry in CheckpointFolder(tmp_path).entries()] == [6, 5]
+
+
 def test_what_killed_saves_left_is_removed(tmp_path: Path, fakes: Any) -> None:
     shutil.copytree(Path(__file__).parent, tmp_path / ".step-00000003.0123456789abcdef.tmp")
     (tmp_path / "mine").mkdir()
