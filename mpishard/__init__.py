@@ -166,6 +166,12 @@ A process that only communicates, or prints a plan, is not kept waiting by model
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 
+def load_rooms() -> None:
+    """Import all that is public: threads that did so at the same time could wait for each other."""
+    for name in __all__:
+        __getattr__(name)
+
+
 def __getattr__(name: str) -> object:
     """A public name, or a room or module of the package, on first use."""
     if name in _HOMES:

@@ -73,6 +73,7 @@ class StagingBuffer:
             starts.append(total)
             total += -(-array.nbytes // 64) * 64
         if self._memory.size < total:
+            self._memory = np.empty(0, np.uint8)  # not both at a time
             self._memory = _touched_memory(total)
         copied = []
         for array, start in zip(arrays, starts, strict=True):
@@ -105,7 +106,8 @@ def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
                 )
             if array.size:
                 host = np.ascontiguousarray(to_host(array))
-                if staging is not None and np.may_share_memory(host, array):
+                # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
+                if staging is not None and isinstance(array, np.ndarray) and np.may_share_memory(host, array):
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
     if staging is not None:

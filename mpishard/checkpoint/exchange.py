@@ -297,7 +297,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     content = Content(entries, dtype, {}, source.metadata)
     identity = directory.name.rsplit(".", 2)[1]
     manifest = assemble(identity, 1, content, [json.loads(json.dumps(file.record()))])
-    disk.write_file(directory / MANIFEST, [manifest.to_json().encode()])
+    disk.write_file(directory / MANIFEST, [manifest.to_bytes()])
 
 
 def _require_one_dtype(path: Path, kind: str, tensors: Mapping[str, LazyTensor]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
-from mpishard.checkpoint.mapped_file import header_difference
+from mpishard.checkpoint.mapped_file import checksum_at, header_difference
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
-from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
+from mpishard.checkpoint.tensor_file import BLOCK_BYTES
 from mpishard.errors import CheckpointError
 
 __all__ = [
@@ -172,20 +172,26 @@ def _read_through(
         if held != record.nbytes:
             yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
             return
-        content = np.memmap(file, np.uint8, "r")
+        descriptor = os.open(file, os.O_RDONLY)
     except FileNotFoundError:
         yield 0, record.nbytes, "it is missing"
         return
     except OSError as error:
         yield 0, record.nbytes, f"it cannot be read: {error}"
         return
-    for block, expected in enumerate(record.checksums):
-        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, record.nbytes)
-        is_right = checksums_of(content, block, block + 1) == [expected]
-        words = f"bytes {low} to {high} do not have the checksum that they were written with"
-        yield low, high, "" if is_right else words
-        if block == 0 and is_right:
-            yield 0, 0, header_difference(content, tensors)
+    try:
+        for block, expected in enumerate(record.checksums):
+            low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, record.nbytes)
+            words = f"bytes {low} to {high} do not have the checksum that they were written with"
+            try:
+                is_right = checksum_at(descriptor, low, high - low) == expected
+            except OSError as error:
+                is_right, words = False, f"bytes {low} to {high} cannot be read: {error}"
+            yield low, high, "" if is_right else words
+            if block == 0 and is_right:
+                yield 0, 0, header_difference(np.memmap(file, np.uint8, "r"), tensors)
+    finally:
+        os.close(descriptor)
 
 
 def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:

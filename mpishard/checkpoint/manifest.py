@@ -231,6 +231,22 @@ class Manifest:
                 torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
         return torn
 
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``.
+
+        Raises
+        ------
+        CheckpointError
+            Where it is longer than any that is read again.
+        """
+        content = self.to_json().encode()
+        if len(content) > _LONGEST:
+            raise CheckpointError(
+                f"the manifest takes {len(content)} bytes, and {_LONGEST} are the most that is "
+                "read again: save less metadata, or on fewer ranks"
+            )
+        return content
+
     def to_json(self) -> str:
         """The text of ``manifest.json``."""
         content = {

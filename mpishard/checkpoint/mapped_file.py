@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.manifest import FileRecord, PieceRecord
-from mpishard.checkpoint.tensor_file import BLOCK_BYTES, checksums_of
+from mpishard.checkpoint.tensor_file import BLOCK_BYTES
 from mpishard.errors import CheckpointError
 
-__all__ = ["MappedFile", "PieceValues", "header_difference"]
+__all__ = ["MappedFile", "PieceValues", "checksum_at", "header_difference"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -49,7 +52,10 @@ class MappedFile:
         self._record = record
         self._tensors = tensors
         self._was_replaced = was_replaced
-        self._content = np.memmap(self._file, np.uint8, "r")
+        self._descriptor = os.open(file, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        with open(self._descriptor, "rb", closefd=False) as stream:
+            self._content: Bytes = np.memmap(stream, np.uint8, "r")
         if self._content.size != record.nbytes:
             raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
         self._verified = np.zeros(self.block_count, bool)
@@ -63,8 +69,13 @@ class MappedFile:
     def verify(self, first: int, stop: int, what: str = "") -> None:
         """Compare blocks that nobody compared yet."""
         for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
-            if checksums_of(self._content, block, block + 1) != [self._record.checksums[block]]:
-                low = block * BLOCK_BYTES
+            low = block * BLOCK_BYTES
+            length = min(BLOCK_BYTES, self._content.size - low)
+            try:
+                found = checksum_at(self._descriptor, low, length)
+            except OSError as error:
+                raise CheckpointError(f"{self._file}: {error}") from error
+            if found != self._record.checksums[block]:
                 of = f", of {what}," if what else ""
                 why = (
                     "the checkpoint was replaced while it was read"
@@ -72,18 +83,22 @@ class MappedFile:
                     else "the disk, or somebody, changed them"
                 )
                 raise CheckpointError(
-                    f"{self._file}: bytes {low} to {min(low + BLOCK_BYTES, self._content.size)}"
+                    f"{self._file}: bytes {low} to {low + length}"
                     f"{of} do not have the checksum that they were written with; {why}"
                 )
             self._verified[block] = True
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        self._close()
 
     def check_header(self) -> None:
         """Refuse a file that does not say of its tensors what the manifest says of them, once."""
         if self._is_as_listed:
             return
+        self.verify(0, 1, "the header")
         why = header_difference(self._content, self._tensors)
         if why:
-            self.verify(0, 1, "the header")
             raise CheckpointError(f"{self._file}: {why}")
         self._is_as_listed = True
 
@@ -92,6 +107,27 @@ class MappedFile:
         self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start:stop]
+
+
+def checksum_at(descriptor: int, start: int, length: int) -> int:
+    """CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
+
+    They are read, and not looked at through a map, where a disk that fails, or a file that
+    somebody cuts, would end the process with SIGBUS.
+
+    Raises
+    ------
+    OSError
+        Where they cannot be read, or are not there.
+    """
+    block = memoryview(bytearray(length))
+    filled = 0
+    while filled < length:
+        count = os.preadv(descriptor, [block[filled:]], start + filled)
+        if not count:
+            raise OSError(f"it ends at byte {start + filled}")
+        filled += count
+    return zlib.crc32(block)
 
 
 def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) -> str:
@@ -105,6 +141,10 @@ def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) ->
         What the manifest says, as for `MappedFile`.
     """
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    # A header that says that it is as long as the file is not read into memory.
+    expected = min((low for low, _ in tensors.values()), default=content.size)
+    if start != expected:
+        return f"its header ends at byte {start}, and its tensors begin at {expected}"
     found = {}
     try:
         for key, entry in json.loads(content[8:start].tobytes().decode()).items():

@@ -199,7 +199,7 @@ class PendingSave:
             identity, self._target.sequence, self._content, map(json.loads, records)
         )
         with _telling_room(self._directory, self._nbytes):
-            disk.write_file(self._directory / MANIFEST, [manifest.to_json().encode()])
+            disk.write_file(self._directory / MANIFEST, [manifest.to_bytes()])
             self._check_wanted()
             self._target.put(self._directory)
 

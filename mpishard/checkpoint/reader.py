@@ -238,6 +238,8 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Let go of the files. Idempotent; a later `read` opens them again."""
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
     def __enter__(self) -> Self:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpishard.arguments import check_path
-from mpishard.checkpoint.consensus import together
+from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.content import Content, StagingBuffer
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
-from mpishard.checkpoint.reader import CheckpointReader
+from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.target import Target
 from mpishard.errors import CheckpointError
 
@@ -213,8 +213,13 @@ def load_states(
     """
     _check(path, model)
     backend = model.checkpoint_backend
+    found = ""
     with together(backend):
-        reader = CheckpointReader(path)
+        if backend is None or backend.rank == 0:  # for all: their working directories may differ
+            found = str(find_checkpoint(path))
+    found = share_text(backend, found)
+    with together(backend):
+        reader = CheckpointReader(found)
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")

@@ -94,6 +94,8 @@ class Target:
         replaces = self.path.exists()
         if replaces:
             if previous.exists():
+                # What a killed save put here may not be on the disk yet.
+                disk.sync_directory(self.path.parent)
                 disk.remove_tree(previous)
             disk.rename(self.path, previous)
         try:

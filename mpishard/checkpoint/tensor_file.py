@@ -23,7 +23,7 @@ from mpishard.checkpoint import disk
 from mpishard.checkpoint.checksums import ChecksumThread
 from mpishard.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile", "checksums_of"]
+__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
@@ -43,15 +43,6 @@ DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
 """What the format calls the dtypes that a checkpoint can hold."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def checksums_of(content: Bytes, first: int = 0, last: int | None = None) -> list[int]:
-    """CRC-32 of blocks ``first`` to ``last`` of a file, of which ``content`` is all bytes."""
-    stop = -(-content.size // BLOCK_BYTES) if last is None else last
-    return [
-        zlib.crc32(content[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES].data)
-        for index in range(first, stop)
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ def run_in_threads(
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
     check_on_failure(on_failure)
+    sys.modules[__name__.partition(".")[0]].load_rooms()
     world = _ThreadWorld(world_size, timeout, survives=on_failure == "shrink")
     results: list[Any] = [None] * world_size
 

@@ -307,7 +307,8 @@ class TrainingRun:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
-        self.user_state.restore(position["user_state"])
+        with together(self.model.backend):  # what is the user's own may fail on one rank alone
+            self.user_state.restore(position["user_state"])
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])

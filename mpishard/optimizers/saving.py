@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from mpishard import settings
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
-from mpishard.checkpoint.consensus import together
+from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import find_single
@@ -48,10 +48,13 @@ def checkpoint_to_resume(data: OptimizationInputData, backend: CommunicationBack
     place = data.checkpoint if data.resume in (None, True) else data.resume
     assert place is not None
     assert not isinstance(place, bool)
+    found = ""
     with together(backend):
-        single = find_single(place)
-    if single is not None:
-        return single
+        if backend.rank == 0:  # for all: their working directories may differ
+            found = str(find_single(place) or "")
+    found = share_text(backend, found)
+    if found:
+        return Path(found)
     newest = newest_valid(place, backend)
     if newest is None and is_asked_for:
         raise FileNotFoundError(
