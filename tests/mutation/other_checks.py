@@ -18,6 +18,7 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.position import check_position
+from mpishard.optimizers.user_state import UserState
 
 # ------------------------------------------------------------------------ parameters from elsewhere
 
@@ -286,6 +287,7 @@ def runs_that_differ(problems: Any) -> None:
             where, backend,
             {"local_data": True, "samples": [5, 0, 9], "batch_size": 8, "seed": 1,
              "shuffle": True, "drop_last": False},
+            UserState({}, backend),
         ))  # fmt: skip
 
     with tempfile.TemporaryDirectory() as folder:

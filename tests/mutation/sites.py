@@ -23,7 +23,7 @@ PACKAGE = Path(mpishard.__file__).parent
 ROOMS = ("models", "optimizers")
 
 COLLECTIVES = {
-    "allocate_shared", "progress", "receive", "send", "split",
+    "allocate_shared", "progress", "receive", "send", "shrink", "split",
     *(
         name + twin
         for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",

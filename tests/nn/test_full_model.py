@@ -213,7 +213,7 @@ def test_what_is_no_saved_model(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr("os.mkdir", refuse)
     with pytest.raises(PermissionError):
         model.save_model(tmp_path / "elsewhere")
 
