@@ -22,6 +22,7 @@ from mpishard.sharding.table import ParameterEntry
 
 __all__ = [
     "MANIFEST",
+    "MOST_DIMS",
     "PARAMETERS",
     "FileRecord",
     "KindRecord",
@@ -40,10 +41,12 @@ PARAMETERS = "parameters"
 
 _OPTIMIZER = "optimizer/"
 
+MOST_DIMS = 32
+"""Dims of a tensor; NumPy knows no more than 64, or 32 before its version 2."""
+
 _FORMAT = "mpishard checkpoint"
 _VERSION = 3
 _LONGEST = 1 << 28  # bytes
-_MOST_DIMS = 32
 _MOST_BYTES = 1 << 63  # of an array, and of anything that is counted
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
 _DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
@@ -388,9 +391,9 @@ class Manifest:
 def _check_shape(entry: ParameterEntry) -> None:
     """Refuse what no array has, so that whoever makes one need not ask."""
     nbytes = 8 * math.prod(max(1, size) for size in entry.shape)  # NumPy counts no dim as 0
-    if any(size < 0 for size in entry.shape) or len(entry.shape) > _MOST_DIMS:
+    if any(size < 0 for size in entry.shape) or len(entry.shape) > MOST_DIMS:
         raise CheckpointError(
-            f"parameter {entry.name!r} has the shape {entry.shape}; {_MOST_DIMS} dims of 0 or more "
+            f"parameter {entry.name!r} has the shape {entry.shape}; {MOST_DIMS} dims of 0 or more "
             "are the most"
         )
     if nbytes >= _MOST_BYTES:

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 
 from mpishard.arguments import check_path
-from mpishard.checkpoint.manifest import PARAMETERS
+from mpishard.checkpoint.manifest import MOST_DIMS, PARAMETERS
 from mpishard.checkpoint.plain import CHOICES_HEADER
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.tensor_file import DTYPES_OF_FILES, LazyTensor
@@ -216,6 +216,8 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
             f"{file}: {name!r} has dtype {part.get_dtype()}; {', '.join(DTYPES_OF_FILES)} are read"
         )
     dtype, shape = DTYPES_OF_FILES[part.get_dtype()], tuple(part.get_shape())
+    if len(shape) > MOST_DIMS:
+        raise CheckpointError(f"{file}: {name!r} has {len(shape)} dims; {MOST_DIMS} are the most")
     return LazyTensor(dtype, shape, partial(_blocks_of_file, opened, name, shape, dtype))
 
 
