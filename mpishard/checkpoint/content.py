@@ -107,7 +107,11 @@ def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
             if array.size:
                 host = np.ascontiguousarray(to_host(array))
                 # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
-                if staging is not None and isinstance(array, np.ndarray) and np.may_share_memory(host, array):
+                if (
+                    staging is not None
+                    and isinstance(array, np.ndarray)
+                    and np.may_share_memory(host, array)
+                ):
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
     if staging is not None:
