@@ -84,9 +84,11 @@ def check_path(name: str, path: Any) -> None:
     TypeError
         For what is neither a string nor a path.
     ValueError
-        For a blank string.
+        For a blank string, and for one with a NUL character, which no file system takes.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a string or a path, got {path!r}")
     if not str(path).strip():
         raise ValueError(f"{name} must not be blank, got {str(path)!r}")
+    if "\0" in str(path):
+        raise ValueError(f"{name} must not have a NUL character in it, got {str(path)!r}")

@@ -16,6 +16,7 @@ from mpishard.arguments import as_flag, as_integer, check_path
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.content import Content, RankFile, assemble
 from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS
+from mpishard.checkpoint.metadata import spelled
 from mpishard.checkpoint.pending import require_room
 from mpishard.checkpoint.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
@@ -244,10 +245,10 @@ def _whole_file(source: TensorSource) -> TensorFile:
             tensors[key] = tensor
     known = {
         "kinds": [kind for kind in source.tensors if kind != PARAMETERS],
-        "metadata": source.metadata,
+        "metadata": spelled(source.metadata),
         "frozen": sorted(source.frozen),
     }
-    words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known)}
+    words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known, allow_nan=False)}
     choices = choices_in(source.metadata.get("model") or {})
     if choices:  # as `serialize` of a model says them, so that its `deserialize` takes the file
         words[CHOICES_HEADER] = json.dumps(choices, sort_keys=True)

@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "find_problems",
     "load_arrays",
+    "problems_in",
 ]
 
 
@@ -142,8 +143,16 @@ def find_problems(
     FileNotFoundError
         Where there is no checkpoint.
     """
-    directory = find_checkpoint(path)
+    return problems_in(find_checkpoint(path), progress)
+
+
+def problems_in(
+    directory: Path, progress: Callable[[int, int], object] | None = None
+) -> list[CheckpointProblem]:
+    """As `find_problems`, of what ought to be a single checkpoint and may lack its manifest."""
     try:
+        if not os.path.lexists(directory / MANIFEST):
+            return [CheckpointProblem(MANIFEST, (), "it is missing")]
         manifest = Manifest.read(directory)
     except OSError as error:  # a CheckpointError is one
         return [CheckpointProblem(MANIFEST, (), str(error))]

@@ -16,7 +16,8 @@ import numpy as np
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.consensus import all_texts, gather_texts, share_text, together
 from mpishard.checkpoint.content import Content, RankFile, StagingBuffer, assemble, on_host
-from mpishard.checkpoint.manifest import MANIFEST, as_json
+from mpishard.checkpoint.manifest import MANIFEST
+from mpishard.checkpoint.metadata import as_json
 from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError

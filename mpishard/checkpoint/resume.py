@@ -13,7 +13,7 @@ from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["newest_valid"]
+__all__ = ["newest_first", "newest_valid"]
 
 _log = logging.getLogger("mpishard")
 
@@ -46,7 +46,7 @@ def newest_valid(
     listed = ""
     with together(backend):
         if rank == 0:
-            listed = json.dumps([[str(e.path), e.problem] for e in _newest_first(folder)])
+            listed = json.dumps([[str(e.path), e.problem] for e in newest_first(folder)])
     refused: list[str] = []
     for name, problem in json.loads(share_text(backend, listed)):
         path = Path(name)
@@ -66,22 +66,19 @@ def newest_valid(
     return None
 
 
-def _newest_first(folder: str | os.PathLike[str]) -> list[Entry]:
+def newest_first(folder: str | os.PathLike[str]) -> list[Entry]:
     """The checkpoints of a folder, in the order in which a run would go on from them.
 
     Of those without a manifest nobody knows when they were saved: the step must do.
     """
     entries = CheckpointFolder(folder).entries()
-    whole = [entry for entry in entries if not entry.problem]
-    for entry in sorted((e for e in entries if e.problem), key=lambda e: (e.sequence, e.step)):
-        older = (
-            index
-            for index, other in enumerate(whole)
-            if (entry.sequence and entry.sequence > other.sequence)
-            or (not entry.sequence and entry.step > other.step)
-        )
-        whole.insert(next(older, len(whole)), entry)
-    return whole
+    ordered = sorted(
+        (e for e in entries if e.sequence), key=lambda e: (e.sequence, e.step), reverse=True
+    )
+    for entry in sorted((e for e in entries if not e.sequence), key=lambda e: e.step):
+        older = (index for index, other in enumerate(ordered) if entry.step > other.step)
+        ordered.insert(next(older, len(ordered)), entry)
+    return ordered
 
 
 def _verify(

@@ -10,6 +10,7 @@ from typing import Any
 from mpishard.arguments import check_path
 from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.content import Content, StagingBuffer
+from mpishard.checkpoint.metadata import as_metadata
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
@@ -40,7 +41,8 @@ def save(
     training : CheckpointState, optional
         What a training loop holds of each parameter; its kinds are ``"training/<name>"``.
     metadata : mapping, optional
-        Anything that JSON can hold; `load` returns it. Rank 0's counts.
+        Names -> anything that JSON can hold, with strings for keys, NaN and infinities, too;
+        `load` returns it. Rank 0's counts.
 
     Raises
     ------
@@ -145,7 +147,7 @@ def _begin(
     backend = model.checkpoint_backend
     with together(backend):
         arrays: dict[str, Any] = {}
-        document: dict[str, Any] = {"model": None, "optimizer": None, "user": dict(metadata or {})}
+        document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
         for name, state in states.items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())

@@ -18,6 +18,7 @@ import safetensors
 
 from mpishard.arguments import check_path
 from mpishard.checkpoint.manifest import MOST_DIMS, PARAMETERS
+from mpishard.checkpoint.metadata import unspelled
 from mpishard.checkpoint.plain import CHOICES_HEADER
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.tensor_file import DTYPES_OF_FILES, LazyTensor
@@ -156,11 +157,12 @@ def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str
         and isinstance(metadata.get("user"), dict)
     ):
         raise CheckpointError(f"{file}: its header's {CHECKPOINT_HEADER!r} is malformed")
+    metadata = {**NOTHING_BESIDE, **unspelled(metadata)}
     by_kind: dict[str, dict[str, LazyTensor]] = {PARAMETERS: {}, **{kind: {} for kind in kinds}}
     for key, tensor in tensors.items():
         kind = next((kind for kind in kinds if key.startswith(f"{kind}/")), PARAMETERS)
         by_kind[kind][key if kind == PARAMETERS else key.removeprefix(f"{kind}/")] = tensor
-    return TensorSource(file, False, by_kind, {**NOTHING_BESIDE, **metadata}, frozenset(frozen))
+    return TensorSource(file, False, by_kind, metadata, frozenset(frozen))
 
 
 def _is_names(value: Any) -> TypeGuard[list[str]]:

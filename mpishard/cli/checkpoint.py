@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +19,17 @@ from rich.table import Table
 
 from mpishard import checkpoint as checkpoints
 from mpishard.checkpoint import (
-    CheckpointFolder,
     CheckpointForm,
     CheckpointProblem,
     CheckpointReport,
     describe,
-    find_problems,
 )
 from mpishard.checkpoint.folder import LATEST, Entry
+from mpishard.checkpoint.inspection import problems_in
+from mpishard.checkpoint.manifest import MANIFEST
+from mpishard.checkpoint.metadata import spelled
 from mpishard.checkpoint.reader import find_checkpoint, find_single
+from mpishard.checkpoint.resume import newest_first
 from mpishard.cli.bench_report import bytes_text, counted, show
 
 __all__ = ["checkpoint"]
@@ -34,6 +37,7 @@ __all__ = ["checkpoint"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _LISTED = 3  # tensors of a damaged block that a line names
+_LONGEST = 80  # characters of a text, or items of a list, that are shown
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
@@ -41,8 +45,9 @@ checkpoint = typer.Typer(
     help="Look into checkpoints, verify them, exchange them with other programs.",
 )
 
+# Strings: a Path of a blank one would be the current folder.
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")
 ]
 JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 
@@ -51,20 +56,18 @@ JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     """Print what a checkpoint holds, or which ones a folder has. Reads no tensors."""
     with _said():
-        single = find_single(path)
-        folder = CheckpointFolder(path)
-        entries = [] if single is not None else folder.entries()
+        entries = [] if find_single(path) is not None else newest_first(path)
         if entries:
             listed = [_entry_as_dict(entry) for entry in entries]
             found: dict[str, Any] = {
-                "folder": str(folder.path), "latest": _latest(folder.path), "checkpoints": listed
+                "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
         else:
             found = _report_as_dict(describe(path))
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(spelled(found), indent=1, allow_nan=False))
     elif entries:
-        show(_folder_table(found))
+        _print_folder(found)
     else:
         _print_checkpoint(found)
 
@@ -78,37 +81,44 @@ def check(
 ) -> None:
     """Read every byte and compare its checksum.
 
-    Exit code 0: all is as it was written; 1: something is not; 2: there is no checkpoint.
+    Of a folder the newest is read, and the one that `latest` names, where that is another. Exit
+    code 0: all is as it was written; 1: something is not; 2: there is no checkpoint.
     """
-    wrong = 0
     with _said():
-        chosen = [find_checkpoint(path)]
-        if find_single(path) is None:
-            entries = CheckpointFolder(path).entries()
-            # What `latest` names counts, also where a reader would take the one before it.
-            newest = [entry.path for entry in entries if entry.path.name == _latest(path)]
-            chosen = [entry.path for entry in entries] if every else newest or chosen
-        for each in chosen:
-            with _bar(f"reading {each.name}") as progress:
-                problems = find_problems(each, progress)
-            if problems:
-                wrong += 1
-                _print_problems(each, problems)
-            else:
-                typer.echo(str(describe(each)))
-    if wrong:
-        typer.echo(
-            f"mpishard checkpoint: {wrong} of {counted(len(chosen), 'checkpoint')} cannot be "
-            "trusted",
-            err=True,
-        )
-        raise typer.Exit(1)
+        single = find_single(path)
+        entries = newest_first(path) if single is None else []
+        others = [entry.path for entry in entries]
+        if entries and not every:
+            latest = _latest(path)
+            chosen = [o for o in others if o == others[0] or _is_named(o.name, latest)]
+        else:
+            chosen = others or [find_checkpoint(path)]
+        wrong = [each for each in chosen if not _is_whole(each)]
+        is_lost = bool(entries) and _says_lost(path, others)
+        if not wrong and not is_lost:
+            return
+        if wrong:
+            typer.echo(
+                f"mpishard checkpoint: {len(wrong)} of {counted(len(chosen), 'checkpoint')} cannot "
+                "be trusted",
+                err=True,
+            )
+        if entries:
+            whole = next(
+                (o for o in others if o not in wrong and (o in chosen or not _read(o))), None
+            )
+            typer.echo(
+                "mpishard checkpoint: "
+                + ("none is whole" if whole is None else f"the newest that is whole is {whole}"),
+                err=True,
+            )
+    raise typer.Exit(1)
 
 
 @checkpoint.command()
 def consolidate(
     path: PathArgument,
-    target: Annotated[Path, typer.Argument(metavar="TARGET.safetensors", help="To be made.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET.safetensors", help="To be made.")],
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Write the optimizer's states, too.")
     ] = False,
@@ -119,20 +129,20 @@ def consolidate(
     checkpoint of the file again.
     """
     with _said():
-        with _bar(f"writing {target.name}") as progress:
-            checkpoints.consolidate(path, target, optimizer=optimizer, progress=progress)
-        _say_made(target)
+        with _bar(f"writing {Path(target).name}") as progress:
+            made = checkpoints.consolidate(path, target, optimizer=optimizer, progress=progress)
+        _say_made(made)
 
 
 @checkpoint.command()
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="IN", help="A checkpoint, a .safetensors file, or a directory with an index."
         ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="To be made.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="To be made.")],
     to: Annotated[
         CheckpointForm | None,
         typer.Option(
@@ -152,30 +162,66 @@ def convert(
     """
     with _said():
         limit = _bytes_of(max_shard_size)
-        with _bar(f"writing {target.name}") as progress:
-            checkpoints.convert(source, target, to, maximum_shard_bytes=limit, progress=progress)
-        _say_made(target)
+        with _bar(f"writing {Path(target).name}") as progress:
+            made = checkpoints.convert(
+                source, target, to, maximum_shard_bytes=limit, progress=progress
+            )
+        _say_made(made)
 
 
 # ------------------------------------------------------------------------------------- reading
 
 
-def _latest(folder: Path) -> str | None:
+def _latest(folder: str) -> str | None:
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return (Path(folder) / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 
 
+def _is_named(name: str, latest: str | None) -> bool:
+    """Whether `latest` names it, also where a save was killed between its two renames."""
+    return latest is not None and name in (latest, f"{latest}.previous")
+
+
+def _read(path: Path) -> list[CheckpointProblem]:
+    with _bar(f"reading {path.name}") as progress:
+        return problems_in(path, progress)
+
+
+def _is_whole(path: Path) -> bool:
+    """Read a checkpoint, and say how it is."""
+    problems = _read(path)
+    if problems:
+        _print_problems(path, problems)
+    else:
+        typer.echo(str(describe(path)))
+    return not problems
+
+
+def _says_lost(folder: str, found: list[Path]) -> bool:
+    """Say so where `latest` names a checkpoint that is not there."""
+    latest = _latest(folder)
+    is_lost = latest is not None and not any(_is_named(path.name, latest) for path in found)
+    if is_lost:
+        typer.echo(f"{Path(folder) / LATEST} names {latest!r}, which is not there")
+    return is_lost
+
+
+def _files_of(directory: Path) -> list[Path]:
+    return [*directory.iterdir()] if directory.is_dir() else []
+
+
 def _entry_as_dict(entry: Entry) -> dict[str, Any]:
-    files = [file.stat() for file in entry.path.iterdir() if file.is_file()]
+    files = [file.stat() for file in _files_of(entry.path) if file.is_file()]
+    has_manifest = os.path.lexists(entry.path / MANIFEST)
     return {
         "name": entry.path.name,
         "step": entry.step,
         "bytes": sum(status.st_size for status in files),
         "saved": _time_of(entry.path),
         "whole": not entry.problem,
-        "problem": entry.problem,
+        "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
     }
 
 
@@ -197,14 +243,14 @@ def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
 
 def _time_of(directory: Path) -> str:
     """When the directory's newest file was written, local time."""
-    newest = max((file.stat().st_mtime for file in directory.iterdir()), default=0.0)
+    newest = max((file.stat().st_mtime for file in _files_of(directory)), default=0.0)
     return datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 # ------------------------------------------------------------------------------------- showing
 
 
-def _folder_table(found: Mapping[str, Any]) -> Table:
+def _print_folder(found: Mapping[str, Any]) -> None:
     table = Table(title=f"{found['folder']}, the newest first", title_justify="left")
     table.add_column("checkpoint", no_wrap=True)
     table.add_column("step", justify="right")
@@ -212,15 +258,19 @@ def _folder_table(found: Mapping[str, Any]) -> Table:
     table.add_column("saved", no_wrap=True)
     table.add_column("state")
     for entry in found["checkpoints"]:
-        words = entry["problem"] or "whole"
-        is_latest = entry["name"] == found["latest"]
+        words = "broken" if entry["problem"] else "whole"
+        is_latest = _is_named(entry["name"], found["latest"])
         table.add_row(
             entry["name"], str(entry["step"]), bytes_text(entry["bytes"]), entry["saved"],
             escape(f"{words}, {LATEST}" if is_latest else words),
         )  # fmt: skip
     table.caption = "whole: as far as manifest and lengths tell; `mpishard checkpoint check` reads"
     table.caption_justify = "left"
-    return table
+    show(table)
+    for entry in found["checkpoints"]:
+        if entry["problem"]:
+            typer.echo(f"{entry['name']}: {entry['problem']}")
+    _says_lost(found["folder"], [Path(entry["name"]) for entry in found["checkpoints"]])
 
 
 def _print_checkpoint(found: Mapping[str, Any]) -> None:
@@ -256,8 +306,19 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
     for name, nbytes in found["files"].items():
         files.add_row(name, bytes_text(nbytes))
     show(files)
-    others = {key: value for key, value in found["metadata"].items() if value}
-    typer.echo(f"beside them: {json.dumps(others)}")
+    typer.echo("beside them, in full with --json:")
+    for key, value in found["metadata"].items():
+        if value:
+            typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
+
+
+def _shortened(value: Any) -> Any:
+    """JSON in which a long list or text is its length alone."""
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list | str) and len(value) > _LONGEST:
+        return f"({len(value)} {'characters' if isinstance(value, str) else 'items'})"
+    return [_shortened(item) for item in value] if isinstance(value, list) else value
 
 
 def _print_problems(path: Path, problems: list[CheckpointProblem]) -> None:
@@ -266,7 +327,7 @@ def _print_problems(path: Path, problems: list[CheckpointProblem]) -> None:
         more = len(problem.tensors) - _LISTED
         words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
         typer.echo(
-            f"  {problem.file}: {problem.reason}" + (f"; there are {words}" if words else "")
+            f"  {problem.file}: {problem.reason}" + (f"; what lies there: {words}" if words else "")
         )
 
 

@@ -185,6 +185,11 @@ class OptimizationInputData:
         for name in ("checkpoint_every", "keep_every"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} needs checkpoint, the folder to write to")
+        if self.keep_last != type(self).keep_last:
+            raise ValueError(
+                f"keep_last needs checkpoint, the folder to write to; got keep_last="
+                f"{self.keep_last} without it"
+            )
         if self.checkpoint_async:
             raise ValueError("checkpoint_async needs checkpoint, the folder to write to")
         if self.user_state is not None and self.resume is None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.consensus import gather_texts, together
+from mpishard.checkpoint.metadata import check_keys
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["UserState", "check_user_state"]
@@ -69,7 +70,9 @@ class UserState:
         if not self._parts:
             return {"names": [], "ranks": []}
         with together(self._backend):
-            text = json.dumps({name: _state_of(part) for name, part in self._parts.items()})
+            states = {name: _state_of(part) for name, part in self._parts.items()}
+            text = json.dumps(states)
+            check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
         if len(set(texts)) == 1:
             texts = texts[:1]

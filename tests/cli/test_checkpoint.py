@@ -79,7 +79,74 @@ def test_inspect_lists_a_folder(folder: Path, damaged: Path) -> None:
     problems = {c["name"]: c["problem"] for c in read("inspect", damaged, "--json")["checkpoints"]}
     missing = "rank00000.safetensors is missing"
     assert problems == {"step-00000008": "", "step-00000006": missing}
-    assert missing in invoke("inspect", damaged).stdout
+    assert f"step-00000006: {missing}" in invoke("inspect", damaged).stdout.splitlines()
+
+
+@pytest.fixture
+def without_manifests(folder: Path, tmp_path: Path) -> Path:
+    """A folder of four, of which steps 8, that `latest` names, and 5 have no manifest."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    shutil.copytree(copy / "step-00000006", copy / "step-00000005")
+    shutil.copytree(copy / "step-00000006", copy / "step-00000004")
+    for step in (5, 8):
+        (copy / f"step-{step:08d}" / "manifest.json").unlink()
+    return copy
+
+
+def test_inspect_lists_broken_ones_at_their_place(without_manifests: Path) -> None:
+    found = read("inspect", without_manifests, "--json")["checkpoints"]
+    assert [entry["step"] for entry in found] == [8, 6, 5, 4]
+    assert [entry["problem"] for entry in found] == ["it has no manifest.json", ""] * 2
+    lines = invoke("inspect", without_manifests).stdout.splitlines()
+    states = [line.split("│")[-2].strip() for line in lines if "│" in line and "step-" in line]
+    assert states == ["broken, latest", "whole", "broken", "whole"]
+    assert lines[-2:] == [f"step-0000000{step}: it has no manifest.json" for step in (8, 5)]
+
+
+def test_check_reports_each_without_a_manifest(without_manifests: Path) -> None:
+    newest = f"mpishard checkpoint: the newest that is whole is {without_manifests}/step-00000006"
+    result = invoke("check", without_manifests, "--all")
+    assert result.exit_code == 1
+    assert [line.split("/")[-1] for line in result.stdout.splitlines() if "damaged" in line] == [
+        "step-00000008 is damaged:", "step-00000005 is damaged:"
+    ]  # fmt: skip
+    assert result.stdout.count("  manifest.json: it is missing") == 2
+    assert result.stdout.count("is whole") == 2
+    told = "mpishard checkpoint: 2 of 4 checkpoints cannot be trusted"
+    assert result.stderr.splitlines() == [told, newest]
+    result = invoke("check", without_manifests)
+    assert result.exit_code == 1
+    assert "step-00000008 is damaged:\n  manifest.json: it is missing" in result.stdout
+    told = "mpishard checkpoint: 1 of 1 checkpoint cannot be trusted"
+    assert result.stderr.splitlines() == [told, newest]
+
+
+def test_check_follows_latest(without_manifests: Path) -> None:
+    (without_manifests / "step-00000008").rename(without_manifests.parent / "lost")
+    result = invoke("check", without_manifests)
+    assert result.exit_code == 1
+    assert "latest names 'step-00000008', which is not there" in result.stdout
+    assert "step-00000006 is whole" in result.stdout
+    assert "which is not there" in invoke("inspect", without_manifests).stdout
+    (without_manifests / "latest").write_text("step-00000005\n")
+    result = invoke("check", without_manifests)
+    assert (result.exit_code, result.stdout.count("is damaged")) == (1, 1)
+    # As a save that was killed between its renames leaves it: nothing is wrong.
+    (without_manifests / "step-00000004").rename(without_manifests / "step-00000004.previous")
+    (without_manifests / "latest").write_text("step-00000004\n")
+    result = invoke("check", without_manifests)
+    assert (result.exit_code, result.stdout.count("is whole")) == (0, 2)
+
+
+def test_inspect_shortens_histories(tmp_path: Path) -> None:
+    metadata = {"losses": [0.5] * 200 + [float("nan")], "words": "x" * 300, "few": [1, 2]}
+    ms.checkpoint.save(tmp_path / "c", ms.nn.MLP([2, 1], seed=0), metadata=metadata)
+    text = invoke("inspect", tmp_path / "c").stdout
+    assert '"losses": "(201 items)", "words": "(300 characters)", "few": [1, 2]' in text
+    user = read("inspect", tmp_path / "c", "--json")["metadata"]["user"]
+    assert user["losses"] == [0.5] * 200 + [{"$float": "NaN"}]
+    assert user["words"] == metadata["words"]
 
 
 def test_inspect_says_what_a_checkpoint_holds(folder: Path) -> None:
@@ -108,8 +175,11 @@ def test_check(folder: Path, damaged: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].endswith("step-00000008 is damaged:")
     assert lines[1].startswith("  rank00001.safetensors: bytes 0 to ")
-    assert "do not have the checksum that they were written with; there are parameters" in lines[1]
-    assert lines[3].startswith("  rank00000.safetensors: it is missing; there are parameters of")
+    assert "have the checksum that they were written with; what lies there: param" in lines[1]
+    assert lines[3].startswith(
+        "  rank00000.safetensors: it is missing; what lies there: parameters"
+    )
+    assert result.stderr.splitlines()[-1].endswith("none is whole")
     assert invoke("check", damaged).exit_code == 1
     assert invoke("check", damaged / "step-00000006").exit_code == 1
     (damaged / "step-00000008" / "manifest.json").write_text("{}")
@@ -158,6 +228,12 @@ def test_out_and_in_again(folder: Path, tmp_path: Path) -> None:
     [
         (("inspect", "none"), "there is no checkpoint"),
         (("check", "none"), "there is no checkpoint"),
+        (("inspect", ""), "must not be blank, got ''"),
+        (("check", " "), "must not be blank, got ' '"),
+        (("consolidate", "", "x.safetensors"), "must not be blank"),
+        (("consolidate", "run", ""), "must not be blank"),
+        (("convert", "", "x"), "must not be blank"),
+        (("convert", "run", ""), "must not be blank"),
         (("consolidate", "none", "x.safetensors"), "there is no checkpoint"),
         (("convert", "none", "x"), "there is no checkpoint"),
         (("consolidate", "run", "x"), "its name ends with .safetensors"),

@@ -308,6 +308,7 @@ def test_a_sharded_optimizer_wraps_a_plain_model(backend, strategy):
         ({"epochs": 0}, ValueError, "epochs must be 1 or more"),
         ({"max_steps": 0}, ValueError, "max_steps must be 1 or more"),
         ({"checkpoint_every": 5}, ValueError, "checkpoint_every needs checkpoint"),
+        ({"keep_last": 5}, ValueError, "keep_last needs checkpoint.*keep_last=5"),
         ({"validate_every": 5}, ValueError, "validate_every needs x_validation"),
         ({"batch_size": 64, "drop_last": True}, ValueError, "drop_last=True leaves no batch"),
     ],

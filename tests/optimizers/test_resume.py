@@ -183,6 +183,11 @@ class Unsayable(Counter):
         return {"array": np.ones(2)}
 
 
+class Numbered(Counter):
+    def state_dict(self):
+        return {1: "one", "1": "another"}
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -190,6 +195,7 @@ class Unsayable(Counter):
         ({"user_state": {"rng": np.random}}, TypeError, "'rng' is a module"),
         ({"user_state": {3: Counter()}}, TypeError, "3 is no name"),
         ({"user_state": {"a": Unsayable()}}, TypeError, "not JSON serializable"),
+        ({"user_state": {"a": Numbered()}}, TypeError, r"got the key 1 in \['a'\]"),
         ({"user_state": {"a": Counter()}, "folder": None}, ValueError, "needs checkpoint or resum"),
     ],
 )
