@@ -19,6 +19,7 @@ from rich.table import Table
 
 from mpishard import checkpoint as checkpoints
 from mpishard.checkpoint import (
+    CheckpointFolder,
     CheckpointForm,
     CheckpointProblem,
     CheckpointReport,
@@ -56,7 +57,7 @@ JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     """Print what a checkpoint holds, or which ones a folder has. Reads no tensors."""
     with _said():
-        entries = [] if find_single(path) is not None else newest_first(path)
+        entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
             listed = [_entry_as_dict(entry) for entry in entries]
             found: dict[str, Any] = {
@@ -86,7 +87,7 @@ def check(
     """
     with _said():
         single = find_single(path)
-        entries = newest_first(path) if single is None else []
+        entries = newest_first(CheckpointFolder(path)) if single is None else []
         others = [entry.path for entry in entries]
         if entries and not every:
             latest = _latest(path)
