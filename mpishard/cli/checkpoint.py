@@ -38,7 +38,7 @@ __all__ = ["checkpoint"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _LISTED = 3  # tensors of a damaged block that a line names
-_LONGEST = 80  # characters of a text, or items of a list, that are shown
+_MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
@@ -317,9 +317,13 @@ def _shortened(value: Any) -> Any:
     """JSON in which a long list or text is its length alone."""
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}
-    if isinstance(value, list | str) and len(value) > _LONGEST:
-        return f"({len(value)} {'characters' if isinstance(value, str) else 'items'})"
-    return [_shortened(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        if len(value) > _MOST_ITEMS:
+            return f"({len(value)} items)"
+        return [_shortened(item) for item in value]
+    if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+        return f"({len(value)} characters)"
+    return value
 
 
 def _print_problems(path: Path, problems: list[CheckpointProblem]) -> None:

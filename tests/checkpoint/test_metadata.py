@@ -14,6 +14,7 @@ from safetensors import safe_open
 import mpishard as ms
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import Manifest
+from mpishard.checkpoint.sources import open_source
 
 INF, NAN = math.inf, math.nan
 ODD = {"best": INF, "scores": [1.5, NAN, [-INF, 2]], "deep": {"array": np.array([1.0, NAN])}}
@@ -36,6 +37,8 @@ def test_numbers_that_json_does_not_know_come_back(tmp_path: Path) -> None:
         for words in file.metadata().values():
             if words.startswith("{"):
                 strict(words)
+    with open_source(tmp_path / "c.safetensors") as source:
+        assert source.metadata["user"]["best"] == INF
     checkpoint.convert(tmp_path / "c.safetensors", tmp_path / "again")
     for name in ("c", "again"):
         found = checkpoint.load(tmp_path / name, model)
