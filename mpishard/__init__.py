@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
+from mpishard import settings
 
 if TYPE_CHECKING:
     from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
@@ -185,3 +186,8 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if settings.launcher_variable() is not None:
+    # A rank: what it raises ends the job, and what it is told is kept, from this line on.
+    importlib.import_module("mpishard.communication")
