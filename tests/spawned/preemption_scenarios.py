@@ -7,6 +7,7 @@ it "builds", before it begins.
 import os
 import sys
 import time
+from pathlib import Path
 
 import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
@@ -58,7 +59,7 @@ def build(folder):
     """Be slow to begin, as one that reads much data: until FOLDER-go is there."""
     sys.stdout.write(f"training {os.getpid()}\n")
     sys.stdout.flush()
-    while not os.path.exists(f"{folder}-go"):
+    while not Path(f"{folder}-go").exists():
         time.sleep(0.02)
 
 
