@@ -188,6 +188,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if settings.launcher_variable() is not None:
-    # A rank: what it raises ends the job, and what it is told is kept, from this line on.
-    importlib.import_module("mpishard.communication")
+def _join_job() -> None:
+    """On a rank let an exception end the job, and keep what signals ask for, from here on."""
+    if settings.launcher_variable() is not None:
+        importlib.import_module("mpishard.communication")
+
+
+_join_job()

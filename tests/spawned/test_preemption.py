@@ -129,8 +129,8 @@ def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
         (tmp_path / "run-go").touch()
         ended = job.end()
     assert ended.code == 0, ended
-    words = "rank 1 of 2 was told to make room by SIGUSR1, and nobody heeded it"
-    assert ended.err.count(words) == 1, ended
+    words = r"rank [01] of 2 was told to make room by SIGUSR1, and nobody heeded it"
+    assert len(re.findall(words, ended.err)) == 1, ended
 
 
 def test_a_job_of_mpishard_run_goes_on_to_the_same_bits(tmp_path):
