@@ -60,6 +60,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
+        self._is_lent = False
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,19 @@ class StagingBuffer:
         return int(self._memory.nbytes)
 
     def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """Copies of 1-D arrays, valid until the next call."""
+        """Copies of 1-D arrays, valid until they are given back.
+
+        Raises
+        ------
+        ValueError
+            Where a save is still being written from it.
+        """
+        if self._is_lent:
+            raise ValueError(
+                "this staging buffer holds a save that is still being written: wait for that one, "
+                "or give this one a buffer of its own"
+            )
+        self._is_lent = True
         starts, total = [], 0
         for array in arrays:
             starts.append(total)
@@ -81,6 +94,10 @@ class StagingBuffer:
             copy[...] = array
             copied.append(copy)
         return copied
+
+    def give_back(self) -> None:
+        """Hear that nothing reads the copies any more."""
+        self._is_lent = False
 
 
 def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

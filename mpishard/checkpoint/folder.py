@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpishard.arguments import as_integer, check_path
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.manifest import MANIFEST, Manifest
-from mpishard.checkpoint.target import Target, temporary_of
+from mpishard.checkpoint.target import Target, foreign_in, temporary_of
 from mpishard.errors import CheckpointError
 
 __all__ = ["LATEST", "CheckpointFolder", "Entry", "newest_of"]
 
 LATEST = "latest"
 """Name of the text file that names the newest checkpoint of a folder."""
+
+_log = logging.getLogger("mpishard")
 
 _NAME = re.compile(r"step-(\d{8,})(\.previous)?")
 
@@ -74,6 +77,7 @@ class CheckpointFolder:
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
         # By identity of the file: a manifest is read once, however many a run keeps.
         self._manifests: Manifests = {}
+        self._refused: dict[int, str] = {}
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint after ``step`` steps is, or would be."""
@@ -102,18 +106,32 @@ class CheckpointFolder:
     def entries(self) -> list[Entry]:
         """The checkpoints of the folder, the newest first; those that cannot be read last."""
         known, self._manifests = self._manifests, {}
-        return _entries(self.path, known, self._manifests)
+        found = _entries(self.path, known, self._manifests)
+        return [
+            replace(entry, problem=entry.problem or self._refused.get(entry.sequence, ""))
+            for entry in found
+        ]
+
+    def refuse(self, sequence: int, problem: str) -> None:
+        """Count the save ``sequence`` no more: somebody has read all of it and found a fault."""
+        self._refused[sequence] = problem
 
     def prune(self) -> None:
-        """Remove what nobody keeps. The newest that can be read always stays."""
+        """Remove what nobody keeps. The newest that can be read always stays.
+
+        So does a directory in which there are files of somebody else; a warning names them.
+        """
         whole = [entry for entry in self.entries() if not entry.problem]
-        disk.remove_aside(
-            {
-                entry.path: temporary_of(self.path_of(entry.step))
-                for entry in whole[self.keep_last :]
-                if self.keep_every is None or entry.step % self.keep_every
-            }
-        )
+        unwanted = {}
+        for entry in whole[self.keep_last :]:
+            if self.keep_every is not None and entry.step % self.keep_every == 0:
+                continue
+            foreign = foreign_in(entry.path)
+            if foreign:
+                _log.warning("%s is not removed, because it holds %s", entry.path, foreign)
+            else:
+                unwanted[entry.path] = temporary_of(self.path_of(entry.step))
+        disk.remove_aside(unwanted)
 
 
 def _path_of(folder: Path, step: int) -> Path:
@@ -123,7 +141,15 @@ def _path_of(folder: Path, step: int) -> Path:
 def newest_of(path: Path) -> Path | None:
     """The newest checkpoint of a folder, None where there are none."""
     entries = _entries(path, {}, {})
-    return entries[0].path if entries else None
+    if not entries:
+        return None
+    newest = entries[0].path
+    latest = path / LATEST
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else newest.name
+    broken = [entry for entry in entries if entry.problem and entry.path.name == named]
+    if broken and not entries[0].problem:
+        _log.warning("using %s: %s cannot be used: %s", newest, named, broken[0].problem)
+    return newest
 
 
 class _StepTarget(Target):

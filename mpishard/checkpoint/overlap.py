@@ -46,6 +46,15 @@ class Overlap:
     target: Box
     target_part: slice
 
+    @property
+    def source_span(self) -> slice:
+        """Where the elements lie in the stored values: from the first to behind the last."""
+        first = last = 0
+        for (low, high), (start, stop) in zip(self.shared, self.source, strict=True):
+            first = first * (stop - start) + low - start
+            last = last * (stop - start) + high - 1 - start
+        return slice(self.source_start + first, self.source_start + last + 1)
+
     def copy(self, values: Any, out: Array) -> None:
         """Copy the elements from what is stored to where they are asked for.
 

@@ -79,10 +79,14 @@ class PendingSave:
         self._commits = False
         self._is_done = False
         self._is_abandoned = threading.Event()
+        self._staging = staging
         directory: Path | None = None
+        is_staged = False
         try:
             with together(backend):
-                self._file = RankFile(self._rank, on_host(content.arrays, staging))
+                pieces = on_host(content.arrays, staging)
+                is_staged = True
+                self._file = RankFile(self._rank, pieces)
                 if self._rank == 0:
                     # Training changes lists while this one is written.
                     self._content = replace(content, metadata=as_json(content.metadata))
@@ -98,6 +102,8 @@ class PendingSave:
         except BaseException:
             if directory is not None:
                 disk.remove_tree(directory)
+            if staging is not None and is_staged:
+                staging.give_back()
             raise
         self._thread = self._start(self._write)
 
@@ -185,8 +191,20 @@ class PendingSave:
                 f"the directory {self._directory}, which rank 0 made, is not there; a checkpoint "
                 "must be on a file system that all ranks share"
             )
-        with _telling_room(self._directory, self._file.nbytes):
-            self._file.write(self._directory, self._check_wanted)
+        try:
+            with _telling_room(self._directory, self._file.nbytes):
+                self._file.write(self._directory, self._check_wanted)
+        except FileNotFoundError as error:
+            raise self._gone() from error
+        finally:
+            if self._staging is not None:
+                self._staging.give_back()
+
+    def _gone(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._directory} was removed while this was written: does another job, or another "
+            "save, write to the same place? One at a time may"
+        )
 
     def _check_wanted(self) -> None:
         if self._is_abandoned.is_set():
@@ -198,6 +216,8 @@ class PendingSave:
         manifest = assemble(
             identity, self._target.sequence, self._content, map(json.loads, records)
         )
+        if not self._directory.is_dir():
+            raise self._gone()
         with _telling_room(self._directory, self._nbytes):
             disk.write_file(self._directory / MANIFEST, [manifest.to_bytes()])
             self._check_wanted()

@@ -129,6 +129,20 @@ class CheckpointReader:
                 for overlap in found:
                     overlap.copy(values, out)
 
+    def verify_region(self, kind: str, region: Region) -> None:
+        """Compare the checksums of what `read` would take.
+
+        Raises
+        ------
+        CheckpointError
+            As `read`.
+        """
+        record = self._manifest.arrays[kind]
+        for piece in record.pieces[region.name]:
+            for overlap in overlaps(piece.region, region):
+                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
+                values[overlap.source_span]
+
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
         """A new array of a parameter's shape, filled as by `read`."""
         flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)

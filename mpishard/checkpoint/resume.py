@@ -19,7 +19,8 @@ _log = logging.getLogger("mpishard")
 
 
 def newest_valid(
-    folder: str | os.PathLike[str], backend: CommunicationBackend | None = None
+    folder: str | os.PathLike[str] | CheckpointFolder,
+    backend: CommunicationBackend | None = None,
 ) -> Path | None:
     """The newest checkpoint of a folder that verifies. Collective: each rank reads its share.
 
@@ -27,8 +28,9 @@ def newest_valid(
 
     Parameters
     ----------
-    folder : path
-        What a `CheckpointFolder` writes to. Rank 0's counts.
+    folder : path or CheckpointFolder
+        What a `CheckpointFolder` writes to. Rank 0's counts; one that is given counts those that
+        do not verify no more among the ones that it keeps.
     backend : CommunicationBackend, optional
         The ranks that ask together.
 
@@ -45,10 +47,14 @@ def newest_valid(
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
     listed = ""
     with together(backend):
+        if not isinstance(folder, CheckpointFolder):
+            folder = CheckpointFolder(folder)
         if rank == 0:
-            listed = json.dumps([[str(e.path), e.problem] for e in _newest_first(folder)])
+            listed = json.dumps(
+                [[str(e.path), e.sequence, e.problem] for e in _newest_first(folder)]
+            )
     refused: list[str] = []
-    for name, problem in json.loads(share_text(backend, listed)):
+    for name, sequence, problem in json.loads(share_text(backend, listed)):
         path = Path(name)
         reasons = [problem] if problem else _verify(path, backend, rank, world_size)
         if not reasons:
@@ -59,19 +65,22 @@ def newest_valid(
                 )  # fmt: skip
             return path
         refused.append(f"{path.name}: {', '.join(reasons)}")
+        if sequence:
+            folder.refuse(sequence, reasons[0])
     if refused:
         raise CheckpointError(
-            f"none of the checkpoints in {Path(folder)} can be used: {'; '.join(refused)}"
+            f"none of the checkpoints in {folder.path} can be used: {'; '.join(refused)}. To begin "
+            "anew remove them, choose another folder, or pass resume=False"
         )
     return None
 
 
-def _newest_first(folder: str | os.PathLike[str]) -> list[Entry]:
+def _newest_first(folder: CheckpointFolder) -> list[Entry]:
     """The checkpoints of a folder, in the order in which a run would go on from them.
 
     Of those without a manifest nobody knows when they were saved: the step must do.
     """
-    entries = CheckpointFolder(folder).entries()
+    entries = folder.entries()
     whole = [entry for entry in entries if not entry.problem]
     for entry in sorted((e for e in entries if e.problem), key=lambda e: (e.sequence, e.step)):
         older = (

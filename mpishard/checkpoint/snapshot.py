@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mpishard.arguments import check_path
@@ -12,8 +13,10 @@ from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.content import Content, StagingBuffer
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
-from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
+from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint, find_single
+from mpishard.checkpoint.resume import newest_valid
 from mpishard.checkpoint.target import Target
+from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
 __all__ = ["begin_save", "load", "load_states", "save", "save_async", "save_states"]
@@ -213,13 +216,9 @@ def load_states(
     """
     _check(path, model)
     backend = model.checkpoint_backend
-    found = ""
+    found = _agree_on_one(path, backend)
     with together(backend):
-        if backend is None or backend.rank == 0:  # for all: their working directories may differ
-            found = str(find_checkpoint(path))
-    found = share_text(backend, found)
-    with together(backend):
-        reader = CheckpointReader(found)
+        reader = CheckpointReader(found or find_checkpoint(path))  # which says what is there
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
@@ -233,6 +232,11 @@ def load_states(
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
     with reader:
+        with together(backend):  # so that nothing is half loaded where a block is damaged
+            for pieces in wanted.values():
+                for kind, given in pieces.items():
+                    for region, _ in given:
+                        reader.verify_region(kind, region)
         with together(backend):
             for pieces in wanted.values():
                 for kind, given in pieces.items():
@@ -242,6 +246,21 @@ def load_states(
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
+
+
+def _agree_on_one(
+    path: str | os.PathLike[str], backend: CommunicationBackend | None
+) -> Path | None:
+    """The checkpoint at ``path``, or the newest that verifies in it; None where there is none.
+
+    As rank 0 sees it: working directories may differ, and a folder change between two looks.
+    """
+    found = ""
+    with together(backend):
+        if backend is None or backend.rank == 0:
+            found = str(find_single(path) or "")
+    found = share_text(backend, found)
+    return Path(found) if found else newest_valid(path, backend)
 
 
 @contextmanager
@@ -287,6 +306,10 @@ def _states(
 _ARTICLES = {"model": "a model", "optimizer": "an optimizer", "training": "a training loop"}
 
 
+def _listed(kinds: Iterable[str]) -> str:
+    return ", ".join(sorted(kinds)) or "no arrays"
+
+
 def _owner(kind: str) -> str:
     """Which of a checkpoint's states a kind belongs to."""
     name, slash, _ = kind.partition("/")
@@ -300,8 +323,8 @@ def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) 
     held = {kind for kind in reader.kinds if _owner(kind) == name}
     if held != set(pieces):
         raise CheckpointError(
-            f"the checkpoint {reader.path} holds {sorted(held)} of the {name}, which needs "
-            f"{sorted(pieces)}"
+            f"the checkpoint {reader.path} holds {_listed(held)} of the {name} that was saved; the "
+            f"one that is to be restored has {_listed(pieces)}"
         )
     for kind, given in pieces.items():
         for region, array in given:

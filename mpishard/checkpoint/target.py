@@ -11,7 +11,7 @@ from mpishard.arguments import check_path
 from mpishard.checkpoint import disk
 from mpishard.errors import CheckpointError
 
-__all__ = ["Target", "previous_of", "temporary_of"]
+__all__ = ["Target", "foreign_in", "previous_of", "temporary_of"]
 
 _OURS = re.compile(r"manifest\.json|rank\d{5,}\.safetensors|\.nfs.*")
 _TOKEN_BYTES = 8
@@ -26,6 +26,11 @@ def previous_of(path: Path) -> Path:
 def temporary_of(path: Path) -> Path:
     """A new name for what becomes, or was, the checkpoint ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
+
+
+def foreign_in(directory: Path) -> str:
+    """The names in a checkpoint's directory that are none of a checkpoint, the first few."""
+    return _listed(sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name)))
 
 
 class Target:
@@ -49,12 +54,17 @@ class Target:
         self.path = Path(path).resolve()
         self.is_put = False
         """Whether the new checkpoint is in its place, and stays there."""
+        for parent in self.path.parents:
+            if parent.exists():
+                if not parent.is_dir():
+                    raise CheckpointError(f"{parent} is a file, and {self.path} cannot be in it")
+                break
         for directory in (self.path, previous_of(self.path)):
             if directory.is_dir():
-                foreign = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
+                foreign = foreign_in(directory)
                 if foreign:
                     raise CheckpointError(
-                        f"{directory} holds {_listed(foreign)}, which are no part of a checkpoint "
+                        f"{directory} holds {foreign}, which are no part of a checkpoint "
                         "and would be lost: saving replaces the directory. Save to a path of its "
                         "own"
                     )

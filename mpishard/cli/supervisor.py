@@ -42,6 +42,9 @@ _ONE_ORDER_SECONDS = 1.0
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_LAUNCHER_SECONDS = 10.0
+"""What the launcher has to end when all its ranks have. Open MPI's at times waits for ever."""
+
 _PATIENCE_SECONDS = 3.0
 """What the others, and the launcher, have to end by themselves when a rank has failed."""
 
@@ -95,6 +98,7 @@ class Supervisor:
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
+    _has_ended_launcher: bool = False
     _saves_since: float | None = None
     _is_ending: bool = False
 
@@ -138,6 +142,8 @@ class Supervisor:
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         ended = self._all_ended()
+        if self._has_ended_launcher:
+            code = next((process.exit_code for process in ended if process.exit_code), 0)
         seconds = time.monotonic() - started
         outcome = self._judge(128 - code if code < 0 else code, folder, ended, seconds)
         if self._processes is not None:
@@ -197,6 +203,7 @@ class Supervisor:
         """Wait for the end of ``job``; end it where a rank is gone that the others wait for."""
         pause = _FIRST_LOOK_SECONDS
         failed_at: float | None = None
+        ended_at: float | None = None
         while job.poll() is None:
             processes.look()
             suspect = self._suspect(processes, folder)
@@ -208,6 +215,13 @@ class Supervisor:
                 self._stopped_for = suspect
                 self._end(signal.SIGTERM)
                 self._end_early(folder)
+            if not processes.all_seen or self._running():
+                ended_at = None
+            elif ended_at is None:
+                ended_at = time.monotonic()
+            elif time.monotonic() - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
+                self._has_ended_launcher = True
+                self._signal_job(signal.SIGKILL)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS)

@@ -96,7 +96,8 @@ class TrainingRun:
         require_agreement(optimizer, model, data, self.order)
         self.user_state = UserState(data.user_state or {}, model.backend)
         self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data, model.backend)
-        resumed = checkpoint_to_resume(data, model.backend)
+        own = None if self.checkpoints is None else self.checkpoints.folder
+        resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:
             self._resume(resumed)
         if self.step < self.total:

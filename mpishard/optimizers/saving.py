@@ -32,7 +32,11 @@ def folder_of(data: OptimizationInputData) -> CheckpointFolder:
     return CheckpointFolder(data.checkpoint, keep_last=data.keep_last, keep_every=data.keep_every)
 
 
-def checkpoint_to_resume(data: OptimizationInputData, backend: CommunicationBackend) -> Path | None:
+def checkpoint_to_resume(
+    data: OptimizationInputData,
+    backend: CommunicationBackend,
+    folder: CheckpointFolder | None,
+) -> Path | None:
     """The checkpoint that a run goes on from; None where it begins anew. Collective.
 
     Raises
@@ -55,7 +59,8 @@ def checkpoint_to_resume(data: OptimizationInputData, backend: CommunicationBack
     found = share_text(backend, found)
     if found:
         return Path(found)
-    newest = newest_valid(place, backend)
+    own = folder if data.resume in (None, True) else None
+    newest = newest_valid(own or place, backend)
     if newest is None and is_asked_for:
         raise FileNotFoundError(
             f"there is no checkpoint in {Path(place)} to go on from; leave resume out to begin "
@@ -76,7 +81,7 @@ class RunCheckpoints:
     """
 
     def __init__(self, data: OptimizationInputData, backend: CommunicationBackend) -> None:
-        self._folder = folder_of(data)
+        self.folder = folder_of(data)
         self._rank = backend.rank
         self._preemption = Preemption(backend)
         self._every = data.checkpoint_every
@@ -122,7 +127,7 @@ class RunCheckpoints:
             As `save`.
         """
         self.finish()
-        place = self._folder.path_of(step)
+        place = self.folder.path_of(step)
         message = f"preempted after step {step} of {total}; saved in {place}"
         if self._rank == 0:
             _log.warning("%s, from where the same command goes on", message)
@@ -149,7 +154,7 @@ class RunCheckpoints:
         """
         self.finish()
         self._pending = begin_save(
-            lambda: self._folder.target(step), model, optimizer,
+            lambda: self.folder.target(step), model, optimizer,
             training=training, metadata=metadata, staging=self._staging,
         )  # fmt: skip
         if self._staging is None:

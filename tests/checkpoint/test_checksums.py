@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpishard.checkpoint import disk, tensor_file
 from mpishard.checkpoint.checksums import ChecksumThread
-from mpishard.checkpoint.tensor_file import BLOCK_BYTES, TensorFile
+from mpishard.checkpoint.tensor_file import TensorFile
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 16), st.integers(0, 2))
@@ -36,8 +36,8 @@ def test_a_file_has_those_of_what_lies_there(
     for name in ("first", "second"):
         file.write(tmp_path / name)
         content = (tmp_path / name).read_bytes()
-        starts = range(0, len(content), BLOCK_BYTES)
-        assert file.checksums == [zlib.crc32(content[low : low + BLOCK_BYTES]) for low in starts]
+        starts = range(0, len(content), 1000)
+        assert file.checksums == [zlib.crc32(content[low : low + 1000]) for low in starts]
         assert len(file.checksums) == -(-file.nbytes // 1000) == 4
 
 

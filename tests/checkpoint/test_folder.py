@@ -14,6 +14,7 @@ from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, disk, newest_valid
 from mpishard.checkpoint.snapshot import begin_save
 from mpishard.errors import CheckpointError
+from mpishard.sharding import Region
 
 
 def save(folder: CheckpointFolder, fakes: Any, *steps: int, backend: Any = None) -> None:
@@ -217,3 +218,126 @@ def test_an_error_in_the_background_is_everybodys_at_one_poll(
 
     assert len(set(run_in_threads(3, train))) == 1
     assert names(tmp_path) == []
+
+
+def test_what_was_refused_is_not_counted(tmp_path: Path, fakes: Any) -> None:
+    """A run that goes on from the one before a damaged one keeps that, and not the damaged one."""
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    save(folder, fakes, 4, 6)
+    flip(tmp_path / "step-00000006" / "rank00000.safetensors")
+    assert newest_valid(folder) == tmp_path / "step-00000004"
+    save(folder, fakes, 5)
+    assert [entry.step for entry in folder.entries() if not entry.problem] == [5, 4]
+    assert newest_valid(tmp_path) == tmp_path / "step-00000005"
+
+
+def test_files_of_somebody_else_are_not_removed(
+    tmp_path: Path, fakes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    save(folder, fakes, 1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("precious")
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        save(folder, fakes, 2)
+    assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "precious"
+    assert "is not removed, because it holds notes.txt" in caplog.text
+
+
+def test_a_staging_buffer_holds_one_save(tmp_path: Path, fakes: Any) -> None:
+    model, staging = fakes.Model(None, fakes.values(1)), StagingBuffer()
+    pending = checkpoint.save_async(tmp_path / "a", model, staging=staging)
+    pending._thread.join()
+    staging.copies([])
+    with pytest.raises(ValueError, match="still being written"):
+        checkpoint.save_async(tmp_path / "b", model, staging=staging)
+    staging.give_back()
+    pending.wait()
+    checkpoint.save_async(tmp_path / "b", model, staging=staging).wait()
+    checkpoint.check(tmp_path / "a")
+    checkpoint.check(tmp_path / "b")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loading_a_folder_takes_the_newest_that_verifies(
+    world_size: int, tmp_path: Path, fakes: Any
+) -> None:
+    save(CheckpointFolder(tmp_path), fakes, 1, 2)
+    flip(tmp_path / "step-00000002" / "rank00000.safetensors")
+
+    def load(backend: Any) -> None:
+        model = fakes.Model(backend, np.zeros(fakes.LENGTH))
+        checkpoint.load(tmp_path, model)
+        assert model.equals({"parameters": fakes.values(1)})
+
+    run_in_threads(world_size, load)
+
+
+def test_ranks_load_what_rank_0_names(tmp_path: Path, fakes: Any) -> None:
+    for seed in (0, 1):
+        checkpoint.save(tmp_path / str(seed), fakes.Model(None, fakes.values(seed)))
+
+    def load(backend: Any) -> None:
+        model = fakes.Model(backend, np.zeros(fakes.LENGTH))
+        checkpoint.load(tmp_path / str(backend.rank), model)
+        assert model.equals({"parameters": fakes.values(0)})
+
+    run_in_threads(2, load)
+
+
+def test_a_damaged_one_changes_nothing(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the damage is behind what is read first, and read by one rank alone."""
+    run_in_threads(2, lambda b: checkpoint.save(tmp_path / "c", fakes.Model(b, fakes.values(1))))
+    flip(tmp_path / "c" / "rank00001.safetensors")
+
+    def load(backend: Any) -> None:
+        model = fakes.Model(backend, fakes.values(7))
+        with pytest.raises(CheckpointError, match="rank00001"):
+            checkpoint.load(tmp_path / "c", model)
+        assert model.equals({"parameters": fakes.values(7)})
+
+    run_in_threads(2, load)
+
+
+def test_a_manifest_that_nobody_could_read_is_not_written(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, fakes, 1)
+    monkeypatch.setattr(checkpoint.manifest, "_LONGEST", 3000)
+    model = fakes.Model(None, fakes.values(2))
+    with pytest.raises(CheckpointError, match=r"manifest takes \d+ bytes, and 3000 are the most"):
+        begin_save(lambda: folder.target(2), model, metadata={"long": "x" * 3000}).wait()
+    assert newest_valid(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, fakes: Any) -> None:
+    """An error, and no SIGBUS, which a look at its map would be."""
+    checkpoint.save(tmp_path / "c", fakes.Model(None, fakes.values(1)))
+    reader = checkpoint.CheckpointReader(tmp_path / "c")
+    reader._open("rank00000.safetensors")
+    (tmp_path / "c" / "rank00000.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="it ends at byte 0"):
+        reader.verify_region("parameters", Region.whole("a.weight", (3, 2)))
+    reader.close()
+
+
+def test_a_parent_that_is_a_file(tmp_path: Path, fakes: Any) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(CheckpointError, match=r"f is a file, and .*f/c cannot be in it"):
+        checkpoint.save(tmp_path / "f" / "c", fakes.Model(None, fakes.values(1)))
+
+
+def test_another_save_to_the_same_place(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.write_file
+
+    def lose(file: Path, parts: Any) -> None:
+        shutil.rmtree(file.parent)
+        real(file, parts)
+
+    monkeypatch.setattr(disk, "write_file", lose)
+    with pytest.raises(CheckpointError, match="does another job, or another save, write to the"):
+        checkpoint.save(tmp_path / "c", fakes.Model(None, fakes.values(1)))

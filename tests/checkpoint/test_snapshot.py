@@ -99,7 +99,7 @@ def test_an_optimizer_with_other_states_is_refused(names: str, tmp_path: Path, f
     save(None, fakes, tmp_path / "c", 1)
     model = fakes.Model(None, fakes.values(2))
     optimizer = fakes.Optimizer(None, {name: fakes.values(0) for name in names})
-    with pytest.raises(CheckpointError, match=r"\['optimizer/m', 'optimizer/v'\] of the optim"):
+    with pytest.raises(CheckpointError, match=r"holds optimizer/m, optimizer/v of the opt"):
         checkpoint.load(tmp_path / "c", model, optimizer)
     assert model.equals({"parameters": fakes.values(2)})
 

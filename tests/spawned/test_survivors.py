@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +135,8 @@ def test_a_rank_that_left_is_not_waited_for():
 def test_a_loss_that_nobody_takes_care_of_ends_the_job():
     code, _, error = job(3, "uncaught")
     assert code == 137, error
-    assert "rank 1 of 3 is gone" in error
+    # Of the survivors' reports the launcher may lose what they wrote last.
+    assert re.search(r"rank 1 \(process \d+.*\) was killed by signal 9 \(SIGKILL", error), error
 
 
 @only_full

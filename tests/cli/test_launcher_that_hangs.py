@@ -1,0 +1,53 @@
+"""Where all ranks have ended, their launcher is not waited for for ever."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpishard.cli import supervisor
+from mpishard.cli.launcher import Launcher, MPILibrary
+from mpishard.cli.rank_processes import RankProcesses
+from mpishard.cli.supervisor import Supervisor
+
+pytestmark = [
+    pytest.mark.spawned,
+    pytest.mark.skipif(
+        not RankProcesses.can_be_watched(), reason="the system does not tell when processes end"
+    ),
+]
+
+LAUNCHER = """
+import os, subprocess, sys, time
+ends = sys.argv[1:]
+ranks = [
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; {end}"], env=os.environ | {"PMI_RANK": str(rank)})
+    for rank, end in enumerate(ends)
+]
+for rank in ranks:
+    rank.wait()
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    numbers = [*supervisor._FORWARDED, signal.SIGQUIT, signal.SIGALRM, signal.SIGUSR1]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"), [(["exit 0", "exit 0"], 0), (["exit 0", "exit 3"], 3), (["kill -9 $$"], 137)]
+)
+def test_it_is_ended(ends, code, monkeypatch):
+    monkeypatch.setattr(supervisor, "_LAUNCHER_SECONDS", 0.3)
+    launcher = Launcher(Path("prterun"), MPILibrary("Open MPI v5.0.11, ident: 5.0.11"))
+    assert launcher.rank_variable
+    program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable)
+    job = Supervisor("test", launcher, [sys.executable, "-c", program, *ends], len(ends), 0)
+    assert job.run(os.environ).verdict.code == code
