@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
+from mpishard import settings
 
 if TYPE_CHECKING:
     from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
@@ -185,3 +186,12 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _join_job() -> None:
+    """On a rank let an exception end the job, and keep what signals ask for, from here on."""
+    if settings.launcher_variable() is not None:
+        importlib.import_module("mpishard.communication")
+
+
+_join_job()

@@ -22,10 +22,11 @@ from mpishard.cli.job_report import JobEnd, Outcome, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
+from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses
+from mpishard.communication import marks
 from mpishard.communication.call_file import RankState, call_files
-from mpishard.communication.library import STARTING
 from mpishard.communication.naming import who
 
 __all__ = ["Supervisor"]
@@ -93,6 +94,7 @@ class Supervisor:
     hosts: Sequence[str] = ()
     received: list[signal.Signals] = field(default_factory=list)
     survives: bool = False
+    _folder: Path | None = None
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
@@ -118,7 +120,10 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, environment: dict[str, str], folder: Path) -> Outcome:
+        self._folder = folder
         self._handle_signals()
+        if notice.is_given:  # before there was a job, or in its start before this one
+            self._note_order(folder)
         started = time.monotonic()
         self._job = job = subprocess.Popen(
             self.command,
@@ -175,7 +180,7 @@ class Supervisor:
             is_local=not self.host_count or (processes is not None and processes.all_seen),
             is_hydra=self.launcher.is_hydra,
             launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
-            starting=_starting(folder),
+            starting=marks.marked(folder, marks.STARTING),
             stopped_for=self._stopped_for,
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
@@ -268,7 +273,10 @@ class Supervisor:
         self.received.append(signal.Signals(number))
         if number == signal.SIGTERM:
             now = time.monotonic()
-            if self._saves_since is None and self._send_to_savers(signal.SIGTERM):
+            savers = self._savers() if self._saves_since is None else []
+            for process in savers:  # Open MPI's launcher would not wait for them
+                process.send(signal.SIGTERM)
+            if savers:
                 self._saves_since = now
                 signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS)
             if self._saves_since is not None and now - self._saves_since < _ONE_ORDER_SECONDS:
@@ -276,26 +284,38 @@ class Supervisor:
         self._end(signal.Signals(number))
 
     def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
-        """Have the ranks save, and leave, in their own time."""
-        if self._send_to_savers(signal.SIGUSR1):
-            return
-        processes = self._processes
-        if self.host_count and not (processes is not None and processes.all_seen):
-            self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
-        else:
-            self._say("SIGUSR1: no rank is where it could save, and the job goes on")
+        """Have the ranks save, and leave, in their own time, as soon as they are where they can.
 
-    def _send_to_savers(self, number: signal.Signals) -> bool:
-        """Send a signal to the ranks that save when they are told to make room, if there are any.
-
-        Those of this machine: one is enough, as the ranks save together. Open MPI's launcher would
-        not wait for it.
+        Those of this machine: one is enough, as the ranks save together.
         """
-        # They hear both, and nothing else of this package hears SIGUSR1.
-        savers = [process for process in self._running() if process.catches(signal.SIGUSR1)]
-        for process in savers:
-            process.send(number)
-        return bool(savers)
+        notice.is_given = True
+        if self._folder is None:
+            return
+        # In this order: a rank listens, and looks for the mark then.
+        self._note_order(self._folder)
+        hearers = [process for process in self._running() if process.catches(signal.SIGUSR1)]
+        for process in hearers:
+            process.send(signal.SIGUSR1)
+        processes = self._processes
+        is_elsewhere = self.host_count and not (processes is not None and processes.all_seen)
+        if is_elsewhere and not hearers:
+            self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
+        elif not self._savers():
+            self._say(
+                "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
+                "job goes on until one is"
+            )
+
+    def _note_order(self, folder: Path) -> None:
+        """Leave the order where ranks look that do not hear signals yet."""
+        with suppress(OSError):  # full, or removed behind the job's end
+            (folder / marks.MAKE_ROOM).touch()
+
+    def _savers(self) -> list[RankProcess]:
+        """The ranks of this machine that save now when they are told to make room."""
+        # Whom the system says to catch SIGUSR1 may be one that only keeps the order, or MPICH.
+        saving = frozenset() if self._folder is None else marks.marked(self._folder, marks.SAVING)
+        return [process for process in self._running() if process.pid in saving]
 
     def _end(self, number: signal.Signals) -> None:
         self._signal_job(number)
@@ -340,9 +360,3 @@ class Supervisor:
 
     def _say(self, line: str) -> None:
         typer.echo(f"{self.name}: {line}", err=True)
-
-
-def _starting(folder: Path) -> frozenset[int]:
-    """Process ids of the ranks that have announced themselves in ``folder``."""
-    names = [path.name.removeprefix(STARTING) for path in folder.glob(f"{STARTING}*")]
-    return frozenset(int(name) for name in names if name.isdecimal())

@@ -9,19 +9,16 @@ import atexit
 import ctypes
 import os
 import sys
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from mpishard import settings
+from mpishard.communication import marks
 from mpishard.communication.ending import flush_output
 from mpishard.communication.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["STARTING", "START_SECONDS", "leave_mpi_running", "load_mpi"]
-
-STARTING = "starting-"
-"""With its process id: a file that a rank leaves in the job's folder before MPI starts."""
+__all__ = ["START_SECONDS", "leave_mpi_running", "load_mpi"]
 
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
@@ -96,7 +93,7 @@ def _start_under_watch() -> ModuleType:
         atexit.register(_finalize, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
-    _announce()
+    marks.mark(f"{marks.STARTING}{os.getpid()}")
     watchdog.start()
     with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
         _initialize(MPI, rc)
@@ -108,14 +105,6 @@ def _finalize(mpi: Any, process: int) -> None:
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # MPI may wait for other ranks
         mpi.Finalize()
-
-
-def _announce() -> None:
-    """Tell `mpishard run` that this process is about to wait for the others."""
-    folder = settings.job_folder()
-    if folder is not None and folder.is_dir():
-        with suppress(OSError):  # a full disk, of which the call log will tell
-            (folder / f"{STARTING}{os.getpid()}").touch()
 
 
 def _initialize(mpi: Any, rc: Any) -> None:

@@ -14,6 +14,8 @@ import signal
 import threading
 from types import FrameType
 
+from mpishard.communication.making_room import OrderToMakeRoom
+
 __all__ = ["SignalPipe", "is_free"]
 
 _OURS = (signal.SIGTERM, signal.SIGQUIT)
@@ -25,7 +27,7 @@ def is_free(number: signal.Signals) -> bool:
     present = signal.getsignal(number)
     if present is signal.SIG_DFL:
         return True
-    return isinstance(getattr(present, "__self__", None), SignalPipe)
+    return isinstance(getattr(present, "__self__", None), SignalPipe | OrderToMakeRoom)
 
 
 class SignalPipe:

@@ -15,6 +15,7 @@ from mpishard.communication import exit_hooks
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.launcher import launcher_name, not_launched_error
 from mpishard.communication.library import load_mpi
+from mpishard.communication.making_room import order_to_make_room
 from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mpi import MPICommunicationBackend
 from mpishard.communication.rank_process import is_helper
@@ -32,6 +33,8 @@ _process_backend: CommunicationBackend | None = None
 _blas_threads: int | None = None
 
 exit_hooks.install_before_init()
+if settings.launcher_variable() is not None and not is_helper():
+    order_to_make_room.listen()
 
 
 def init(

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication import CommunicationBackend, ReductionOperation, marks
+from mpishard.communication.making_room import order_to_make_room
 from mpishard.communication.signals import is_free
 
 __all__ = ["PREEMPTING_SIGNALS", "Preemption"]
@@ -25,6 +26,9 @@ _ONE_ORDER_SECONDS = 1.0
 
 class Preemption:
     """Hears `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
+
+    A SIGUSR1 that came before, to a rank that a launcher started, counts where nobody has heeded it
+    (`mpishard.communication.making_room`).
 
     One rank that hears a signal is enough: all learn of it in `is_asked`. A second SIGTERM, which
     comes more than a second after the first, is for whoever would have heard it without this. So
@@ -48,19 +52,25 @@ class Preemption:
         self._terminated_at: float | None = None
         self._may_be_asked = False
         self._is_heeded = False
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+        self._mark = f"{marks.SAVING}{self._process}"
 
     def __enter__(self) -> Self:
         """Begin to hear. Collective."""
         heard: list[signal.Signals] = []
-        if threading.current_thread() is threading.main_thread():
+        if self._is_main_thread:
             heard = [number for number in PREEMPTING_SIGNALS if is_free(number)]
         # Where no rank can hear anything, as in a world of threads, nobody asks at each step.
-        self._may_be_asked = self._any_of(bool(heard))
+        self._may_be_asked = self._any_of(bool(heard) or self._is_told)
         for number in heard:
             self._before[number] = signal.signal(number, self._hear)
+        if heard:
+            marks.mark(self._mark)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        if self._before and os.getpid() == self._process:
+            marks.unmark(self._mark)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, handler)
@@ -70,8 +80,15 @@ class Preemption:
 
     def is_asked(self) -> bool:
         """Whether any rank has been told to make room. Collective: one number for each rank."""
-        self._is_heeded = self._may_be_asked and self._any_of(bool(self._heard))
+        self._is_heeded = self._may_be_asked and self._any_of(self._is_told)
+        if self._is_heeded and self._is_main_thread:
+            order_to_make_room.heed()
         return self._is_heeded
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether this rank has been told to make room."""
+        return bool(self._heard) or (self._is_main_thread and order_to_make_room.is_given)
 
     def _any_of(self, flag: bool) -> bool:
         if self._backend.world_size == 1:

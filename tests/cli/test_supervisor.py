@@ -8,7 +8,9 @@ import pytest
 
 from mpishard.cli import supervisor as module
 from mpishard.cli.launcher import Launcher, MPILibrary
+from mpishard.cli.notice import Notice
 from mpishard.cli.supervisor import Supervisor
+from mpishard.communication import marks
 
 
 class Rank:
@@ -16,6 +18,7 @@ class Rank:
 
     def __init__(self, rank, heard):
         self.rank, self.heard = rank, heard
+        self.pid = 70 + rank
         self.has_ended = False
         self.sent = []
 
@@ -29,7 +32,8 @@ class Rank:
 class Run:
     """A supervisor of a job that is not there, and what it does."""
 
-    def __init__(self, monkeypatch, *heard, is_elsewhere=False):
+    def __init__(self, monkeypatch, folder, *heard, is_elsewhere=False):
+        monkeypatch.setattr(module, "notice", Notice())
         self.ranks = [Rank(number, set(signals)) for number, signals in enumerate(heard)]
         self.to_launcher, self.alarms, self.now = [], [], 100.0
         library = MPILibrary("MPICH Version: 5.0.2")
@@ -37,6 +41,7 @@ class Run:
             "mpishard run", Launcher(Path("/bin/mpiexec"), library), [], 2, int(is_elsewhere)
         )
         self.supervisor._job = SimpleNamespace(pid=1)
+        self.supervisor._folder = folder
         self.supervisor._processes = SimpleNamespace(
             ranks=dict(enumerate(self.ranks)), all_seen=not is_elsewhere
         )
@@ -57,13 +62,17 @@ class Run:
         }[number]
         handler(number, None)
 
+    def saves(self, rank):
+        (self.supervisor._folder / f"{marks.SAVING}{70 + rank}").touch()
+        return self
 
-SAVES = {signal.SIGTERM, signal.SIGUSR1}
-RUNS = {signal.SIGTERM}
+
+KEEPS = {signal.SIGTERM, signal.SIGUSR1}
+STARTS = {signal.SIGTERM}
 
 
-def test_ranks_that_save_have_time_for_it(monkeypatch, capsys):
-    run = Run(monkeypatch, SAVES, RUNS)
+def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
+    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS).saves(0)
     run.receive(signal.SIGTERM)
     assert run.sent() == [[signal.SIGTERM], []]
     assert (run.to_launcher, run.alarms) == ([], [25.0])
@@ -78,32 +87,45 @@ def test_ranks_that_save_have_time_for_it(monkeypatch, capsys):
     assert run.sent()[0][-1] == signal.SIGKILL
 
 
-def test_a_second_sigterm_ends_them(monkeypatch):
-    run = Run(monkeypatch, SAVES, SAVES)
+def test_a_second_sigterm_ends_them(monkeypatch, tmp_path):
+    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS).saves(0).saves(1)
     run.receive(signal.SIGTERM)
     run.now += 2
     run.receive(signal.SIGTERM)
     assert (run.to_launcher, run.alarms) == ([signal.SIGTERM], [25.0, 3.5])
 
 
-def test_ranks_that_do_not_save_are_ended_as_ever(monkeypatch):
-    run = Run(monkeypatch, RUNS, RUNS)
+def test_ranks_that_do_not_save_are_ended_as_ever(monkeypatch, tmp_path):
+    run = Run(monkeypatch, tmp_path, KEEPS, STARTS)  # MPICH catches SIGUSR1, too
     run.receive(signal.SIGTERM)
     assert (run.sent(), run.to_launcher, run.alarms) == ([[], []], [signal.SIGTERM], [3.5])
 
 
-def test_a_notice_goes_to_those_who_save_and_has_no_deadline(monkeypatch):
-    run = Run(monkeypatch, SAVES, RUNS)
+def test_a_notice_goes_to_those_who_hear_it_and_has_no_deadline(monkeypatch, tmp_path, capsys):
+    run = Run(monkeypatch, tmp_path, KEEPS, STARTS).saves(0)
     run.receive(signal.SIGUSR1)
     assert run.sent() == [[signal.SIGUSR1], []]
+    assert (tmp_path / marks.MAKE_ROOM).exists()  # for the one that does not hear it yet
+    assert module.notice.is_given  # and for the next start
+    assert capsys.readouterr().err == ""
     assert (run.to_launcher, run.alarms, run.supervisor.received) == ([], [], [])
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_a_notice_that_nobody_here_can_heed(monkeypatch, capsys, is_elsewhere):
-    run = Run(monkeypatch, RUNS, is_elsewhere=is_elsewhere)
+def test_a_notice_that_nobody_here_can_heed(monkeypatch, tmp_path, capsys, is_elsewhere):
+    run = Run(monkeypatch, tmp_path, STARTS, is_elsewhere=is_elsewhere)
     run.receive(signal.SIGUSR1)
     assert run.sent() == [[]]
     assert run.to_launcher == ([signal.SIGUSR1] if is_elsewhere else [])
-    words = "SIGUSR1: no rank is where it could save, and the job goes on"
+    words = (
+        "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the job goes"
+    )
     assert (words in capsys.readouterr().err) != is_elsewhere
+    assert (tmp_path / marks.MAKE_ROOM).exists()
+
+
+def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
+    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS)
+    run.receive(signal.SIGUSR1)
+    assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
+    assert "the job goes on until one is" in capsys.readouterr().err

@@ -1,11 +1,13 @@
 """A run that saves checkpoints, for `test_preemption`: ``python .. FOLDER SECONDS [WAY]``.
 
-Each rank says "training PROCESS" when it is in the middle of it, SECONDS a step from then on.
+Each rank says "training PROCESS" when it is in the middle of it, SECONDS a step from then on; where
+it "builds", before it begins.
 """
 
 import os
 import sys
 import time
+from pathlib import Path
 
 import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
@@ -53,7 +55,19 @@ def train(backend, folder, seconds, way=""):
     return model.gather_full_parameters()
 
 
+def build(folder):
+    """Be slow to begin, as one that reads much data: until FOLDER-go is there."""
+    sys.stdout.write(f"training {os.getpid()}\n")
+    sys.stdout.flush()
+    while not Path(f"{folder}-go").exists():
+        time.sleep(0.02)
+
+
 def main(backend, folder, seconds, way=""):
+    if way.startswith("builds"):
+        build(folder)
+    if way == "builds only":
+        return
     parameters = train(backend, folder, seconds, way)
     undisturbed = train(backend, f"{folder}-undisturbed", seconds)
     backend.print("same bits:", np.array_equal(parameters, undisturbed))

@@ -76,6 +76,10 @@ class Job:
             if line.startswith("training"):
                 self.ranks.append(int(line.split()[1]))
 
+    def wait_for(self, words):
+        while words not in (line := self._process.stderr.readline()):
+            assert line, self.end()
+
     def end(self):
         self.out, self.err = self._process.communicate(timeout=LIMIT)
         self.code = self._process.returncode
@@ -105,6 +109,28 @@ def test_a_signal_to_one_rank_is_heard_by_all(tmp_path):
         ended = job.end()
     step = saved_step(ended, folder)
     assert f"caught after step {step}: code 75" in ended.out, ended
+
+
+def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
+    folder = tmp_path / "run"
+    with Job(BY_RUN, folder, 0, "builds") as job:
+        job.wait_until_it_trains()
+        os.kill(job.pid, signal.SIGUSR1)
+        job.wait_for("the job goes on until one is")
+        (tmp_path / "run-go").touch()
+        ended = job.end()
+    assert saved_step(ended, folder) == 1
+
+
+def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
+    with Job(BY_RUN, tmp_path / "run", 0, "builds only") as job:
+        job.wait_until_it_trains()
+        os.kill(job.ranks[1], signal.SIGUSR1)
+        (tmp_path / "run-go").touch()
+        ended = job.end()
+    assert ended.code == 0, ended
+    words = r"rank [01] of 2 was told to make room by SIGUSR1, and nobody heeded it"
+    assert len(re.findall(words, ended.err)) == 1, ended
 
 
 def test_a_job_of_mpishard_run_goes_on_to_the_same_bits(tmp_path):
