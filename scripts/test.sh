@@ -66,7 +66,7 @@ layer() {
     table+="$(printf '%-9s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
     [ "$name" != static ] || return 0
     [ "$verdict" = 'none selected' ] || tested=1
-    closing="$(grep -E '(passed|failed|skipped|deselected|errors?|no tests ran).* in [0-9.]+s' \
+    closing="$(grep -aE '(passed|failed|skipped|deselected|errors?|no tests ran).* in [0-9.]+s' \
         "$logs/layer" | tail -n 1)"
     # Failures come last, and after the others the largest layer: the end is what people read.
     if [ "$verdict" = passed ] && [ "$name" = memory ]; then
