@@ -51,7 +51,11 @@ _PATIENCE_SECONDS = 3.0
 _MADE_ROOM = (0, settings.EXIT_PREEMPTED)
 """Exit codes of a job that was let save: it may have been at its end."""
 
-_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.5
+_FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
+
+_START_SECONDS = 10.0
+"""For so long ranks are looked for often: of two that end between two looks nobody knows which
+was the first, and a loaded machine starts them late."""
 
 
 @dataclass(slots=True)
@@ -204,6 +208,7 @@ class Supervisor:
         pause = _FIRST_LOOK_SECONDS
         failed_at: float | None = None
         ended_at: float | None = None
+        started = time.monotonic()
         while job.poll() is None:
             processes.look()
             suspect = self._suspect(processes, folder)
@@ -224,7 +229,8 @@ class Supervisor:
                 self._signal_job(signal.SIGKILL)
             is_settled = processes.all_seen and not processes.ended
             processes.wait(None if is_settled else pause)
-            pause = min(pause * 1.3, _LAST_LOOK_SECONDS)
+            has_started = time.monotonic() - started > _START_SECONDS
+            pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
 
     def _suspect(self, processes: RankProcesses, folder: Path) -> RankProcess | None:
         """The first rank that failed, where the others would not be told of it.
