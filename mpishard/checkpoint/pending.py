@@ -187,12 +187,12 @@ class PendingSave:
         return thread
 
     def _write(self) -> None:
-        if not (self._file.is_empty or self._directory.is_dir()):
-            raise CheckpointError(
-                f"the directory {self._directory}, which rank 0 made, is not there; a checkpoint "
-                "must be on a file system that all ranks share"
-            )
         try:
+            if not (self._file.is_empty or self._directory.is_dir()):
+                raise CheckpointError(
+                    f"the directory {self._directory}, which rank 0 made, is not there; a "
+                    "checkpoint must be on a file system that all ranks share"
+                )
             with _telling_room(self._directory, self._file.nbytes):
                 self._file.write(self._directory, self._check_wanted)
         except FileNotFoundError as error:

@@ -341,3 +341,20 @@ def test_another_save_to_the_same_place(
     monkeypatch.setattr(disk, "write_file", lose)
     with pytest.raises(CheckpointError, match="does another job, or another save, write to the"):
         checkpoint.save(tmp_path / "c", fakes.Model(None, fakes.values(1)))
+
+
+def test_a_staging_buffer_is_given_back_where_a_save_fails(
+    tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = StagingBuffer()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.pending, "share_text", lambda _, text: f"{text}/nowhere")
+        pending = checkpoint.save_async(
+            tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
+        )
+        with pytest.raises(CheckpointError, match="is not there"):
+            pending.wait()
+    checkpoint.save_async(
+        tmp_path / "b", fakes.Model(None, fakes.values(2)), staging=staging
+    ).wait()
+    checkpoint.check(tmp_path / "b")
