@@ -118,6 +118,7 @@ class _Run:
         self._staging = checkpoint.StagingBuffer()
         self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
         self._product = np.empty_like(self._square)
+        self._totals = np.zeros(3)  # loss, weight, squared norm of the gradient
         self._seconds: dict[str, list[float]] = {}
 
     def results(self) -> list[CheckpointResult]:
@@ -160,6 +161,7 @@ class _Run:
         checkpoint.save(path, self._model, self._optimizer)
 
     def _save_beside_steps(self, path: Path, *, is_first: bool) -> None:
+        self._backend.barrier()
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
         begun = time.perf_counter()
@@ -168,7 +170,6 @@ class _Run:
         polled, steps = 0.0, []
         while not pending.done:
             steps.append(self._step())
-            self._backend.barrier()  # as at the end of a step, where ranks wait for each other
             before = time.perf_counter()
             pending.poll()
             polled += time.perf_counter() - before
@@ -184,10 +185,11 @@ class _Run:
         self._note("step beside a save", float(np.median(steps)))
 
     def _step(self) -> float:
-        """What a layer computes, timed."""
+        """What a layer computes, and the small reduction that ends each step; timed. Collective."""
         begun = time.perf_counter()
         np.matmul(self._square, self._square, out=self._product)
         np.maximum(self._product, 0.0, out=self._product)
+        self._backend.all_reduce(self._totals)
         return time.perf_counter() - begun
 
     def _timed(self, way: str, body: Callable[[], object]) -> None:
