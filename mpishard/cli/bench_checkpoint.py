@@ -129,19 +129,20 @@ class _Run:
         sizes = self._backend.all_gather(np.array([content.size]))
         total = int(sizes.sum())
         plain = self._folder / f"plain{self._backend.rank}"
+        self._timed("memory for copies", self._reserve)
         for repeat in range(self._benchmark.repeats):
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
             self._timed("save", partial(self._save, path))
             self._remove(path)
-            self._save_beside_steps(self._folder / f"async{repeat}", is_first=repeat == 0)
+            self._save_beside_steps(self._folder / f"async{repeat}")
             self._timed("read", lambda: _read(file, content))
             self._timed("load", lambda: checkpoint.load(saved, self._model, self._optimizer))
         others = {
             "write + fsync": (total, ""),
             "save": (total, "write + fsync"),
-            "save_async, first call": (0, "save"),
+            "memory for copies": (0, ""),
             "save_async, call": (0, "save"),
             "save_async, polls": (0, "save"),
             "save_async, stall": (0, "save"),
@@ -154,13 +155,15 @@ class _Run:
         return [
             CheckpointResult(way, tuple(self._seconds[way]), *about)
             for way, about in others.items()
-            if way in self._seconds
         ]
+
+    def _reserve(self) -> None:
+        checkpoint.reserve(self._staging, self._model, self._optimizer)
 
     def _save(self, path: Path) -> None:
         checkpoint.save(path, self._model, self._optimizer)
 
-    def _save_beside_steps(self, path: Path, *, is_first: bool) -> None:
+    def _save_beside_steps(self, path: Path) -> None:
         self._backend.barrier()
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
@@ -175,11 +178,9 @@ class _Run:
             polled += time.perf_counter() - before
         took = time.perf_counter() - begun
         self._remove(path)
-        # The first call finds no memory to copy to, and waits for the system to give it.
-        self._note("save_async, first call" if is_first else "save_async, call", called)
-        if not is_first:
-            self._note("save_async, polls", polled)
-            self._note("save_async, stall", called + polled)
+        self._note("save_async, call", called)
+        self._note("save_async, polls", polled)
+        self._note("save_async, stall", called + polled)
         self._note("save_async, until it is done", took)
         self._note("step alone", alone)
         self._note("step beside a save", float(np.median(steps)))
@@ -254,7 +255,4 @@ def checkpoint_table(
 def _ratio(result: CheckpointResult, seconds: Mapping[str, np.ndarray[Any, Any]]) -> str:
     if not result.other:
         return ""
-    # What is timed from the second repeat on stands beside those repeats; the first beside its own.
-    mine, other = seconds[result.way], seconds[result.other]
-    beside = other[:1] if result.way.endswith("first call") else other[-len(mine) :]
-    return f"{np.median(mine / beside):.2f}"
+    return f"{np.median(seconds[result.way] / seconds[result.other]):.2f}"

@@ -14,7 +14,7 @@ from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import find_single
-from mpishard.checkpoint.snapshot import begin_save
+from mpishard.checkpoint.snapshot import begin_save, reserve
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
@@ -87,6 +87,19 @@ class RunCheckpoints:
         self._every = data.checkpoint_every
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
+
+    def reserve(
+        self, model: ShardedModelBase, optimizer: CheckpointableOptimizer, *, keeps_best: bool
+    ) -> None:
+        """Take the memory for the copies of saves before the run trains. Collective.
+
+        Raises
+        ------
+        OSError
+            Where there is not enough.
+        """
+        if self._staging is not None:
+            reserve(self._staging, model, optimizer, kept=int(keeps_best))
 
     @contextmanager
     def running(self) -> Iterator[None]:
