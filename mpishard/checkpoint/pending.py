@@ -120,6 +120,11 @@ class PendingSave:
         """Whether the checkpoint is whole and in its place. Communicates nothing."""
         return self._is_done
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write, which `wait` raises on all. Communicates nothing."""
+        return self._state is _State.FAILED
+
     def poll(self) -> bool:
         """Go on where all ranks can; return whether it is done. Collective, once a step.
 

@@ -126,8 +126,20 @@ class RunCheckpoints:
             self.finish()
 
     def is_preempted(self) -> bool:
-        """Whether any rank was told to make room. Collective; asked once a step."""
-        return self._preemption.is_asked()
+        """Whether any rank was told to make room. Collective; asked once a step.
+
+        Raises
+        ------
+        CheckpointError
+            As `save`, where the save under way has failed on any rank.
+        """
+        if self._pending is None:
+            return self._preemption.is_asked()
+        # What has failed all hear in this step; in `poll` they would in the next.
+        is_asked, has_failed = self._preemption.is_asked_or(self._pending.has_failed)
+        if has_failed:
+            self.finish()
+        return is_asked
 
     def leave(self, step: int, total: int) -> NoReturn:
         """End the run on all ranks once what was saved after ``step`` is on the disk. Collective.

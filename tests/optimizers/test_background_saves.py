@@ -127,6 +127,27 @@ def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_di
     assert not writers()
 
 
+def test_what_failed_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeypatch):
+    def fails(file, parts):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def wait_for_writers(x):
+        for writer in writers():
+            writer.join(20)
+        return x
+
+    monkeypatch.setattr(disk, "write_file", fails)
+    steps = {}
+
+    def main(backend):
+        inputs = Inputs(4, wait_for_writers)  # of the step after the first save
+        with pytest.raises(CheckpointError, match=r"rank 0: .* rank 1: "):
+            train(backend, tmp_path / "run", steps, x_train=inputs, checkpoint_every=3)
+
+    ms.run_in_threads(2, main)
+    assert steps == {0: 4, 1: 4}
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_the_memory_for_copies_is_taken_once_before_training(tmp_path, monkeypatch, strategy):
     """Also where the best parameters, of which there are none at first, will be saved, too."""
