@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.bench_report import bytes_text, milliseconds, show
-from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument, prepare_job
+from mpishard.cli.prepared_job import prepare_job
+from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument
 from mpishard.observe import (
     JobTrace,
     TraceSummary,
@@ -51,14 +52,14 @@ def run(
     Ends with the script's exit code; what a failed job has left is merged too.
     """
     folder = output.absolute()
-    start = prepare_job(
+    job = prepare_job(
         "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
     )
     with _said():
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
-    code = start()
+    code = job.run()
     with _said(code):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
