@@ -10,7 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard.cli.bench_peers import GlooGroup
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
 from mpishard.communication.library import load_mpi
 from mpishard.layout import ShardLayout
@@ -215,9 +216,8 @@ def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Ta
     A ratio is the median over the repeats, in each of which the ways took turns; what is done in
     place is compared with what the library does in place.
     """
-    table = Table(title=f"{counted(world_size, 'rank')}, medians", title_justify="left")
-    for column in ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy"):
-        table.add_column(column, justify="left" if column in ("collective", "") else "right")
+    columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy")
+    table = figures_table(f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""))
     seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
     seen = None
     for result in results:
@@ -232,8 +232,7 @@ def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Ta
         table.add_row(
             *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),
             result.way,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
             *ratios,
         )

@@ -10,7 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
@@ -196,16 +197,15 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
         f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, updates in "
         f"{'numba' if uses_numba() else 'NumPy'}"
     )
-    table = Table(title=title, title_justify="left", min_width=len(title) + 2)
-    for column in ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
+    table = figures_table(title, columns, ("strategy",))
+    table.min_width = len(title) + 2
     alone = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(
             result.strategy,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             "" if alone is None else f"{timing.median / alone:.2f}",
             bytes_text(result.bytes_sent),
             bytes_text(result.resting_bytes),

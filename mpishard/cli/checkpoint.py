@@ -31,7 +31,8 @@ from mpishard.checkpoint.manifest import MANIFEST
 from mpishard.checkpoint.metadata import spelled
 from mpishard.checkpoint.reader import find_checkpoint, find_single
 from mpishard.checkpoint.resume import newest_first
-from mpishard.cli.bench_report import bytes_text, counted, show
+from mpishard.cli.tables import show
+from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["checkpoint"]
 

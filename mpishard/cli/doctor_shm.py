@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpishard.cli.bench_report import bytes_text, counted
 from mpishard.cli.doctor_finding import Finding, Verdict
 from mpishard.cli.doctor_probe import ask, python_command
+from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_shared_memory"]
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from mpishard.cli.bench_report import counted, screen_width, show
+from mpishard.cli.tables import figures_table, screen_width, show
+from mpishard.cli.wording import counted
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -146,14 +147,11 @@ def _times(schedule: RuleSchedule, times: Sequence[float], communication: float)
 
 def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> Table:
     first = timelines[0]
-    table = Table(
-        title=f"{counted(first.num_stages, 'rank')}, "
-        f"{counted(first.num_micro_batches, 'micro-batch')}",
-        title_justify="left",
+    table = figures_table(
+        f"{counted(first.num_stages, 'rank')}, {counted(first.num_micro_batches, 'micro-batch')}",
+        ("schedule", "V", "bubble", "published", "makespan", "idle", "peak live", "peak held"),
+        ("schedule",),
     )
-    table.add_column("schedule", no_wrap=True)
-    for header in ("V", "bubble", "published", "makespan", "idle", "peak live", "peak held"):
-        table.add_column(header, justify="right")
     for schedule, timeline in zip(schedules, timelines, strict=True):
         published = schedule.published_bubble_fraction(first.num_stages, first.num_micro_batches)
         table.add_row(

@@ -19,6 +19,7 @@ from mpishard.cli.log_folder import check_log_folder, held_log_folder, prepare_l
 from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
 from mpishard.cli.rank_environment import RankEnvironment, parse_variables, variables_for_ranks
 from mpishard.cli.restarts import Restarts
+from mpishard.cli.wording import counted
 from mpishard.communication.survival import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
@@ -136,7 +137,7 @@ def prepare_job(
     except (MPIUnavailableError, ValueError) as error:
         typer.echo(f"mpishard {name}: {error}", err=True)
         raise typer.Exit(2) from None
-    whom = f"{ranks} {'rank' if ranks == 1 else 'ranks'} of {launcher.library}"
+    whom = f"{counted(ranks, 'rank')} of {launcher.library}"
     said = [whom, f"started by {launcher.program}", *environment.describe()]
     return PreparedJob(job, ranks, machines, max_restarts, min_ranks, ", ".join(said))
 

@@ -14,13 +14,14 @@ import typer
 from mpishard import settings
 from mpishard.cli import verify_flags as flags
 from mpishard.cli import verify_rank, verify_reference
-from mpishard.cli.bench_report import counted, show
 from mpishard.cli.launcher import find_launcher, loaded_library
+from mpishard.cli.tables import show
 from mpishard.cli.verify_job import VerifyJob
 from mpishard.cli.verify_mesh import MESH_FLAGS, MeshChoice, UsageError
 from mpishard.cli.verify_rank import Comparison
 from mpishard.cli.verify_report import Verdict, default_tolerance
 from mpishard.cli.verify_rules import RULES
+from mpishard.cli.wording import counted
 from mpishard.distributed import DistributedStrategy
 from mpishard.errors import MPIUnavailableError
 

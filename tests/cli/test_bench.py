@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from mpishard.cli import app
 from mpishard.cli.bench_checks import ChecksBenchmark
 from mpishard.cli.bench_collectives import CollectiveBenchmark, CollectiveResult, collective_table
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds, parse_bytes, write_json
+from mpishard.cli.bench_report import write_json
 from mpishard.cli.bench_step import StepBenchmark
+from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.testing.worlds import in_worlds
 
