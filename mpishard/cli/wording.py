@@ -6,6 +6,9 @@ import re
 
 __all__ = ["bytes_text", "counted", "milliseconds", "parse_bytes"]
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
 
 def milliseconds(seconds: float) -> str:
     """A time as text, with as many digits as can be believed."""
@@ -33,17 +36,18 @@ def bytes_text(nbytes: int | None) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``2GiB`` says.
+    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``5GB`` says, in any case.
 
     Raises
     ------
     ValueError
         For any other text, and for less than 1 byte.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
-    number = 0.0
-    if found is not None:
-        number = float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB").index(found[2] or "B")
-    if number < 1:
-        raise ValueError(f"a size is a number with B, KiB, MiB or GiB, as 64KiB; got {text!r}")
-    return int(number)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
+    size = float(found[1]) * _UNITS.get(found[2] or "B", 0) if found is not None else 0.0
+    if size < 1:
+        raise ValueError(
+            "a size is a number with B, KiB, MiB or GiB, or KB, MB or GB for powers of 1000, as "
+            f"64KiB or 5GB; got {text!r}"
+        )
+    return int(size)
