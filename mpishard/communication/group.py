@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
+from mpishard.communication.bounce import BounceBuffers
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
 from mpishard.communication.lanes import Expected, Lane, Message, Pending, post_bytes
@@ -52,6 +53,10 @@ class Group:
         self.mailbox = mailbox
         self.node: Any = None
         """The ranks of this one's node, once memory was shared among them."""
+        self.bounce: BounceBuffers | None = None
+        """What private arrays pass through, once there were some."""
+        self.has_no_bounce = False
+        """Whether there was no memory for it."""
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))

@@ -35,7 +35,7 @@ from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
 from mpishard.communication.call_file import PLACE_BYTES, MessageWait, decode_place, encode_place
-from mpishard.communication.header import INLINE_BYTES, Headers, make_row
+from mpishard.communication.header import INLINE_BYTES, Headers, Readiness, make_row
 from mpishard.communication.lanes import LARGE_BYTES, Pending, Turn
 from mpishard.communication.pairwise_collectives import PairwiseCollectives
 from mpishard.communication.reduction import ReductionOperation
@@ -79,9 +79,10 @@ class MPICollectives(PairwiseCollectives):
         turn: Turn,
         payload: Array | None = None,
         places: Places = (PRIVATE, PRIVATE),
+        readiness: Readiness = Readiness.AT_HOME,
     ) -> Steps:
         """Exchange headers and refuse what does not match; return the `Headers`."""
-        row = make_row(call, payload, places)
+        row = make_row(call, payload, places, readiness)
         group = self._talk
         if self.world_size == 1:
             headers = Headers(row, call, 0)
@@ -146,20 +147,24 @@ class MPICollectives(PairwiseCollectives):
             result = out.reshape(-1)
             sizes = ShardLayout(result.size, self.world_size).sizes
             starts = starts_of(sizes)
-            if self._needs_header(array):
-                headers = yield from self._open(call, first, array, self._places(array, out))
+            headers, bounces = None, self._is_to_bounce(array.nbytes)
+            if bounces or self._needs_header(array):
+                places, readiness = self._places(array, out), Readiness.AT_HOME
+                if bounces:
+                    readiness = self._copy_ahead(first, array, places)
+                headers = yield from self._open(call, first, array, places, readiness)
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
                     self._count_all_reduce(call, sizes)
                     return out
-                places = self._all_places(headers)
-                if places is not None and self._arrays_are_shared(places):
-                    self._refuse_overlaps(places, array, out, [0] * self.world_size)
-                    out_is_shared = self._out_is_shared(places)
-                    if out_is_shared or all(own == into for own, into in places):
+                all_places = self._all_places(headers)
+                if all_places is not None and self._arrays_are_shared(all_places):
+                    self._refuse_overlaps(all_places, array, out, [0] * self.world_size)
+                    out_is_shared = self._out_is_shared(all_places)
+                    if out_is_shared or all(own == into for own, into in all_places):
                         second.release()
                         yield from self._shared_all_reduce(
-                            first, self._peer_arrays(places, array), call.operation, result,
+                            first, self._peer_arrays(all_places, array), call.operation, result,
                             out_is_shared=out_is_shared,
                         )  # fmt: skip
                         return out
@@ -167,7 +172,13 @@ class MPICollectives(PairwiseCollectives):
                 array = array.copy()
             flat = result if array is out else array.reshape(-1)
             piece = result[starts[self.rank] :][: sizes[self.rank]]
-            if self._sends_pairwise or self._is_large(array.nbytes):
+            bounce = None
+            if bounces and headers is not None:
+                bounce = yield from self._bounce(call, first, headers, flat)
+            if bounce is not None:
+                second.release()
+                yield from self._bounced_all_reduce(first, bounce, call.operation, result)
+            elif self._sends_pairwise or self._is_large(array.nbytes):
                 yield from self._pairwise_reduce(
                     first, flat, sizes, call.operation, piece, (second, result)
                 )
