@@ -8,7 +8,7 @@ from mpishard.arrays import Array
 
 __all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "BounceBuffers"]
 
-BOUNCE_BYTES = 1 << 20
+BOUNCE_BYTES = 1 << 21
 """The longest array that passes. What is longer is quicker as messages, which are copied once."""
 
 BOUNCE_SETS = 2

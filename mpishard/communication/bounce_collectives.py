@@ -52,13 +52,15 @@ class BounceCollectives(SharedCollectives):
         if is_device_array(array):
             return Readiness.ON_DEVICE
         bounce = self._talk.bounce
-        if bounce is None or places[0] != PRIVATE or not turn.test():
+        if bounce is None or not self._is_to_bounce(array.nbytes):
+            return Readiness.AT_HOME
+        if places[0] != PRIVATE or not turn.test():
             return Readiness.AT_HOME
         bounce.own_row(array.dtype, array.size)[...] = array.reshape(-1)
         return Readiness.COPIED
 
     def _bounce(self, call: Call, turn: Turn, headers: Headers, array: Array) -> Steps:
-        """See that every rank's flat ``array`` stands in its row; return the `BounceBuffers`.
+        """See that every rank's ``array`` stands in its row; return the `BounceBuffers`.
 
         None, on all ranks, where messages are to be sent: there is no memory for more, or it is
         GPUs that send them.
@@ -74,7 +76,7 @@ class BounceCollectives(SharedCollectives):
                 group.bounce = BounceBuffers(memory, self.world_size, self.rank)
         if group.bounce is not None and not headers.all_have_copied:
             if not headers.has_copied(self.rank):
-                group.bounce.own_row(array.dtype, array.size)[...] = array
+                group.bounce.own_row(array.dtype, array.size)[...] = array.reshape(-1)
             yield from self._fence(turn)
         return group.bounce
 

@@ -146,39 +146,29 @@ class MPICollectives(PairwiseCollectives):
             assert call.operation is not None
             result = out.reshape(-1)
             sizes = ShardLayout(result.size, self.world_size).sizes
-            starts = starts_of(sizes)
-            headers, bounces = None, self._is_to_bounce(array.nbytes)
-            if bounces or self._needs_header(array):
-                places, readiness = self._places(array, out), Readiness.AT_HOME
-                if bounces:
-                    readiness = self._copy_ahead(first, array, places)
+            headers = None
+            if self._is_to_bounce(array.nbytes) or self._needs_header(array):
+                places = self._places(array, out)
+                readiness = self._copy_ahead(first, array, places)
                 headers = yield from self._open(call, first, array, places, readiness)
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
                     self._count_all_reduce(call, sizes)
                     return out
-                all_places = self._all_places(headers)
-                if all_places is not None and self._arrays_are_shared(all_places):
-                    self._refuse_overlaps(all_places, array, out, [0] * self.world_size)
-                    out_is_shared = self._out_is_shared(all_places)
-                    if out_is_shared or all(own == into for own, into in all_places):
-                        second.release()
-                        yield from self._shared_all_reduce(
-                            first, self._peer_arrays(all_places, array), call.operation, result,
-                            out_is_shared=out_is_shared,
-                        )  # fmt: skip
-                        return out
+                if (yield from self._reduced_in_place(call, first, second, headers, array, out)):
+                    return out
+            if headers is not None and self._is_to_bounce(array.nbytes):
+                bounce = yield from self._bounce(call, first, headers, array)
+                if bounce is not None:
+                    second.release()
+                    yield from self._bounced_all_reduce(first, bounce, call.operation, result)
+                    self._count_all_reduce(call, sizes)
+                    return out
             if _overlap_askew(array, out):
                 array = array.copy()
             flat = result if array is out else array.reshape(-1)
-            piece = result[starts[self.rank] :][: sizes[self.rank]]
-            bounce = None
-            if bounces and headers is not None:
-                bounce = yield from self._bounce(call, first, headers, flat)
-            if bounce is not None:
-                second.release()
-                yield from self._bounced_all_reduce(first, bounce, call.operation, result)
-            elif self._sends_pairwise or self._is_large(array.nbytes):
+            piece = result[starts_of(sizes)[self.rank] :][: sizes[self.rank]]
+            if self._sends_pairwise or self._is_large(array.nbytes):
                 yield from self._pairwise_reduce(
                     first, flat, sizes, call.operation, piece, (second, result)
                 )
@@ -187,6 +177,25 @@ class MPICollectives(PairwiseCollectives):
                 yield from self._gather_pieces(second, result, sizes)
             self._count_all_reduce(call, sizes)
             return out
+
+    def _reduced_in_place(
+        self, call: Call, first: Turn, second: Turn, headers: Headers, array: Array, out: Array
+    ) -> Steps:
+        """Combine arrays that the ranks share, and return whether they do."""
+        assert call.operation is not None
+        places = self._all_places(headers)
+        if places is None or not self._arrays_are_shared(places):
+            return False
+        self._refuse_overlaps(places, array, out, [0] * self.world_size)
+        out_is_shared = self._out_is_shared(places)
+        if not out_is_shared and any(own != into for own, into in places):
+            return False
+        second.release()
+        yield from self._shared_all_reduce(
+            first, self._peer_arrays(places, array), call.operation, out.reshape(-1),
+            out_is_shared=out_is_shared,
+        )  # fmt: skip
+        return True
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
