@@ -18,7 +18,8 @@ from mpishard import checkpoint, nn
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.manifest import file_name
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing
@@ -231,18 +232,13 @@ def checkpoint_table(
         f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
         f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("median", "spread", "bytes/s", "ratio"):
-        table.add_column(column, justify="right")
-    table.add_column("to", no_wrap=True)
+    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"))
     seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(
             result.way,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
             _ratio(result, seconds),
             result.other,

@@ -1,21 +1,18 @@
 """Which ends of a job are failures, and what follows them: with starts that are only told of."""
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mpishard import settings
-from mpishard.cli import app
+from mpishard.cli import app, prepared_job
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome, Verdict
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.restarts import Restarts
 from mpishard.cli.supervisor import Supervisor
-
-run_module = sys.modules["mpishard.cli.run"]
 
 HOSTS = [Host("a", 2), Host("b", 2)]
 ROOT = "after 1 restart; root cause, in the first start: "
@@ -201,8 +198,8 @@ def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, 
         return ends[len(starts) - 1]
 
     library = MPILibrary("MPICH Version: 5.0.2")
-    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
-    monkeypatch.setattr(run_module, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
+    monkeypatch.setattr(prepared_job, "loaded_library", lambda: library)
+    monkeypatch.setattr(prepared_job, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
