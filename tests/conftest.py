@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import io
@@ -359,6 +360,10 @@ def _is_dealt_to_threads(name, world_size, row, worlds):
 
 def pytest_collection_finish(session):
     """Refuse to start where the ranks found different tests: they would wait for ever."""
+    # The tests themselves are no garbage: a collector that walks 10,000 of them has little else
+    # to do.
+    gc.collect()
+    gc.freeze()
     verdicts = session.config.stash.get(_verdicts_key, None)
     if verdicts is None:
         return
