@@ -116,9 +116,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait much of the time: four jobs at once.
+# Their ranks wait much of the time: six jobs at once, each begun when another has ended.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 4 --dist worksteal -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n 6 --maxschedchunk 1 -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 

@@ -15,11 +15,12 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``shared_path`` is one temporary folder that all ranks see.
 
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
-worlds of 5 and more. Where there are more than 4 rows, they run a third in its smaller worlds, too,
-of the rows that the largest has. A test of more than 8 rows in one world, or marked
+worlds of 5 and more. Where there are more than 2 rows, they run a third in its smaller worlds, too,
+of the rows that the largest has. A test of more than 4 rows in one world, or marked
 ``@pytest.mark.dealt``, is dealt: of three rows each MPI world runs one, another one for 2, 3 and
 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks run a
-sixth. The conformance suite and the equality of training are whole in all these worlds, and
+sixth. Of a test for MPI alone that is marked ``dealt``, 2 ranks run all rows, and 3 and 4 each other
+row. The conformance suite and the equality of training are whole in all these worlds, and
 ``scripts/test.sh --full`` runs everything.
 
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import io
@@ -238,6 +240,8 @@ def pytest_collection_modifyitems(config, items):
         ):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("with_mpi"):
+        if config.getoption("markexpr") == "spawned":
+            items.sort(key=_allowed_seconds, reverse=True)  # no long job begins when the rest end
         if not _is_full:
             _deal_worlds(config, items)
         return
@@ -250,10 +254,15 @@ def pytest_collection_modifyitems(config, items):
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
-        (kept if is_mpi or not under_mpi else left_out).append(item)
+        (kept if is_mpi and deal.has_turn(item) or not under_mpi else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _allowed_seconds(item) -> float:
+    limit = item.get_closest_marker("timeout")
+    return limit.args[0] if limit is not None else 0.0
 
 
 class Deal:
@@ -289,6 +298,16 @@ class Deal:
             return False
         return is_whole or self._has_of_large(item)
 
+    def has_turn(self, item) -> bool:
+        """Whether this world runs a test that is for MPI alone: 3 and 4 ranks take turns."""
+        is_dealt = item.get_closest_marker("dealt") and not item.get_closest_marker("in_worlds")
+        if not is_dealt or self.world_size == 2 or _is_full:
+            return True
+        number = self.rows[_function(item)]
+        self.rows[_function(item)] += 1
+        # A shift after each two: else a parameter of two values would have one in a world.
+        return (number + number // 2) % 2 == self.world_size % 2
+
     def _has_of_large(self, item) -> bool:
         """More ranks than cores are slow: a sixth of the rows, on 3 ranks or on 4.
 
@@ -310,10 +329,10 @@ def _function(item):
 _WHOLE = {"test_conformance", "test_equals_sequential_training"}
 """What runs whole in worlds of up to 4 ranks, of threads or processes."""
 
-_MANY = 8
+_MANY = 4
 """Rows in one world of a test that MPI worlds are dealt without a mark."""
 
-_SMALL, _FEW = 4, 4
+_SMALL, _FEW = 4, 2
 """Ranks of a world, and rows of a test, up to which worlds of threads have all rows."""
 
 
@@ -359,6 +378,7 @@ def _is_dealt_to_threads(name, world_size, row, worlds):
 
 def pytest_collection_finish(session):
     """Refuse to start where the ranks found different tests: they would wait for ever."""
+    gc.freeze()  # no test is garbage: to walk 10,000 of them again and again takes seconds
     verdicts = session.config.stash.get(_verdicts_key, None)
     if verdicts is None:
         return

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
-
-from mpishard.cli.bench import bench
-from mpishard.cli.checkpoint import checkpoint
-from mpishard.cli.doctor import doctor
-from mpishard.cli.plan import plan
-from mpishard.cli.run import run
-from mpishard.cli.trace import trace
-from mpishard.cli.verify import verify
+from typer.core import TyperGroup
+from typer.main import get_group
 
 __all__ = ["app", "main"]
 
+_COMMANDS: dict[str, dict[str, Any]] = {
+    "run": {"allow_extra_args": True, "allow_interspersed_args": False},
+    "doctor": {},
+    "verify": {},
+    "plan": {},
+    "bench": {},
+    "checkpoint": {},
+    "trace": {},
+}
+"""The modules of the commands, in the order of the help, and how each takes its arguments."""
+
+
+class _Commands(TyperGroup):
+    """Imports a command when it is asked for: ``mpishard run`` waits for no model, and no NumPy."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands: dict[str, Any] = dict.fromkeys(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _COMMANDS and self.commands[cmd_name] is None:
+            found = getattr(importlib.import_module(f"mpishard.cli.{cmd_name}"), cmd_name)
+            holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+            if isinstance(found, typer.Typer):
+                holder.add_typer(found, name=cmd_name)
+            else:
+                holder.command(cmd_name, context_settings=_COMMANDS[cmd_name])(found)
+            self.commands[cmd_name] = get_group(holder).commands[cmd_name]
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="mpishard",
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
-)(run)
-app.command()(doctor)
-app.command()(verify)
-app.add_typer(plan, name="plan")
-app.add_typer(bench, name="bench")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(trace, name="trace")
 
 
 def main() -> None:
@@ -42,6 +59,8 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version  # brings a parser of mail
+
         try:
             typer.echo(version("mpishard"))
         except PackageNotFoundError:

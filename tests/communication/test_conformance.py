@@ -140,6 +140,7 @@ def test_long_pieces_go_in_rounds(backend, monkeypatch):
 
 
 @pytest.mark.mpi
+@pytest.mark.dealt
 @pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
 def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypatch):
     """`test_large.py` tells whether libraries can count them; here little counts as large."""

@@ -1,5 +1,7 @@
 """Headers through shared memory: rings that wrap round, ranks that run ahead, groups that end."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
 
 SUM = ReductionOperation.SUM
+MOST = 99 if os.environ.get("MPISHARD_TEST_FULL") else 4
 
 
 def post_offices(world):
@@ -260,7 +263,8 @@ class TestWorlds:
                 try:
                     assert other._group.mailbox is None
                     CommunicationConformance().check_async_orders(other)
-                    if arena == "auto" or other.world_size == 2:  # messages know no third rank
+                    # Messages know no third rank. Where ranks are more than cores it takes seconds.
+                    if other.world_size == 2 or (arena == "auto" and other.world_size < MOST):
                         CommunicationConformance().check_mismatches(other)
                     # Ranks of one pretended node have a mailbox of their own.
                     node = other.split(other.nodes[other.rank])

@@ -45,6 +45,7 @@ def contributions(world, length, dtype):
     return [generator.permutation(length).astype(dtype) / 7 for generator in numbers]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.complex128])
 def test_chunks_stay_apart(world, dtype):
     lengths = {world.world_size * n + more for n in PIECES for more in (0, 1, world.world_size - 1)}
