@@ -12,6 +12,7 @@ from mpishard.communication import (
     ReductionOperation,
     lanes,
     mpi_collectives,
+    mpi_reductions,
     pairwise_collectives,
     shared_collectives,
 )
@@ -130,7 +131,7 @@ def test_the_reference_tree_is_the_documented_one():
 @in_worlds(2, 3)
 def test_long_pieces_go_in_rounds(backend, monkeypatch):
     """The scratch of a reduction is bounded; a small bound here makes many rounds."""
-    for module in ("mpi_collectives", "pairwise_collectives"):
+    for module in ("mpi_reductions", "pairwise_collectives"):
         monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
     monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
     checks = CommunicationConformance(DTYPES if FULL else SAMPLE)
@@ -149,7 +150,7 @@ def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypat
     for module in (mpi_collectives, pairwise_collectives, lanes):
         monkeypatch.setattr(module, "LARGE_BYTES", 400)
     monkeypatch.setattr(lanes, "_BLOCK_BYTES", 96)
-    for module in (mpi_collectives, pairwise_collectives, shared_collectives):
+    for module in (mpi_reductions, pairwise_collectives, shared_collectives):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 300)
     with MPICommunicationBackend() as world:
         checks = CommunicationConformance(SAMPLE[1:3])
