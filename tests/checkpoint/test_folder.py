@@ -220,12 +220,15 @@ def test_a_poll_waits_for_no_rank_that_has_not_come_to_it(tmp_path: Path, fakes:
 
 def test_a_save_that_lost_a_rank_says_so_whenever_it_is_asked(tmp_path: Path, fakes: Any) -> None:
     told: list[str] = []
+    has_polled = threading.Event()
 
     def train(backend: Any) -> None:
         pending = checkpoint.save_async(tmp_path / "c", fakes.Model(backend, fakes.values(1)))
         pending.poll()
         if backend.rank == 1:
+            assert has_polled.wait(20)
             raise ValueError("boom")
+        has_polled.set()
         for ask in (pending.wait, pending.poll, pending.wait):
             with pytest.raises(PeerError) as caught:
                 ask()
