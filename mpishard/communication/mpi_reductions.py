@@ -79,7 +79,7 @@ class MPIReductions(PairwiseCollectives):
         if self.world_size == 1:
             headers = Headers(row, call, 0)
         else:
-            posted, rows = group.post_header(row)
+            posted, rows = group.post_header(row, call)
             self._begun()
             yield posted
             headers = group.read_headers(rows, call)
