@@ -92,9 +92,9 @@ static() {
     return "$code"
 }
 
-# A process for each core: thread-ranks share one, and leave the other core's to its own.
+# How many processes -n auto means, tests/conftest.py says: while ranks wait, another test's run.
 memory() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
@@ -116,9 +116,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait much of the time: six jobs at once, each begun when another has ended.
+# Each job begins when another has ended, the long ones first.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 6 --maxschedchunk 1 -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 

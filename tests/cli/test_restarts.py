@@ -1,7 +1,6 @@
 """Which ends of a job are failures, and what follows them: with starts that are only told of."""
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,12 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
+from mpishard.cli import run as run_module
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome, Verdict
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.restarts import Restarts
 from mpishard.cli.supervisor import Supervisor
-
-run_module = sys.modules["mpishard.cli.run"]
 
 HOSTS = [Host("a", 2), Host("b", 2)]
 ROOT = "after 1 restart; root cause, in the first start: "
