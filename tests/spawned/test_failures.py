@@ -33,6 +33,7 @@ def environment(**extra):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     kept.update(
         PYTHONPATH=os.pathsep.join([*extra.pop("first_on_path", []), str(ROOT)]),
+        MPISHARD_NUMBA="off",  # which takes each rank a second to load
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",

@@ -36,6 +36,7 @@ def environment(variables):
     return kept | {
         "PYTHONPATH": str(SCENARIOS.parents[2]),
         "OMP_NUM_THREADS": "1",
+        "MPISHARD_NUMBA": "off",  # which takes each rank a second to load
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
