@@ -92,15 +92,18 @@ static() {
     return "$code"
 }
 
-# A process for each core: thread-ranks share one, and leave the other core's to its own.
+# How many processes -n auto means, tests/conftest.py says: while ranks wait, another test's run.
 memory() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
 # Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
+# The bits are the same without numba, which takes each rank a second to load: two ranks have it.
 ranks() {
-    OMP_NUM_THREADS=1 "$venv/bin/mpiexec" -n "$1" "$python" -m pytest --with-mpi -m mpi \
+    local numba=auto
+    [ "$1" = 2 ] || numba=off
+    OMP_NUM_THREADS=1 MPISHARD_NUMBA=$numba "$venv/bin/mpiexec" -n "$1" "$python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
         ${arguments[@]+"${arguments[@]}"} </dev/null
 }
@@ -116,9 +119,9 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Their ranks wait much of the time: six jobs at once, each begun when another has ended.
+# Each job begins when another has ended, the long ones first.
 spawned() {
-    OMP_NUM_THREADS=1 "$python" -m pytest -n 6 --maxschedchunk 1 -m spawned -o testpaths=tests \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
 }
 

@@ -19,8 +19,8 @@ worlds of 5 and more. Where there are more than 2 rows, they run a third in its 
 of the rows that the largest has. A test of more than 4 rows in one world, or marked
 ``@pytest.mark.dealt``, is dealt: of three rows each MPI world runs one, another one for 2, 3 and
 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks run a
-sixth. Of a test for MPI alone that is marked ``dealt``, 2 ranks run all rows, and 3 and 4 each other
-row. The conformance suite and the equality of training are whole in all these worlds, and
+sixth. Of a test for MPI alone that is marked ``dealt``, 2 ranks run all rows, 3 and 4 each other.
+The conformance suite and the equality of training are whole in all these worlds, and
 ``scripts/test.sh --full`` runs everything.
 
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
@@ -52,6 +52,7 @@ import pytest
 from _pytest.doctest import DoctestModule
 
 from mpishard import settings
+from mpishard.cli.launcher import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.patience import yield_processor
 from mpishard.devices import Device, load_cupy
@@ -73,6 +74,13 @@ hypothesis.settings.register_profile("sample", deadline=None)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
 _is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
 hypothesis.settings.load_profile("full" if _is_full else "sample")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Ranks wait for each other, and jobs more so: more processes than cores, for ``-n auto``."""
+    share = 2.5 if config.getoption("markexpr") == "spawned" else 1.5
+    return min(int(share * usable_cores()), 12)
 
 
 class Verdicts:
@@ -254,7 +262,7 @@ def pytest_collection_modifyitems(config, items):
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
-        (kept if is_mpi and deal.has_turn(item) or not under_mpi else left_out).append(item)
+        (kept if (is_mpi and deal.has_turn(item)) or not under_mpi else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
@@ -351,8 +359,8 @@ def _deal_worlds(config, items):
             if _is_dealt_to_threads(item.originalname, world_size, row, worlds):
                 number = numbers[_function(item), world_size]
                 numbers[_function(item), world_size] += 1
-                # Another third in each of the small worlds, and in worlds of 6 and 7.
-                is_mine = (number + world_size * (world_size not in {5, 8})) % 3 == 0
+                # Another third in each of the small worlds, and in worlds of 6, 7 and 8.
+                is_mine = (number + world_size * (world_size != 5)) % 3 == 0
         (kept if is_mine else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -367,7 +375,7 @@ def _row(item):
 
 def _is_dealt_to_threads(name, world_size, row, worlds):
     if name == "test_conformance":
-        return world_size in {6, 7}  # 5 is odd, and no power of two as 6 and 7; 8 is one
+        return world_size > 5  # 5 is odd, and no power of two; nor are 6 and 7, and 4 is one as 8
     if world_size > _SMALL:
         return True
     if name in _WHOLE:

@@ -24,7 +24,7 @@ _COMMANDS: dict[str, dict[str, Any]] = {
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is asked for: ``mpishard run`` waits for no model, and no NumPy."""
+    """Imports a command when it is asked for: ``mpishard run`` does not wait for models."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mpishard.cli import (
     app,
+    doctor,
     doctor_host,
     doctor_numpy,
     doctor_packages,
@@ -331,11 +332,8 @@ def test_one_rank_speaks_under_a_launcher(monkeypatch):
 
 @pytest.mark.parametrize(("verdict", "code"), [(NOTE, 0), (PROBLEM, 1)])
 def test_exit_code(monkeypatch, verdict, code):
-    import mpishard.cli.doctor  # noqa: F401
-
-    module = sys.modules["mpishard.cli.doctor"]
     monkeypatch.setattr(
-        module, "_findings", lambda quick: iter([Finding("host.x", verdict, "t", None, "m")])
+        doctor, "_findings", lambda quick: iter([Finding("host.x", verdict, "t", None, "m")])
     )
     for options in (["--json"], ["--quick"]):
         assert CliRunner().invoke(app, ["doctor", *options]).exit_code == code

@@ -354,6 +354,28 @@ def test_version_and_help():
     listed = CliRunner().invoke(app, ["run", "--help"])
     assert listed.exit_code == 0
     assert "SCRIPT [ARGS]..." in listed.stdout
+    commands = CliRunner().invoke(app, ["--help"]).stdout.split("Commands:")[1]
+    names = [line.split()[0] for line in commands.strip().splitlines()]
+    assert names == ["run", "doctor", "verify", "plan", "bench", "checkpoint", "trace"]
+    other = CliRunner().invoke(app, ["rum"])
+    assert other.exit_code == 2
+    assert "No such command 'rum'" in other.stderr
+
+
+def test_run_waits_for_no_models():
+    program = """
+import sys
+from mpishard.cli import app
+try:
+    app(["run", "-n", "2", "nowhere.py"])
+except SystemExit as ended:
+    unwanted = {"mpishard.models", "mpishard.optimizers", "mpishard.nn", "mpishard.checkpoint"}
+    print(ended.code, sorted(unwanted & sys.modules.keys()))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "2 []\n"
 
 
 def test_restart_count(monkeypatch):

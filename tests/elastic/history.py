@@ -18,8 +18,11 @@ import numpy as np
 
 import mpishard as ms
 
-# One kernel and one thread for all: a matrix product's bits depend on both.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Haswell"}
+# One kernel and one thread for all: a matrix product's bits depend on both. Not on numba, which
+# each rank of each start would take a second to load.
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Haswell", "MPISHARD_NUMBA": "off",
+}  # fmt: skip
 
 LEAVES = 4
 STEPS = 12

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -159,8 +160,14 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    ended = run(tmp_path, *([] if "--resume" in arguments else SMALL), *arguments)
-    assert ended.returncode != 0
-    assert message in ended.stderr
+def test_mistakes_are_refused(
+    tmp_path: Path, arguments: tuple[str, ...], message: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [] if "--resume" in arguments else SMALL
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *small, *arguments])
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert getattr(raised.value, "code", None) != 0
+    assert message in f"{raised.value}{capsys.readouterr().err}"
     assert not (tmp_path / "runs").exists()

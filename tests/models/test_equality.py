@@ -1,8 +1,8 @@
 """Sharded training is single-process training, to 1e-12 in float64, on every rank.
 
-The matrix of all that can be combined is large: what runs is a sample in which, in worlds of 2, 3
-and 4, all pairs are met, and with ``scripts/test.sh --full`` all of it. docs/proof.md has the
-figures.
+The matrix of all that can be combined is large: what runs is a sample in which, on 3 ranks, all
+pairs are met, and in other worlds all but those with a model, and with ``scripts/test.sh --full``
+all of it. docs/proof.md has the figures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sample(world_size: int) -> list[tuple[Any, ...]]:
 def of_all_pairs_but_models(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Those rows of a sample in which all pairs but those with a model meet, and every model is.
 
-    For MPI, and for worlds of other sizes than 2, 3 and 4.
+    For MPI, and for worlds of other sizes than 3.
     """
     chosen, met = [], set()
     for row in rows:
@@ -86,7 +86,7 @@ def matrix() -> list[Any]:
         if is_full:
             return product(*FACTORS.values())
         rows = sample(world_size)
-        return rows if world_size in (2, 3, 4) else of_all_pairs_but_models(rows)
+        return rows if world_size == 3 else of_all_pairs_but_models(rows)
 
     rows = [(w, *row) for w in WORLDS for row in rows_of(w)]
     if is_full:

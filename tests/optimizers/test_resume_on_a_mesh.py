@@ -113,13 +113,13 @@ def saved(tmp_path_factory: Any) -> Any:
 PAIRS = [
     (NAMES[(place + distance) % len(NAMES)], name)
     for place, name in enumerate(NAMES)
-    for distance in (1, 4)
+    for distance in ((1, 4) if os.environ.get("MPISHARD_TEST_FULL") else (4,))
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_run_goes_on_on_any_mesh(saved: Any, whole: Any, before: str, after: str) -> None:
-    kind = "adam" if (NAMES.index(before) + NAMES.index(after)) % 2 else "sgd"
+    kind = "adam" if NAMES.index(after) % 2 else "sgd"
     losses, parameters, best = train(after, kind, seed=5, resume=saved(before, kind))
     close(losses, whole[kind][0][FIRST:])
     close(parameters, whole[kind][1])
