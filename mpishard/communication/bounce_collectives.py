@@ -35,7 +35,7 @@ class BounceCollectives(SharedCollectives):
         """The group of an initialised backend."""
 
     @abstractmethod
-    def _steps_share(self, call: Call, nbytes: int) -> Steps:
+    def _steps_share(self, call: Call, turn: Turn, nbytes: int) -> Steps:
         """Memory that this rank's node shares, or None, for ``call``, whose turn it is."""
 
     @property
@@ -70,7 +70,7 @@ class BounceCollectives(SharedCollectives):
             return None
         yield turn
         if group.bounce is None and not group.has_no_bounce:
-            memory = yield from self._steps_share(call, BounceBuffers.nbytes(self.world_size))
+            memory = yield from self._steps_share(call, turn, BounceBuffers.nbytes(self.world_size))
             group.has_no_bounce = memory is None
             if memory is not None:
                 group.bounce = BounceBuffers(memory, self.world_size, self.rank)

@@ -22,7 +22,7 @@ from mpishard.communication.diagnosis import parting
 from mpishard.communication.exit_call import watch_exit
 from mpishard.communication.group import Group
 from mpishard.communication.job import IN_INIT, Job
-from mpishard.communication.lanes import Condition
+from mpishard.communication.lanes import Condition, Turn
 from mpishard.communication.launcher import check_launched_world, not_launched_error
 from mpishard.communication.library import load_mpi
 from mpishard.communication.mailbox import NO_RING
@@ -344,16 +344,13 @@ class MPICommunicationBackend(ShrinkingWorld):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         with self._turn(0) as turn:
             yield from self._open(call, turn)
-            return (yield from self._steps_share(call, nbytes))
+            return (yield from self._steps_share(call, turn, nbytes))
 
-    def _steps_share(self, call: Call, nbytes: int) -> Steps:
-        # What follows blocks: what was issued before must not need this rank any more.
+    def _steps_share(self, call: Call, turn: Turn, nbytes: int) -> Steps:
+        # What follows may block: what was issued before must not need this rank any more.
         yield Condition(lambda: self._pending[0].call is call)
-        group = self._talk
-        if group.node is None:
-            with self._blocked_in(call), self._joined()[0].making_group():
-                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
-        steps = share_memory(self._mpi, group.node, group.comm, nbytes, settings.arena_sources())
+        node = turn.comm if self.node_count == 1 else self._node_of_several(call)
+        steps = share_memory(self._mpi, node, turn.comm, nbytes, settings.arena_sources())
         while True:
             try:
                 request = next(steps)
@@ -363,6 +360,13 @@ class MPICommunicationBackend(ShrinkingWorld):
                     board.note_shared_memory()  # a window is the library's
                 return stop.value
             yield self._keep(request)
+
+    def _node_of_several(self, call: Call) -> Any:
+        group = self._talk
+        if group.node is None:
+            with self._blocked_in(call), self._joined()[0].making_group():
+                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
+        return group.node
 
     # ---------------------------------------------------------------------------- point to point
 

@@ -164,7 +164,7 @@ def test_groups_have_their_own(world):
 def test_no_memory_for_it(world, monkeypatch):
     """Messages are sent instead."""
 
-    def no_memory(call, nbytes):
+    def no_memory(call, turn, nbytes):
         return None
         yield
 
