@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import ROWS
 
-from mpishard.cli.bench_report import bytes_text
+from mpishard.cli.wording import bytes_text
 
 Samples = dict[str, list[float]]
 

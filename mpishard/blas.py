@@ -7,7 +7,6 @@ processor alone and not of a measurement, because other kernels give other bits.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +89,7 @@ def choose_kernel(processor: Processor | None = None) -> None:
         return
     processor = processor or Processor.of_this_machine()
     if processor.has_avx512 and processor.splits_avx512:
-        os.environ["OPENBLAS_CORETYPE"] = "Haswell"
+        settings.write("OPENBLAS_CORETYPE", "Haswell")
 
 
 def loaded_kernel() -> str | None:

@@ -6,35 +6,13 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, overload
 
+from mpishard import models, optimizers
 from mpishard.arguments import nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.start import is_launched, refuse_worlds_of_one
 from mpishard.communication.survival import OnFailure, check_on_failure
 from mpishard.contracts import IOptimizer
 from mpishard.errors import PeerError
-from mpishard.models import (
-    DDPModel,
-    FSDPModel,
-    HybridShardedModel,
-    PipelineParallelModel,
-    ShardedModelBase,
-    TensorParallelModel,
-    ZeRO1Model,
-    ZeRO2Model,
-    ZeRO3Model,
-)
-from mpishard.optimizers import (
-    DDPOptimizer,
-    FSDPOptimizer,
-    HybridShardedOptimizer,
-    Optimizer,
-    PipelineParallelOptimizer,
-    ShardedOptimizerBase,
-    TensorParallelOptimizer,
-    ZeRO1Optimizer,
-    ZeRO2Optimizer,
-    ZeRO3Optimizer,
-)
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
@@ -69,15 +47,23 @@ class DistributedStrategy(StrEnum):
     Hybrid = "hybrid"
 
 
-_CLASSES: dict[DistributedStrategy, tuple[type[ShardedModelBase], type[ShardedOptimizerBase]]] = {
-    DistributedStrategy.DDP: (DDPModel, DDPOptimizer),
-    DistributedStrategy.ZERO1: (ZeRO1Model, ZeRO1Optimizer),
-    DistributedStrategy.ZERO2: (ZeRO2Model, ZeRO2Optimizer),
-    DistributedStrategy.ZERO3: (ZeRO3Model, ZeRO3Optimizer),
-    DistributedStrategy.FSDP: (FSDPModel, FSDPOptimizer),
-    DistributedStrategy.TENSOR_PARALLEL: (TensorParallelModel, TensorParallelOptimizer),
-    DistributedStrategy.PIPELINE_PARALLEL: (PipelineParallelModel, PipelineParallelOptimizer),
-    DistributedStrategy.HYBRID: (HybridShardedModel, HybridShardedOptimizer),
+_CLASSES: dict[
+    DistributedStrategy, tuple[type[models.ShardedModelBase], type[optimizers.ShardedOptimizerBase]]
+] = {
+    DistributedStrategy.DDP: (models.DDPModel, optimizers.DDPOptimizer),
+    DistributedStrategy.ZERO1: (models.ZeRO1Model, optimizers.ZeRO1Optimizer),
+    DistributedStrategy.ZERO2: (models.ZeRO2Model, optimizers.ZeRO2Optimizer),
+    DistributedStrategy.ZERO3: (models.ZeRO3Model, optimizers.ZeRO3Optimizer),
+    DistributedStrategy.FSDP: (models.FSDPModel, optimizers.FSDPOptimizer),
+    DistributedStrategy.TENSOR_PARALLEL: (
+        models.TensorParallelModel,
+        optimizers.TensorParallelOptimizer,
+    ),
+    DistributedStrategy.PIPELINE_PARALLEL: (
+        models.PipelineParallelModel,
+        optimizers.PipelineParallelOptimizer,
+    ),
+    DistributedStrategy.HYBRID: (models.HybridShardedModel, optimizers.HybridShardedOptimizer),
 }
 _TENSOR = ("sequence_parallel", "checkpoint_config")
 _PIPELINE = ("micro_batch_count", "schedule", "partition_strategy", "checkpoint_config")
@@ -94,11 +80,11 @@ STRATEGY_OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
 
 @overload
 def as_distributed(
-    model_or_optimizer: Optimizer,
+    model_or_optimizer: optimizers.Optimizer,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = ...,
     **degrees: Any,
-) -> ShardedOptimizerBase: ...
+) -> optimizers.ShardedOptimizerBase: ...
 
 
 @overload

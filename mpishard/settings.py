@@ -1,4 +1,7 @@
-"""Every environment variable that mpishard reads, and the limits that are not worth one."""
+"""Every environment variable that mpishard reads, and the limits that are not worth one.
+
+No other module of the package touches `os.environ`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ __all__ = [
     "cpus_per_task",
     "cuda_aware",
     "cuda_aware_hint",
+    "environment",
     "forwarded_variables",
     "is_debugging",
     "is_fault_tolerant",
-    "is_set",
     "is_slurm_allocation",
     "is_slurm_step",
     "job_folder",
@@ -55,6 +58,8 @@ __all__ = [
     "trace_folder",
     "virtual_nodes",
     "visible_gpus",
+    "write",
+    "write_default",
     "write_rank_process",
 ]
 
@@ -172,6 +177,16 @@ def is_fault_tolerant() -> bool:
     return value.lower() in ("1", "true", "yes")
 
 
+def write(name: str, value: str) -> None:
+    """Set a variable of this process, and of those that it starts from now on."""
+    os.environ[name] = value
+
+
+def write_default(name: str, value: str) -> None:
+    """The same, unless it is set already."""
+    os.environ.setdefault(name, value)
+
+
 def rank_process() -> str:
     """MPISHARD_RANK_PROCESS: which process is the rank; empty where none has said so."""
     return os.environ.get("MPISHARD_RANK_PROCESS", "")
@@ -179,7 +194,7 @@ def rank_process() -> str:
 
 def write_rank_process(text: str) -> None:
     """Set MPISHARD_RANK_PROCESS, for the processes that this one starts."""
-    os.environ["MPISHARD_RANK_PROCESS"] = text
+    write("MPISHARD_RANK_PROCESS", text)
 
 
 def is_slurm_step() -> bool:
@@ -431,9 +446,9 @@ def forwarded_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
 
 
-def is_set(name: str) -> bool:
-    """Whether the environment has a variable of that name."""
-    return name in os.environ
+def environment() -> dict[str, str]:
+    """All variables of this process, for one that it starts."""
+    return dict(os.environ)
 
 
 def openblas_kernel_is_set() -> bool:

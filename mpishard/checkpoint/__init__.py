@@ -26,7 +26,7 @@ from mpishard.checkpoint.protocol import (
 )
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.checkpoint.resume import newest_valid
-from mpishard.checkpoint.snapshot import load, save, save_async
+from mpishard.checkpoint.snapshot import load, reserve, save, save_async
 from mpishard.checkpoint.writer import write_checkpoint
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "load",
     "load_arrays",
     "newest_valid",
+    "reserve",
     "save",
     "save_async",
     "write_checkpoint",

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from mpishard.arrays import Array
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
-__all__ = ["all_texts", "differences", "gather_texts", "share_text", "together"]
+__all__ = [
+    "all_texts",
+    "begin_all_gather",
+    "begin_gather_texts",
+    "differences",
+    "gather_texts",
+    "share_text",
+    "together",
+]
 
 _OF_PATHS = "surrogateescape"  # how Python holds the bytes of a path that are no UTF-8
 
@@ -77,12 +86,29 @@ def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     return [json.loads(line) for line in lines]
 
 
+def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
+    """Issue `all_gather`; what is returned waits for the others, and returns its result."""
+    if backend is None:
+        return lambda: array
+    return backend.all_gather_async(array).wait
+
+
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     """Every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
+    return begin_gather_texts(backend, text)()
+
+
+def begin_gather_texts(backend: CommunicationBackend | None, text: str) -> Callable[[], list[str]]:
+    """Issue `gather_texts`; what is returned waits for the others, and returns its result."""
     if backend is None:
-        return [text]
-    lines = backend.gather(_encode(text + "\n"))
-    return [] if lines is None else lines.tobytes().decode().splitlines()
+        return lambda: [text]
+    work = backend.gather_async(_encode(text + "\n"))
+
+    def texts() -> list[str]:
+        lines = work.wait()
+        return [] if lines is None else lines.tobytes().decode().splitlines()
+
+    return texts
 
 
 def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:

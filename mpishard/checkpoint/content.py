@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["Content", "RankFile", "StagingBuffer", "assemble", "on_host"]
+__all__ = ["Content", "RankFile", "StagingBuffer", "assemble", "on_host", "staged_bytes"]
+
+_ALIGNMENT = 64  # bytes
 
 HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
 
@@ -55,7 +58,8 @@ class Content:
 class StagingBuffer:
     """Host memory that a save copies into, so that training goes on while it is written.
 
-    It grows to what a save needs and is kept for the next.
+    It grows to what a save needs and is kept for the next. The first save waits while the system
+    gives the memory, unless it was reserved before.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,21 @@ class StagingBuffer:
         """Bytes that are kept."""
         return int(self._memory.nbytes)
 
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for copies of ``nbytes`` bytes, where there is less.
+
+        Raises
+        ------
+        ValueError
+            Where a save is still being written from it.
+        OSError
+            Where the system has no such memory.
+        """
+        if self._memory.size < nbytes:
+            self._require_own()
+            self._memory = np.empty(0, np.uint8)  # not both at a time
+            self._memory = _touched_memory(nbytes)
+
     def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         """Copies of 1-D arrays, valid until they are given back.
 
@@ -75,19 +94,10 @@ class StagingBuffer:
         ValueError
             Where a save is still being written from it.
         """
-        if self._is_lent:
-            raise ValueError(
-                "this staging buffer holds a save that is still being written: wait for that one, "
-                "or give this one a buffer of its own"
-            )
+        self._require_own()
+        starts = [0, *accumulate(_aligned(array.nbytes) for array in arrays)]
+        self.reserve(starts.pop())
         self._is_lent = True
-        starts, total = [], 0
-        for array in arrays:
-            starts.append(total)
-            total += -(-array.nbytes // 64) * 64
-        if self._memory.size < total:
-            self._memory = np.empty(0, np.uint8)  # not both at a time
-            self._memory = _touched_memory(total)
         copied = []
         for array, start in zip(arrays, starts, strict=True):
             copy = self._memory[start : start + array.nbytes].view(array.dtype)
@@ -98,6 +108,27 @@ class StagingBuffer:
     def give_back(self) -> None:
         """Hear that nothing reads the copies any more."""
         self._is_lent = False
+
+    def _require_own(self) -> None:
+        if self._is_lent:
+            raise ValueError(
+                "this staging buffer holds a save that is still being written: wait for that one, "
+                "or give this one a buffer of its own"
+            )
+
+
+def staged_bytes(arrays: Pieces) -> int:
+    """Bytes of a staging buffer that holds copies of the pieces, as `on_host` makes them."""
+    return sum(
+        _aligned(array.nbytes)
+        for given in arrays.values()
+        for _, array in given
+        if isinstance(array, np.ndarray)
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -21,7 +21,7 @@ __all__ = [
     "remove_aside",
     "remove_tree",
     "rename",
-    "replace_text",
+    "replace_file",
     "sync_directory",
     "write_file",
 ]
@@ -61,11 +61,11 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
         os.close(descriptor)
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Make ``file`` hold ``text``: at every moment it holds that or what it held before."""
+def replace_file(file: Path, content: bytes) -> None:
+    """Make ``file`` hold ``content``: at every moment it holds that or what it held before."""
     beside = file.with_name(f".{file.name}.tmp")
     beside.unlink(missing_ok=True)
-    write_file(beside, [text.encode()])
+    write_file(beside, [content])
     rename(beside, file)
     sync_directory(file.parent)
 

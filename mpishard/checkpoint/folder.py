@@ -180,7 +180,7 @@ class _StepTarget(Target):
 
     def put(self, directory: Path) -> None:
         super().put(directory)
-        disk.replace_text(self._folder.path / LATEST, f"{self.path.name}\n")
+        disk.replace_file(self._folder.path / LATEST, f"{self.path.name}\n".encode())
         self._folder.prune()
 
 

@@ -9,18 +9,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mpishard.checkpoint import disk
-from mpishard.checkpoint.consensus import all_texts, gather_texts, share_text, together
+from mpishard.checkpoint.consensus import (
+    all_texts,
+    begin_all_gather,
+    begin_gather_texts,
+    share_text,
+    together,
+)
 from mpishard.checkpoint.content import Content, RankFile, StagingBuffer, assemble, on_host
 from mpishard.checkpoint.manifest import MANIFEST
 from mpishard.checkpoint.metadata import as_json
 from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
-from mpishard.errors import CheckpointError, CommunicationError
+from mpishard.errors import CheckpointError
 
 __all__ = ["PendingSave", "require_room"]
 
@@ -41,7 +48,7 @@ class PendingSave:
     Each rank writes its pieces into one file of a directory beside the target, in a thread that
     communicates nothing. When all have, rank 0's thread checks that they are complete, writes the
     manifest, and puts the directory in its place. What the ranks must know of each other they say
-    in `poll`, so that all take each step, and raise, at the same call.
+    in one `poll` and hear in the next, so that all go on, and raise, at the same call.
 
     Parameters
     ----------
@@ -75,9 +82,8 @@ class PendingSave:
         self._content = content
         self._target: Target | None = None
         self._error: BaseException | None = None
-        self._failure: CheckpointError | None = None
+        self._ended: BaseException | None = None
         self._state = _State.WORKING
-        self._commits = False
         self._is_done = False
         self._is_abandoned = threading.Event()
         self._staging = staging
@@ -107,14 +113,23 @@ class PendingSave:
                 staging.give_back()
             raise
         self._thread = self._start(self._write)
+        self._steps = self._advance()
 
     @property
     def done(self) -> bool:
         """Whether the checkpoint is whole and in its place. Communicates nothing."""
         return self._is_done
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write, which `wait` raises on all. Communicates nothing."""
+        return self._state is _State.FAILED
+
     def poll(self) -> bool:
-        """Go on where all ranks can; return whether it is done. Collective, and takes no time.
+        """Go on where all ranks can; return whether it is done. Collective, once a step.
+
+        It does not wait for the others to come to it. What a rank says at one poll all hear at the
+        next, so that all go on, and raise, at the same one.
 
         Raises
         ------
@@ -122,32 +137,17 @@ class PendingSave:
             On all ranks, where any of them could not write, now and whenever it is called again.
             What was there before is as it was, unless it says that the checkpoint is in its place.
         """
-        if self._failure is not None:
-            raise self._failure
-        if self._is_done:
-            return True
+        if self._ended is not None:
+            raise self._ended
         try:
-            return self._advance()
-        except CommunicationError:
-            # The ranks that are left may save again, and this save must not come in between.
-            self.abandon()
+            next(self._steps, None)
+        except BaseException as error:
+            self._ended = error
+            if not isinstance(error, CheckpointError):
+                # The ranks that are left may save again, and this save must not come in between.
+                self.abandon()
             raise
-
-    def _advance(self) -> bool:
-        states = self._states()
-        if _State.WORKING in states:
-            return False
-        if _State.FAILED in states:
-            self._fail()
-        if self._commits:
-            self._is_done = True
-            return True
-        records = gather_texts(self._backend, json.dumps(self._file.record()))
-        self._commits = True
-        if self._rank == 0:
-            self._state = _State.WORKING
-            self._thread = self._start(lambda: self._commit(records))
-        return False
+        return self._is_done
 
     def wait(self) -> None:
         """Return when it is done. Collective.
@@ -226,10 +226,28 @@ class PendingSave:
 
     # ---------------------------------------------------------------------------------- together
 
-    def _states(self) -> list[int]:
-        mine = np.array([int(self._state)])
-        states = mine if self._backend is None else self._backend.all_gather(mine)
-        return [int(state) for state in states]
+    def _advance(self) -> Iterator[None]:
+        """What the ranks do together, one part of it at each poll. Collective."""
+        yield from self._meet()
+        records = begin_gather_texts(self._backend, json.dumps(self._file.record()))
+        yield
+        if self._rank == 0:
+            self._state = _State.WORKING
+            self._thread = self._start(partial(self._commit, records()))
+        else:
+            records()
+        yield from self._meet()
+        self._is_done = True
+
+    def _meet(self) -> Iterator[None]:
+        """Poll until no rank works, and raise where one has failed. Collective."""
+        states = [int(_State.WORKING)]
+        while _State.WORKING in states:
+            said = begin_all_gather(self._backend, np.array([int(self._state)]))
+            yield
+            states = said().tolist()
+        if _State.FAILED in states:
+            self._fail()
 
     def _fail(self) -> None:
         """Raise on every rank what any of them says. Collective."""
@@ -247,8 +265,7 @@ class PendingSave:
                 state += " was done that belongs to it"
             disk.remove_tree(self._directory)
         state = share_text(self._backend, state)
-        self._failure = CheckpointError("; ".join([state, *failures]))
-        raise self._failure from self._error
+        raise CheckpointError("; ".join([state, *failures])) from self._error
 
 
 def require_room(directory: Path, needed: int) -> None:

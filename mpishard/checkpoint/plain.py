@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from mpishard.arrays import Array, copy_into, to_host
 from mpishard.checkpoint.protocol import Pieces
 from mpishard.checkpoint.snapshot import load, save
+from mpishard.checkpoint.tensor_bytes import metadata_of, tensors_of
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
@@ -23,7 +23,6 @@ __all__ = [
     "choices_in",
     "choices_of",
     "metadata_with",
-    "named_arrays_of",
     "named_bytes",
     "packed_vector",
 ]
@@ -81,7 +80,7 @@ class PlainModelFiles(ICheckpointableModel):
             For what is something else, or of another model; nothing has changed then.
         """
         vector = self._flat_vector()
-        arrays, choices = named_arrays_of(data), choices_of(data)
+        arrays, choices = tensors_of(data), choices_of(data)
         values = packed_vector(arrays, self.checkpoint_parameters(), vector.dtype)
         self.check_choices(choices)
         copy_into(vector, values)
@@ -175,31 +174,8 @@ def named_bytes(
 
 
 def choices_of(data: bytes) -> dict[str, Any]:
-    """The choices in what `named_bytes` gave, of which `named_arrays_of` has read the arrays."""
-    # The reader of headers takes files only; the format begins with the header's length.
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-    return dict(json.loads(metadata.get(CHOICES_HEADER, "{}")))
-
-
-def named_arrays_of(data: bytes) -> dict[str, Array]:
-    """The named arrays in what ``serialize`` gave.
-
-    Raises
-    ------
-    TypeError
-        For what are no bytes.
-    ValueError
-        Where it is something else, or torn.
-    """
-    if not isinstance(data, bytes | bytearray):
-        raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
-    try:
-        return safetensors.numpy.load(bytes(data))
-    except safetensors.SafetensorError as error:
-        raise ValueError(
-            f"these {len(data)} bytes are not what serialize() gave: {error}"
-        ) from None
+    """The choices in what `named_bytes` gave, of which `tensors_of` has read the arrays."""
+    return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
 
 
 def packed_vector(

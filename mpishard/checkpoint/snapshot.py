@@ -10,7 +10,7 @@ from typing import Any
 
 from mpishard.arguments import check_path
 from mpishard.checkpoint.consensus import share_text, together
-from mpishard.checkpoint.content import Content, StagingBuffer
+from mpishard.checkpoint.content import Content, StagingBuffer, staged_bytes
 from mpishard.checkpoint.metadata import as_metadata
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
@@ -20,7 +20,7 @@ from mpishard.checkpoint.target import Target
 from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["begin_save", "load", "load_states", "save", "save_async", "save_states"]
+__all__ = ["begin_save", "load", "load_states", "reserve", "save", "save_async", "save_states"]
 
 
 def save(
@@ -96,6 +96,40 @@ def save_async(
         lambda: Target(path), model, optimizer, training=training, metadata=metadata,
         staging=staging or StagingBuffer(),
     )  # fmt: skip
+
+
+def reserve(
+    staging: StagingBuffer,
+    model: Checkpointable,
+    optimizer: CheckpointableOptimizer | None = None,
+    *,
+    kept: int = 0,
+) -> None:
+    """Take now, and not in the first `save_async`, the memory that its copies need. Collective.
+
+    Parameters
+    ----------
+    staging : StagingBuffer
+        Which will be given to `save_async`.
+    model, optimizer
+        As for `save`.
+    kept : int
+        How many more arrays of each parameter's shape and dtype a save will hold, such as the
+        best parameters of a training loop.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another model or optimizer; for a buffer that a save is still written from.
+    OSError
+        Where there is not enough memory. All ranks raise what one of them raises.
+    """
+    _check_states(model, optimizer)
+    with together(model.checkpoint_backend):
+        nbytes = staged_bytes(model.arrays_to_write()) * (1 + kept)
+        if optimizer is not None:
+            nbytes += staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
+        staging.reserve(nbytes)
 
 
 def begin_save(
@@ -280,6 +314,10 @@ def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
 def _check(path: Any, model: Any, optimizer: Any = None) -> None:
     """Refuse on this rank what no rank could save or load; nothing is communicated."""
     check_path("the path of a checkpoint", path)
+    _check_states(model, optimizer)
+
+
+def _check_states(model: Any, optimizer: Any) -> None:
     if not hasattr(model, "checkpoint_parameters"):
         raise TypeError(
             "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "

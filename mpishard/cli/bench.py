@@ -21,9 +21,11 @@ from mpishard.cli.bench_collectives import (
     collective_panels,
     collective_table,
 )
-from mpishard.cli.bench_report import parse_bytes, show, write_json
+from mpishard.cli.bench_report import write_json
 from mpishard.cli.bench_speedup import TENSOR, SpeedupBenchmark, speedup_table
 from mpishard.cli.bench_step import ALONE, StepBenchmark, step_panel, step_table
+from mpishard.cli.tables import show
+from mpishard.cli.wording import parse_bytes
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import DistributedStrategy, launch
 from mpishard.errors import MPIUnavailableError

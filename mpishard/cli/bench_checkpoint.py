@@ -18,7 +18,8 @@ from mpishard import checkpoint, nn
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.manifest import file_name
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing
@@ -118,6 +119,7 @@ class _Run:
         self._staging = checkpoint.StagingBuffer()
         self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
         self._product = np.empty_like(self._square)
+        self._totals = np.zeros(3)  # loss, weight, squared norm of the gradient
         self._seconds: dict[str, list[float]] = {}
 
     def results(self) -> list[CheckpointResult]:
@@ -128,19 +130,20 @@ class _Run:
         sizes = self._backend.all_gather(np.array([content.size]))
         total = int(sizes.sum())
         plain = self._folder / f"plain{self._backend.rank}"
+        self._timed("memory for copies", self._reserve)
         for repeat in range(self._benchmark.repeats):
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
             self._timed("save", partial(self._save, path))
             self._remove(path)
-            self._save_beside_steps(self._folder / f"async{repeat}", is_first=repeat == 0)
+            self._save_beside_steps(self._folder / f"async{repeat}")
             self._timed("read", lambda: _read(file, content))
             self._timed("load", lambda: checkpoint.load(saved, self._model, self._optimizer))
         others = {
             "write + fsync": (total, ""),
             "save": (total, "write + fsync"),
-            "save_async, first call": (0, "save"),
+            "memory for copies": (0, ""),
             "save_async, call": (0, "save"),
             "save_async, polls": (0, "save"),
             "save_async, stall": (0, "save"),
@@ -153,13 +156,16 @@ class _Run:
         return [
             CheckpointResult(way, tuple(self._seconds[way]), *about)
             for way, about in others.items()
-            if way in self._seconds
         ]
+
+    def _reserve(self) -> None:
+        checkpoint.reserve(self._staging, self._model, self._optimizer)
 
     def _save(self, path: Path) -> None:
         checkpoint.save(path, self._model, self._optimizer)
 
-    def _save_beside_steps(self, path: Path, *, is_first: bool) -> None:
+    def _save_beside_steps(self, path: Path) -> None:
+        self._backend.barrier()
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
         begun = time.perf_counter()
@@ -168,26 +174,24 @@ class _Run:
         polled, steps = 0.0, []
         while not pending.done:
             steps.append(self._step())
-            self._backend.barrier()  # as at the end of a step, where ranks wait for each other
             before = time.perf_counter()
             pending.poll()
             polled += time.perf_counter() - before
         took = time.perf_counter() - begun
         self._remove(path)
-        # The first call finds no memory to copy to, and waits for the system to give it.
-        self._note("save_async, first call" if is_first else "save_async, call", called)
-        if not is_first:
-            self._note("save_async, polls", polled)
-            self._note("save_async, stall", called + polled)
+        self._note("save_async, call", called)
+        self._note("save_async, polls", polled)
+        self._note("save_async, stall", called + polled)
         self._note("save_async, until it is done", took)
         self._note("step alone", alone)
         self._note("step beside a save", float(np.median(steps)))
 
     def _step(self) -> float:
-        """What a layer computes, timed."""
+        """What a layer computes, and the small reduction that ends each step; timed. Collective."""
         begun = time.perf_counter()
         np.matmul(self._square, self._square, out=self._product)
         np.maximum(self._product, 0.0, out=self._product)
+        self._backend.all_reduce(self._totals)
         return time.perf_counter() - begun
 
     def _timed(self, way: str, body: Callable[[], object]) -> None:
@@ -228,18 +232,13 @@ def checkpoint_table(
         f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
         f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("median", "spread", "bytes/s", "ratio"):
-        table.add_column(column, justify="right")
-    table.add_column("to", no_wrap=True)
+    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"))
     seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(
             result.way,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
             _ratio(result, seconds),
             result.other,
@@ -252,7 +251,4 @@ def checkpoint_table(
 def _ratio(result: CheckpointResult, seconds: Mapping[str, np.ndarray[Any, Any]]) -> str:
     if not result.other:
         return ""
-    # What is timed from the second repeat on stands beside those repeats; the first beside its own.
-    mine, other = seconds[result.way], seconds[result.other]
-    beside = other[:1] if result.way.endswith("first call") else other[-len(mine) :]
-    return f"{np.median(mine / beside):.2f}"
+    return f"{np.median(seconds[result.way] / seconds[result.other]):.2f}"

@@ -12,7 +12,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import counted, milliseconds
+from mpishard.cli.tables import figures_table
+from mpishard.cli.wording import counted, milliseconds
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.call import Call
 from mpishard.communication.call_log import CallLog, Journal
@@ -185,9 +186,8 @@ def checks_table(benchmark: ChecksBenchmark, result: ChecksResult, world_size: i
         f"{benchmark.strategy}, {counted(world_size, 'rank')}: {milliseconds(result.step)} a step, "
         f"{result.collectives} collectives in it"
     )
-    table = Table(title=title, title_justify="left", min_width=len(title) + 2)
-    for column in ("", "a collective", "a step", "of the step", "limit"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures_table(title, ("", "a collective", "a step", "of the step", "limit"), ("",))
+    table.min_width = len(title) + 2
     record, header = Timing(result.record_seconds).median, Timing(result.header_seconds).median
     count = max(1, result.collectives)
     for name, seconds, share in (

@@ -10,7 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard.cli.bench_peers import GlooGroup
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
 from mpishard.communication.library import load_mpi
 from mpishard.layout import ShardLayout
@@ -98,7 +99,7 @@ class CollectiveBenchmark:
 
 
 class _Ways:
-    """The ways to do a collective on arrays of one size; every way's result is checked once."""
+    """The ways to do a collective on arrays of one size; results that they leave are checked."""
 
     def __init__(
         self,
@@ -132,14 +133,23 @@ class _Ways:
         mine[...] = self.backend.rank + 1
         return mine
 
-    def _checked(self, ways: dict[str, Way], results: Mapping[str, Any]) -> dict[str, Way]:
+    def _sums(self, ways: dict[str, Way], results: Mapping[str, Any]) -> dict[str, Way]:
         """``ways``, each of which fills its result with the sum over ranks."""
-        expected = self.backend.world_size * (self.backend.world_size + 1) // 2
+        return self._checked(ways, results, np.array([sum(self._of_each_rank())]))
+
+    def _of_each_rank(self) -> range:
+        """What the inputs of the ranks are full of."""
+        return range(1, self.backend.world_size + 1)
+
+    def _checked(
+        self, ways: dict[str, Way], results: Mapping[str, Any], expected: np.ndarray[Any, Any]
+    ) -> dict[str, Way]:
+        """``ways``, each of which fills its result with what is expected."""
         for way, result in results.items():
             ways[way]()
             self.backend.barrier()
             if not (result == expected).all():
-                raise ArithmeticError(f"{way} gives {result[:4]}.. where {expected} is the sum")
+                raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
         return ways
 
     def _all_reduce(self) -> dict[str, Way]:
@@ -164,7 +174,7 @@ class _Ways:
         if self.gloo is not None:
             ways["gloo"] = self.gloo.all_reduce(array)
         ways["memcpy"] = lambda: np.copyto(copy, array)
-        return self._checked(ways, results)
+        return self._sums(ways, results)
 
     def _reduce_scatter(self) -> dict[str, Way]:
         backend, array = self.backend, self._input(self.length)
@@ -185,20 +195,22 @@ class _Ways:
         if self.gloo is not None and self.length % self.backend.world_size == 0:
             ways["gloo"] = self.gloo.reduce_scatter(array)
         ways["memcpy"] = lambda: np.copyto(copy, array)
-        return self._checked(ways, results)
+        return self._sums(ways, results)
 
     def _all_gather(self) -> dict[str, Way]:
         backend = self.backend
         piece = self._input(self.layout.size(backend.rank))
         out, mpi_out, copy = (np.empty(self.length, self.dtype) for _ in range(3))
         ways: dict[str, Way] = {"ours": lambda: backend.all_gather(piece, out=out)}
+        results = {"ours": out}
         if self.mpi is not None:
             counts = list(self.layout.sizes)
             ways["MPI"] = lambda: self.mpi.Allgatherv(piece, [mpi_out, counts])
+            results["MPI"] = mpi_out
         if self.gloo is not None and self.length % self.backend.world_size == 0:
             ways["gloo"] = self.gloo.all_gather(piece, self.length)
         ways["memcpy"] = lambda: np.copyto(copy, out)
-        return ways
+        return self._checked(ways, results, np.repeat(self._of_each_rank(), self.layout.sizes))
 
     def _barrier(self) -> dict[str, Way]:
         ways: dict[str, Way] = {"ours": self.backend.barrier}
@@ -215,9 +227,8 @@ def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Ta
     A ratio is the median over the repeats, in each of which the ways took turns; what is done in
     place is compared with what the library does in place.
     """
-    table = Table(title=f"{counted(world_size, 'rank')}, medians", title_justify="left")
-    for column in ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy"):
-        table.add_column(column, justify="left" if column in ("collective", "") else "right")
+    columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy")
+    table = figures_table(f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""))
     seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
     seen = None
     for result in results:
@@ -232,8 +243,7 @@ def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Ta
         table.add_row(
             *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),
             result.way,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
             *ratios,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard import settings
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["GlooGroup"]
@@ -34,7 +35,7 @@ class GlooGroup:
         folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
         name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
         place = os.fsdecode(backend.broadcast(name).tobytes())
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        settings.write_default("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group(
             "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
         )

@@ -1,48 +1,20 @@
-"""How benchmarks show what they measured: tables on a terminal, JSON, the machine."""
+"""What benchmarks write down: JSON, with the machine that they ran on."""
 
 from __future__ import annotations
 
 import json
 import math
 import platform
-import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import threadpoolctl
-from rich.console import Console
-from rich.table import Table
 
-from mpishard import settings
 from mpishard.cli.launcher import usable_cores
 
-__all__ = [
-    "bytes_text",
-    "counted",
-    "describe_machine",
-    "milliseconds",
-    "parse_bytes",
-    "screen_width",
-    "show",
-    "write_json",
-]
-
-_NARROWEST = 100
-
-
-def screen_width() -> int:
-    """Columns of the terminal at the other end; 100 where there is none, and at least."""
-    console = Console()
-    columns = settings.terminal_columns()
-    width = columns or (console.width if console.is_terminal else _NARROWEST)
-    return max(width, _NARROWEST)
-
-
-def show(table: Table) -> None:
-    """Print a table, as wide as the terminal at the other end."""
-    Console(width=screen_width(), highlight=False).print(table)
+__all__ = ["describe_machine", "write_json"]
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -100,45 +72,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def milliseconds(seconds: float) -> str:
-    """A time as text, with as many digits as can be believed."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.{2 if seconds < 0.1 else 1}f} ms"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 layer``, ``2 layers``, ``3 batches``."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def bytes_text(nbytes: int | None) -> str:
-    """A number of bytes as text: exact below 1 KiB, then in KiB, MiB or GiB."""
-    if nbytes is None:
-        return ""
-    amount, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while amount >= 1024 and unit != "GiB":
-        amount, unit = amount / 1024, next(units)
-    return f"{amount:.4g} {unit}"
-
-
-def parse_bytes(text: str) -> int:
-    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``2GiB`` says.
-
-    Raises
-    ------
-    ValueError
-        For any other text, and for less than 1 byte.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
-    number = 0.0
-    if found is not None:
-        number = float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB").index(found[2] or "B")
-    if number < 1:
-        raise ValueError(f"a size is a number with B, KiB, MiB or GiB, as 64KiB; got {text!r}")
-    return int(number)

@@ -11,7 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.models.mesh_model import MeshModel
@@ -242,20 +243,15 @@ def speedup_table(
         f"{_CONTEXT} tokens on {counted(world_size, 'rank')} together, "
         f"{counted(benchmark.micro_batches, 'micro-batch')}, {counted(benchmark.steps, 'step')}"
     )
-    table = Table(title=title, title_justify="left")
     columns = (
         "way", "median", "spread", "speed-up", "limit", "balance", "compute / 1 rank", "waiting",
         "sent per step",
     )  # fmt: skip
-    for column in columns:
-        is_name = column == "way"  # which is never cut
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
+    table = figures_table(title, columns, ("way",))
     for result in results:
-        timing = Timing(result.seconds)
         table.add_row(
             result.way,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(Timing(result.seconds)),
             f"{result.speedup:.2f}",
             f"{result.limit:.2f}",
             *("" if np.isnan(v) else f"{v:.2f}" for v in (result.balance, result.overhead)),

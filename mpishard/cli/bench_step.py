@@ -10,7 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
@@ -96,9 +97,11 @@ class StepBenchmark:
         model = self.build_model()
         x, y = self._batch(backend.rank)
         step, own = self._stepper(backend, strategy, model, x, y)
-        timings = {"": time_chain(step, self.steps, self.warmup)}
+        time_chain(step, 1, self.warmup - 1)
         if self.checks == "both":
             timings = _in_turn(step, own, self.steps)
+        else:
+            timings = {"": time_chain(step, self.steps)}
         own.traffic.reset()
         step()
         sent = own.traffic.total_bytes
@@ -182,6 +185,7 @@ def _in_turn(
         for checked, times in seconds.items():
             backend.check_collectives = checked
             times.extend(time_chain(step, 1).seconds)
+    backend.check_collectives = True
     return {
         "": Timing(tuple(seconds[True])),
         " without checks": Timing(tuple(seconds[False])),
@@ -196,16 +200,15 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
         f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, updates in "
         f"{'numba' if uses_numba() else 'NumPy'}"
     )
-    table = Table(title=title, title_justify="left", min_width=len(title) + 2)
-    for column in ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
+    table = figures_table(title, columns, ("strategy",))
+    table.min_width = len(title) + 2
     alone = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(
             result.strategy,
-            milliseconds(timing.median),
-            f"{timing.spread:.0%}",
+            *timing_cells(timing),
             "" if alone is None else f"{timing.median / alone:.2f}",
             bytes_text(result.bytes_sent),
             bytes_text(result.resting_bytes),

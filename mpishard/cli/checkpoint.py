@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -31,12 +30,11 @@ from mpishard.checkpoint.manifest import MANIFEST
 from mpishard.checkpoint.metadata import spelled
 from mpishard.checkpoint.reader import find_checkpoint, find_single
 from mpishard.checkpoint.resume import newest_first
-from mpishard.cli.bench_report import bytes_text, counted, show
+from mpishard.cli.tables import show
+from mpishard.cli.wording import bytes_text, counted, parse_bytes
 
 __all__ = ["checkpoint"]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _LISTED = 3  # tensors of a damaged block that a line names
 _MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
 
@@ -355,12 +353,11 @@ def _say_made(target: Path) -> None:
     typer.echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")
 
 
-def _bytes_of(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip(), re.IGNORECASE)
-    size = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
-    if size < 1:
-        raise ValueError(f"--max-shard-size is a size as 500MB, 5GB or 4GiB; got {text!r}")
-    return int(size)
+def _bytes_of(max_shard_size: str) -> int:
+    try:
+        return parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"--max-shard-size: {error}") from None
 
 
 @contextmanager

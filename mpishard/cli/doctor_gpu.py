@@ -10,11 +10,11 @@ from importlib.metadata import distributions
 from typing import NamedTuple
 
 from mpishard import settings
-from mpishard.cli.bench_report import bytes_text, counted
 from mpishard.cli.doctor_causes import why_it_failed
 from mpishard.cli.doctor_finding import Finding, Verdict, pip_install, some
 from mpishard.cli.doctor_mpi import MPIInstallation
 from mpishard.cli.doctor_probe import ask, python_command
+from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["look_at_gpus"]
 

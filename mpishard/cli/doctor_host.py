@@ -13,10 +13,10 @@ from pathlib import Path
 
 import mpishard
 from mpishard import settings
-from mpishard.cli.bench_report import bytes_text, counted
 from mpishard.cli.doctor_finding import Finding, Verdict
 from mpishard.cli.doctor_probe import ask, python_command
 from mpishard.cli.launcher import usable_cores
+from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["available_memory", "core_quota", "look_at_host"]
 

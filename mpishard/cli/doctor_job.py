@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpishard import settings
-from mpishard.cli.bench_report import bytes_text, milliseconds
 from mpishard.cli.doctor_causes import why_it_failed
 from mpishard.cli.doctor_finding import Finding, Verdict
 from mpishard.cli.doctor_mpi import MPIInstallation
 from mpishard.cli.doctor_probe import ask
 from mpishard.cli.doctor_shm import larger_folder
+from mpishard.cli.wording import bytes_text, milliseconds
 
 __all__ = ["SIZES", "SOURCES", "look_at_a_job"]
 

@@ -177,15 +177,18 @@ def _started_by_a_launcher() -> Iterator[Finding]:
     if settings.launcher_variable() is None:
         return
     size = settings.launched_world_size()
-    several = size is not None and size > 1
+    text = f"{launcher_name()} started this process"
+    value = {"variable": settings.launcher_variable(), "world_size": size}
+    if size is None or size <= 1:
+        yield Finding("mpi.started_by", Verdict.OK, text, value)
+        return
     yield Finding(
         "mpi.started_by",
-        Verdict.NOTE if several else Verdict.OK,
-        f"{launcher_name()} started this process" + f", one of {size}: only the first "
-        "reports, and what it says of cores is true of a rank" * several,
-        {"variable": settings.launcher_variable(), "world_size": size},
-        "mpishard doctor  # without a launcher: it starts the ranks that it needs" * several
-        or None,
+        Verdict.NOTE,
+        f"{text}, one of {size}: only the first reports, and what it says of cores is true of a "
+        "rank",
+        value,
+        "mpishard doctor  # without a launcher: it starts the ranks that it needs",
     )
 
 

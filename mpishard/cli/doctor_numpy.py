@@ -8,11 +8,11 @@ from typing import Any
 
 from mpishard import settings
 from mpishard.blas import better_kernel
-from mpishard.cli.bench_report import counted
 from mpishard.cli.doctor_finding import Finding, Verdict, pip_install
 from mpishard.cli.doctor_host import core_quota
 from mpishard.cli.doctor_probe import ask, python_command
 from mpishard.cli.launcher import usable_cores
+from mpishard.cli.wording import counted
 
 __all__ = ["look_at_numpy"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard import settings
 from mpishard.cli.doctor_job import SIZES, SOURCES
 from mpishard.cli.doctor_probe import answer_line
 from mpishard.communication import CommunicationBackend, init
@@ -63,7 +63,7 @@ def _median_seconds(
 
 def _is_shared(backend: CommunicationBackend, source: str) -> bool:
     """Whether what one rank writes into memory from ``source`` the other reads."""
-    os.environ["MPISHARD_ARENA"] = source
+    settings.write("MPISHARD_ARENA", source)
     memory = backend.allocate_shared(_ARENA_BYTES, np.uint8)
     if memory is None:
         return False

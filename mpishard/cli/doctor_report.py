@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mpishard import settings
-from mpishard.cli.bench_report import counted
 from mpishard.cli.doctor_finding import Finding, Verdict
+from mpishard.cli.wording import counted
 
 __all__ = ["as_json", "show_findings", "summary"]
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpishard.cli.bench_report import bytes_text, counted
 from mpishard.cli.doctor_finding import Finding, Verdict
 from mpishard.cli.doctor_probe import ask, python_command
+from mpishard.cli.leftovers import mapped_files
+from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_shared_memory"]
 
@@ -165,20 +166,7 @@ def leftovers(folder: Path = FOLDER, processes: Path = Path("/proc")) -> list[Pa
         if is_own and now - max(status.st_mtime, status.st_ctime) > _STARTING_SECONDS:
             found.append((path, status.st_ino))
     # Read after the files were listed: what is mapped now may have been mapped meanwhile.
-    mapped = _mapped(processes) if found else set()
-    return [path for path, inode in found if (path.name, inode) not in mapped]
-
-
-def _mapped(processes: Path) -> set[tuple[str, int]]:
-    """Names and inodes of the files that some process has mapped, in whatever container it is."""
-    found = set()
-    for maps in processes.glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # it has ended, or is another user's, whose files are not looked at
-            continue
-        for line in lines:
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                found.add((Path(fields[5]).name, int(fields[4])))
-    return found
+    mapped = mapped_files(processes) if found else ()
+    # By name: in another container the folder may be another.
+    names = {(path.name, inode) for path, inode in mapped}
+    return [path for path, inode in found if (path.name, inode) not in names]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpishard.communication.call_file import CallFile
 
-__all__ = ["remove_shared_memory"]
+__all__ = ["mapped_files", "remove_shared_memory"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps it
 
@@ -37,7 +37,7 @@ def remove_shared_memory(files: Iterable[CallFile]) -> list[Path]:
     paths = {Path(name) for file in files for name in file.shared_memory}
     found = {path for path in paths if path.parent == _SHARED_MEMORY and _is_ours(path)}
     if found:
-        found -= _mapped()
+        found -= {path for path, _ in mapped_files()}
     for path in found:
         path.unlink(missing_ok=True)
         _logger.debug("removed %s, which the job left behind", path)
@@ -52,13 +52,16 @@ def _is_ours(path: Path) -> bool:
     return status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
 
 
-def _mapped() -> set[Path]:
-    """Files in shared memory that are part of a living process."""
+def mapped_files(processes: Path = Path("/proc")) -> set[tuple[Path, int]]:
+    """The files that are part of living processes, as these call them, with their inodes.
+
+    Of what other users run, only what the system tells: nothing, unless this is root.
+    """
     found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for maps in processes.glob("[0-9]*/maps"):
         with suppress(OSError):  # it ends meanwhile, or is another user's
-            for line in maps.read_text(errors="replace").splitlines():
+            for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(f"{_SHARED_MEMORY}/"):
-                    found.add(Path(fields[5]))
+                if len(fields) == 6 and fields[5].startswith("/"):
+                    found.add((Path(fields[5]), int(fields[4])))
     return found

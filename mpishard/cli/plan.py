@@ -12,7 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from mpishard.cli.bench_report import counted, screen_width, show
+from mpishard.cli.tables import figures_table, screen_width, show
+from mpishard.cli.wording import counted
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -91,25 +92,9 @@ def schedule(
     if as_json:
         rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
         typer.echo(json.dumps(rows, indent=1))
-        return
-    show(_table(schedules, timelines))
-    width = screen_width()
-    charts = [text_chart(timeline, width) for timeline in timelines]
-    for timeline, chart in zip(timelines, charts, strict=True):
-        if chart is not None:
-            typer.echo(f"\n{timeline.schedule_name}\n{chart}")
-    if output is None and None in charts:
-        names = ", ".join(
-            timeline.schedule_name
-            for timeline, chart in zip(timelines, charts, strict=True)
-            if chart is None
-        )
-        typer.echo(f"\nWider than {width} columns: {names}. --output FILE.png draws all.")
-    if any(chart is not None for chart in charts):
-        typer.echo(
-            "\nF forward, B backward or its input's half, W the parameters' half; small letters: "
-            "a rank's second stage, and every other"
-        )
+    else:
+        show(_table(schedules, timelines))
+        _show_charts(timelines, is_drawn=output is not None)
 
 
 def _check_times(*times: float) -> None:
@@ -162,14 +147,11 @@ def _times(schedule: RuleSchedule, times: Sequence[float], communication: float)
 
 def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> Table:
     first = timelines[0]
-    table = Table(
-        title=f"{counted(first.num_stages, 'rank')}, "
-        f"{counted(first.num_micro_batches, 'micro-batch')}",
-        title_justify="left",
+    table = figures_table(
+        f"{counted(first.num_stages, 'rank')}, {counted(first.num_micro_batches, 'micro-batch')}",
+        ("schedule", "V", "bubble", "published", "makespan", "idle", "peak live", "peak held"),
+        ("schedule",),
     )
-    table.add_column("schedule", no_wrap=True)
-    for header in ("V", "bubble", "published", "makespan", "idle", "peak live", "peak held"):
-        table.add_column(header, justify="right")
     for schedule, timeline in zip(schedules, timelines, strict=True):
         published = schedule.published_bubble_fraction(first.num_stages, first.num_micro_batches)
         table.add_row(
@@ -190,6 +172,25 @@ def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> 
     )
     table.caption_justify = "left"
     return table
+
+
+def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
+    """Charts of those schedules that fit the screen; ``is_drawn`` where a file has them all."""
+    width = screen_width()
+    charts = {timeline.schedule_name: text_chart(timeline, width) for timeline in timelines}
+    for name, chart in charts.items():
+        if chart is not None:
+            typer.echo(f"\n{name}\n{chart}")
+    wider = [name for name, chart in charts.items() if chart is None]
+    if wider and not is_drawn:
+        typer.echo(
+            f"\nWider than {width} columns: {', '.join(wider)}. --output FILE.png draws all."
+        )
+    if len(wider) < len(charts):
+        typer.echo(
+            "\nF forward, B backward or its input's half, W the parameters' half; small letters: "
+            "a rank's second stage, and every other"
+        )
 
 
 def _peak(peaks: Sequence[float]) -> str:

@@ -116,12 +116,14 @@ class RankProcesses:
         if self.all_seen or self._is_looking:
             return
         self._is_looking = True
-        self._search(self._launcher)
-        for file in call_files(self._folder):
-            rank = file.launched_rank
-            if rank not in self.ranks and file.host == socket.gethostname():
-                self._add(rank, file.pid, file)
-        self._is_looking = False
+        try:
+            self._search(self._launcher)
+            for file in call_files(self._folder):
+                rank = file.launched_rank
+                if rank not in self.ranks and file.host == socket.gethostname():
+                    self._add(rank, file.pid, file)
+        finally:
+            self._is_looking = False
 
     def wait(self, seconds: float | None) -> None:
         """Wait for the end of a rank or of the launcher, and note the ranks that have ended."""

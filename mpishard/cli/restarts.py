@@ -11,6 +11,7 @@ from itertools import count
 from mpishard import settings
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome
+from mpishard.cli.wording import counted
 
 __all__ = ["Restarts"]
 
@@ -76,7 +77,7 @@ class Restarts:
             if not self._is_failure(outcome):
                 self._say_all(lines)
                 if failures and not outcome.verdict.code:
-                    self.say(f"the job ended well after {_times(len(failures), 'restart')}")
+                    self.say(f"the job ended well after {counted(len(failures), 'restart')}")
                 return outcome.verdict.code
             failures.append(outcome)
             if number > self.most:
@@ -96,7 +97,7 @@ class Restarts:
             pause = self._pause_after(outcome, pause)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
             self.say(
-                f"{outcome.cause}; restart {number} of {self.most} with {_times(ranks, 'rank')}"
+                f"{outcome.cause}; restart {number} of {self.most} with {counted(ranks, 'rank')}"
                 f"{place} in {pause:g} s"
             )
             self._wait(pause)
@@ -106,7 +107,7 @@ class Restarts:
             first = failures[0]
             logs = "" if first.logs is None else f" (logs: {first.logs})"
             self.say(
-                f"the job failed for good, after {_times(len(failures) - 1, 'restart')}; root "
+                f"the job failed for good, after {counted(len(failures) - 1, 'restart')}; root "
                 f"cause, in the first start: {first.cause}{logs}"
             )
         return failures[-1].verdict.code
@@ -127,7 +128,9 @@ class Restarts:
         return min(self.ranks, sum(host.slots for host in hosts))
 
     def _too_few(self, lost: Sequence[str], ranks: int) -> str:
-        room = f"the other hosts take {_times(ranks, 'rank')}" if ranks else "no other host is left"
+        room = (
+            f"the other hosts take {counted(ranks, 'rank')}" if ranks else "no other host is left"
+        )
         need = f"--min-ranks is {self.min_ranks}"
         if self.min_ranks is None:
             need = f"without --min-ranks it keeps its {self.ranks}"
@@ -153,10 +156,6 @@ class Restarts:
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.say(line)
-
-
-def _times(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _names(hosts: Sequence[str]) -> str:

@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mpishard.cli.bench_report import bytes_text, milliseconds, show
-from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument, prepare_job
+from mpishard.cli.prepared_job import prepare_job
+from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument
+from mpishard.cli.tables import figures_table, show
+from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.observe import (
     JobTrace,
     TraceSummary,
@@ -51,14 +53,14 @@ def run(
     Ends with the script's exit code; what a failed job has left is merged too.
     """
     folder = output.absolute()
-    start = prepare_job(
+    job = prepare_job(
         "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
     )
     with _said():
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
-    code = start()
+    code = job.run()
     with _said(code):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
@@ -131,8 +133,8 @@ def _print_notes(recorded: JobTrace) -> None:
 def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     nodes = len({about["node"] for about in recorded.ranks})
     until = max(ending.until for ending in recorded.endings.values())
-    who = _count(recorded.world_size, "rank")
-    words = [f"{who} on {_count(nodes, 'node')}, {until / 1e6:.3f} s"]
+    who = counted(recorded.world_size, "rank")
+    words = [f"{who} on {counted(nodes, 'node')}, {until / 1e6:.3f} s"]
     if not math.isnan(found.step_seconds):
         words.append(f"a step takes {milliseconds(found.step_seconds)} (median)")
     if not math.isnan(found.bubble):
@@ -145,17 +147,12 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     _print_notes(recorded)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def _rank_table(found: TraceSummary) -> Table:
-    table = Table(title="What the ranks' steps are made of", title_justify="left")
-    for name in ("rank", "node", "steps", "in steps"):
-        table.add_column(name, justify="right")
-    names = ("computing", "waiting", "idle", "in flight", "hidden", "came last")
-    for name in names:
-        table.add_column(name, justify="right")
+    columns = (
+        "rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight", "hidden",
+        "came last",
+    )  # fmt: skip
+    table = figures_table("What the ranks' steps are made of", columns)
     for rank in found.ranks:
         whole = rank.seconds or 1.0
         shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
@@ -168,11 +165,8 @@ def _rank_table(found: TraceSummary) -> Table:
 
 
 def _call_table(found: TraceSummary) -> Table:
-    table = Table(title="What was called, all ranks together", title_justify="left")
-    table.add_column("call")
-    table.add_column("of")
-    for name in ("calls", "bytes", "in flight", "waited", "median wait"):
-        table.add_column(name, justify="right")
+    columns = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait")
+    table = figures_table("What was called, all ranks together", columns, ("call", "of"))
     for call in found.calls:
         table.add_row(
             call.kind, call.group, str(call.calls), bytes_text(call.nbytes),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpishard.cli.bench_report import counted
+from mpishard.cli.wording import counted
 from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.pipeline import SCHEDULE_NAMES

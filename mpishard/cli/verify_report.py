@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mpishard.arrays import Array
 from mpishard.cli.verify_rank import Comparison
+from mpishard.cli.wording import counted
 
 __all__ = ["Verdict", "default_tolerance"]
 
@@ -85,7 +86,7 @@ class Verdict:
         errors = np.maximum(c.built, c.parameters.max(axis=1))
         worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(c.names)
         if self.is_equal:
-            ranks = f"{len(c.built)} rank{'s' if len(c.built) > 1 else ''}"
+            ranks = counted(len(c.built), "rank")
             return [*lines, f"EQUAL: all {names} parameters on {ranks} are within {worst}"]
         above = int((errors > self.tolerance).any(axis=0).sum())
         return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]

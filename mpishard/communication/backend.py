@@ -15,6 +15,13 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.call import DTYPES, Kind
+from mpishard.communication.call_arguments import (
+    check_array,
+    check_out,
+    check_root,
+    check_writeable,
+    piece_sizes,
+)
 from mpishard.communication.call_log import CallLog
 from mpishard.communication.point_to_point import PointToPoint
 from mpishard.communication.reduction import (
@@ -92,11 +99,11 @@ class CommunicationBackend(PointToPoint):
         out: Array | None = None,
     ) -> Work:
         """As `all_reduce`, issued and not waited for."""
-        self._check_array(array, "all_reduce")
+        check_array(array, "all_reduce")
         check_reducible(array.dtype, operation)
         if out is None:
             out = array
-        self._check_out(out, array.shape, array.dtype, "all_reduce")
+        check_out(out, array.shape, array.dtype, "all_reduce")
         call = self._call(Kind.ALL_REDUCE, array, operation=operation)
         return self._issue(call, self._steps_all_reduce(call, array, out))
 
@@ -158,14 +165,16 @@ class CommunicationBackend(PointToPoint):
         out: Array | None = None,
     ) -> Work:
         """As `reduce_scatter`, issued and not waited for."""
-        self._check_array(array, "reduce_scatter", needs_dim=True)
+        check_array(array, "reduce_scatter", needs_dim=True)
         check_reducible(array.dtype, operation)
-        pieces = self._counts(array.shape[0], counts, strict, "reduce_scatter")
+        pieces = piece_sizes(
+            array.shape[0], counts, self.world_size, "reduce_scatter", strict=strict
+        )
         shape = (pieces[self.rank], *array.shape[1:])
         if out is None:
             out = array_namespace(array).empty(shape, array.dtype)
         wide = accumulation_dtype(array.dtype)
-        self._check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
+        check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
         call = self._call(Kind.REDUCE_SCATTER, array, operation=operation, counts=pieces)
         return self._issue(call, self._steps_reduce_scatter(call, array, pieces, out))
 
@@ -204,10 +213,10 @@ class CommunicationBackend(PointToPoint):
 
     def all_gather_async(self, array: Array, *, out: Array | None = None) -> Work:
         """As `all_gather`, issued and not waited for."""
-        self._check_array(array, "all_gather", needs_dim=True)
+        check_array(array, "all_gather", needs_dim=True)
         if out is not None:
-            self._check_array(out, "all_gather", needs_dim=True)
-            self._check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
+            check_array(out, "all_gather", needs_dim=True)
+            check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         call = self._call(Kind.ALL_GATHER, array, out_rows=-1 if out is None else out.shape[0])
         return self._issue(call, self._steps_all_gather(call, array, out))
 
@@ -246,11 +255,11 @@ class CommunicationBackend(PointToPoint):
 
     def broadcast_async(self, array: Array | None, root: int = 0) -> Work:
         """As `broadcast`, issued and not waited for."""
-        self._check_root(root)
+        check_root(root, self.world_size)
         if array is not None or self.rank == root:
-            self._check_array(array, "broadcast")
+            check_array(array, "broadcast")
         if array is not None and self.rank != root:
-            self._check_writeable(array, "broadcast")
+            check_writeable(array, "broadcast")
         call = self._call(Kind.BROADCAST, array, root=root)
         return self._issue(call, self._steps_broadcast(call, array, root))
 
@@ -305,12 +314,12 @@ class CommunicationBackend(PointToPoint):
         strict: bool = False,
     ) -> Work:
         """As `scatter`, issued and not waited for."""
-        self._check_root(root)
+        check_root(root, self.world_size)
         pieces: tuple[int, ...] | None = None
         if self.rank == root:
-            self._check_array(array, "scatter", needs_dim=True)
+            check_array(array, "scatter", needs_dim=True)
             assert array is not None
-            pieces = self._counts(array.shape[0], counts, strict, "scatter")
+            pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
         call = self._call(Kind.SCATTER, array if self.rank == root else None, root=root)
         return self._issue(call, self._steps_scatter(call, array, pieces, root))
 
@@ -345,8 +354,8 @@ class CommunicationBackend(PointToPoint):
 
     def gather_async(self, array: Array, root: int = 0) -> Work:
         """As `gather`, issued and not waited for."""
-        self._check_root(root)
-        self._check_array(array, "gather", needs_dim=True)
+        check_root(root, self.world_size)
+        check_array(array, "gather", needs_dim=True)
         call = self._call(Kind.GATHER, array, root=root)
         return self._issue(call, self._steps_gather(call, array, root))
 
@@ -390,7 +399,7 @@ class CommunicationBackend(PointToPoint):
                 f"all_to_all needs one part for each of {self.world_size} ranks, got {len(parts)}"
             )
         for part in parts:
-            self._check_array(part, "all_to_all")
+            check_array(part, "all_to_all")
             if part.dtype != parts[0].dtype:
                 raise ValueError(
                     f"all_to_all parts must share a dtype, got {parts[0].dtype.name} "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
+from mpishard.communication.bounce import BounceBuffers
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
 from mpishard.communication.lanes import Expected, Lane, Message, Pending, post_bytes
@@ -52,6 +53,10 @@ class Group:
         self.mailbox = mailbox
         self.node: Any = None
         """The ranks of this one's node, once memory was shared among them."""
+        self.bounce: BounceBuffers | None = None
+        """What private arrays pass through, once there were some."""
+        self.has_no_bounce = False
+        """Whether there was no memory for it."""
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))
@@ -64,8 +69,10 @@ class Group:
         """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
         self.broken: PeerError | None = None
-        self._open_headers = 0
+        self._unread: list[tuple[Waitable, bytearray, Call]] = []  # headers under way
         self._answered_leave = False
+        self.unanswered: Call | None = None
+        """The first collective that others left without, and that nobody here waited for."""
         self._leaving: Waitable | None = None
         self._begun: Letter | None = None
         self._leave_call: Call | None = None
@@ -85,9 +92,13 @@ class Group:
 
     # ----------------------------------------------------------------------------------- headers
 
-    def post_header(self, row: bytearray) -> tuple[Waitable, bytearray]:
-        """Send this rank's header; the rows are complete when the request is."""
-        self._open_headers += 1
+    def post_header(self, row: bytearray, own: Call) -> tuple[Waitable, bytearray]:
+        """Send the header of ``own``; the rows are complete when the request is."""
+        posted, rows = self._post_row(row)
+        self._unread.append((posted, rows, own))
+        return posted, rows
+
+    def _post_row(self, row: bytearray) -> tuple[Waitable, bytearray]:
         if self.mailbox is not None:
             letter, self._begun = self._begun or self.mailbox.post(row), None
             return letter, letter.rows
@@ -102,10 +113,12 @@ class Group:
 
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""
-        self._open_headers -= 1
+        self._unread = [unread for unread in self._unread if unread[1] is not rows]
         headers = Headers(rows, own, self.rank)
-        if not headers.identical and any(c.kind is Kind.LEAVE for c in headers.calls):
+        if _has_leave(headers):
             self._answered_leave = True
+            if self.is_leaving:
+                self.unanswered, self._leave_call = own, None
         return headers
 
     # ----------------------------------------------------------------------------------- leaving
@@ -129,18 +142,26 @@ class Group:
             return
         for receive in tuple(self.expected):
             receive.withdraw()
-        if self._answered_leave or (self.broken and self._open_headers):
+        if self._answered_leave or (self.broken and self._unread):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True
             return
         call = self._leave_call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
-        self._leaving, self._leave_rows = self.post_header(make_row(call, None))
+        self._leaving, self._leave_rows = self._post_row(make_row(call, None))
 
     def has_left(self) -> bool:
         """Whether every other rank has answered the LEAVE. Never blocks."""
-        if not self._left and self._leaving is not None and self._leaving.test():
-            self._left = True
+        if not self._left and self._leaving is not None:
+            self._left = self._leaving.test() or self._answered_leave or self._met_leave()
         return self._left
+
+    def _met_leave(self) -> bool:
+        """Whether a header that nobody here waits for met a LEAVE: then ours meets none."""
+        for posted, rows, own in self._unread:
+            if posted.test() and _has_leave(Headers(rows, own, self.rank)):
+                self.unanswered, self._leave_call = own, None
+                return True
+        return False
 
     def notify(self) -> None:
         """Tell the others, wherever they wait, that this rank has left. Idempotent."""
@@ -238,6 +259,10 @@ class Group:
             return False
         messages = [request for request in self.in_flight if isinstance(request, Message)]
         return sum(not request.test() for request in messages) == 0
+
+
+def _has_leave(headers: Headers) -> bool:
+    return not headers.identical and any(call.kind is Kind.LEAVE for call in headers.calls)
 
 
 def _duplicates(comm: Any, count: int) -> list[Any]:

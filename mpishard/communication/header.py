@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import HEADER_BYTES, Call
 from mpishard.communication.sharing import Places
 
-__all__ = ["INLINE_BYTES", "ROW_BYTES", "Headers", "make_row"]
+__all__ = ["COPIED", "INLINE_BYTES", "ROW_BYTES", "Headers", "Readiness", "make_row"]
 
 INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second message."""
@@ -20,15 +21,36 @@ INLINE_BYTES = 128
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Number of bytes that each rank sends."""
 
+_PLACES = struct.Struct("=5q")
+_READINESS_AT = _PLACES.size - 8
 
-_PLACES = struct.Struct("=4q")
+
+class Readiness(IntEnum):
+    """What a rank has done with an array that is too long for its header."""
+
+    AT_HOME = 0
+    """Nothing."""
+    COPIED = 1
+    """It stands in the rank's row of the bounce buffers."""
+    ON_DEVICE = 2
+    """It lies on a GPU, and goes from there."""
 
 
-def make_row(call: Call, payload: Array | None, places: Places = (PRIVATE, PRIVATE)) -> bytearray:
+COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
+"""What stands in a header instead of a private array that was copied."""
+
+
+def make_row(
+    call: Call,
+    payload: Array | None,
+    places: Places = (PRIVATE, PRIVATE),
+    readiness: Readiness = Readiness.AT_HOME,
+) -> bytearray:
     """The message of one rank: `ROW_BYTES` bytes.
 
-    ``payload`` is a host array. Where it is larger than `INLINE_BYTES`, ``places`` stands in its
-    place: where it and the result lie in memory that the node's ranks share.
+    ``payload`` is a host array. Where it is larger than `INLINE_BYTES`, there stand instead
+    ``places``, where it and the result lie in memory that the node's ranks share, and
+    ``readiness``.
     """
     row = bytearray(ROW_BYTES)
     call.encode(row)
@@ -36,7 +58,7 @@ def make_row(call: Call, payload: Array | None, places: Places = (PRIVATE, PRIVA
         if payload.nbytes <= INLINE_BYTES:
             row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
         else:
-            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1])
+            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1], readiness)
     return row
 
 
@@ -91,10 +113,30 @@ class Headers:
 
     def places(self, rank: int) -> Places:
         """Where the array of ``rank`` and its result lie, where that array is not inline."""
-        number, offset, out_number, out_offset = _PLACES.unpack_from(
+        number, offset, out_number, out_offset, _ = _PLACES.unpack_from(
             self._rows, rank * ROW_BYTES + HEADER_BYTES
         )
         return (number, offset), (out_number, out_offset)
+
+    def has_copied(self, rank: int) -> bool:
+        """Whether the array of ``rank`` stands in its row of the bounce buffers."""
+        return self._readiness(rank) == Readiness.COPIED
+
+    @property
+    def all_have_copied(self) -> bool:
+        """Whether that is so of every rank."""
+        return all(self.has_copied(rank) for rank in range(len(self.calls)))
+
+    @property
+    def any_on_device(self) -> bool:
+        """Whether the array of any rank goes from its GPU."""
+        return any(self._readiness(rank) == Readiness.ON_DEVICE for rank in range(len(self.calls)))
+
+    def _readiness(self, rank: int) -> int:
+        if self.calls[rank].nbytes <= INLINE_BYTES:
+            return Readiness.AT_HOME
+        # A small number in the first of eight bytes, the others 0.
+        return self._rows[rank * ROW_BYTES + HEADER_BYTES + _READINESS_AT]
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""

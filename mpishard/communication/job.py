@@ -271,6 +271,11 @@ class Job(Ending):
             if waited > warn_after:
                 warn_after = float("inf")
                 self._say_who_works_on(waited)
+        for call in (group.unanswered for group in groups if group.unanswered):
+            say(
+                f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
+                f"{call.place}: other ranks left without it, and nobody waited for its result"
+            )
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()

@@ -243,6 +243,14 @@ class Mailbox:
                 return False
         return True
 
+    def differs(self, number: int, payload: bytes) -> bool:
+        """Whether the payload of any rank does not begin as ``payload``, where they `meet`."""
+        for start in self._rows[number % SLOTS]:
+            at = start + _PAYLOAD
+            if self._bytes[at : at + len(payload)] != payload:
+                return True
+        return False
+
     def take_up(self, row: bytearray) -> Letter:
         """The exchange that `post_at_once` began with ``row``, as a letter to wait for."""
         letter = Letter(self, self._last, row, bytearray(ROW_BYTES * (1 + len(self.peers))))

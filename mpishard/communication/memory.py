@@ -1,46 +1,26 @@
 """Threads of one process as ranks: every rank reads its peers' arrays in place.
 
-A collective is a chain of *meetings*. At a meeting each rank leaves a value, and goes on when
-all have come. Between the first meeting and the last a rank's arrays are readable by all.
+How a rank enters a world, waits in it and leaves it; `MemoryCollectives` is what it does there.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self
-
-import numpy as np
+from typing import NoReturn, Self
 
 from mpishard import settings
-from mpishard.arrays import (
-    Array,
-    address,
-    array_namespace,
-    beside,
-    copy_into,
-    is_device_array,
-    synchronize,
-)
-from mpishard.communication.arena import anonymous_memory
-from mpishard.communication.backend import CommunicationBackend
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import RankState
 from mpishard.communication.call_log import CallLog, Journal
 from mpishard.communication.departure import Departure
 from mpishard.communication.diagnosis import describe_stall, parting
-from mpishard.communication.letters import Delivery, Letter, Taken
 from mpishard.communication.meeting import Absence, Failure, World, new_world, split_worlds
-from mpishard.communication.point_to_point import refuse_other_message
+from mpishard.communication.memory_collectives import MemoryCollectives
 from mpishard.communication.recording import stop_recording
-from mpishard.communication.sharing import Nodes
 from mpishard.communication.work import CollectiveWork, Steps, Work
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
-from mpishard.layout import ShardLayout
 
 __all__ = ["InMemoryCommunicationBackend"]
 
@@ -50,7 +30,7 @@ _environments: dict[str, list[World]] = {}
 _environments_lock = threading.Lock()
 
 
-class InMemoryCommunicationBackend(CommunicationBackend):
+class InMemoryCommunicationBackend(MemoryCollectives):
     """One thread as one rank of a world that lives in this process.
 
     Parameters
@@ -96,8 +76,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: World | None = None
-        # Receives under way, by where the letter comes from: this thread's alone.
-        self._lines: dict[tuple[int, int, int], deque[Delivery]] = {}
         # This rank's backends: its peers may wait for it in any of them.
         self._family: weakref.WeakSet[InMemoryCommunicationBackend] = weakref.WeakSet((self,))
 
@@ -297,159 +275,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _parting(self, sequence: int) -> str:
         return parting(self._joined().records(), self.call_log.group, upto=sequence)
 
-    # ------------------------------------------------------------------------------- collectives
-
     def _admit(self, kind: Kind, sequence: int) -> None:
         world = self._joined()
         if world.failures:
             # It need not wait for the rank that failed: that may go on, after abort().
             raise world.failures[0].error(f"{kind.label} is called after a failure")
-
-    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
-        """First meeting of a collective: check the calls, give back the ranks' values.
-
-        The others may use ``arrays`` from here on, and those of `_exchange` from there on.
-        """
-        _finish(arrays)
-        arrival = self._joined().meet(call, 0, self._rank, (call, value))
-        yield arrival
-        pairs = [left[0] for left in arrival.meeting.values]
-        self._verify([peer for peer, _ in pairs])
-        return [other for _, other in pairs]
-
-    def _exchange(self, call: Call, value: Any, *arrays: Array, phase: int = 1) -> Steps:
-        """The second meeting, or a later one: the ranks' values."""
-        _finish(arrays)
-        arrival = self._joined().meet(call, phase, self._rank, value)
-        yield arrival
-        return [left[0] for left in arrival.meeting.values]
-
-    def _steps_barrier(self, call: Call) -> Steps:
-        yield from self._open(call, None)
-
-    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)), array)
-        flat = [a.reshape(-1) for a, _ in left]
-        places = [where for _, where in left]
-        layout = ShardLayout(int(array.size), self._world_size)
-        mine = layout.slice(self._rank)
-        piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
-        assert call.operation is not None
-        near = [beside(a[mine], array) for a in flat]
-        self._reducer.reduce(near, call.operation, piece)
-        pieces = yield from self._exchange(call, piece, piece)
-        result = out.reshape(-1)
-        out_is_shared = self._out_is_shared(places)
-        nodes = Nodes(self.nodes, self._rank)
-        for rank, other in enumerate(pieces):
-            if not out_is_shared or nodes.agent(rank) == self._rank:
-                copy_into(result[layout.slice(rank)], other)
-        if self._arrays_are_shared(places) and out_is_shared:
-            self._count_shared_reduce(layout.sizes, array.dtype)
-            self._count_shared_gather(layout.sizes, array.dtype)
-        else:
-            self._count_all_reduce(call, layout.sizes)
-        # A piece in GPU memory would be used for something else as soon as its rank lets it go.
-        if out_is_shared or any(is_device_array(a) for a in flat):
-            yield from self._exchange(call, None, result, phase=2)
-        return out
-
-    def _steps_reduce_scatter(
-        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
-    ) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)), array)
-        arrays = [a for a, _ in left]
-        start = sum(counts[: self._rank])
-        mine = slice(start, start + counts[self._rank])
-        assert call.operation is not None
-        xp = array_namespace(array)
-        # Of this rank's array the others read all but its own piece.
-        overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
-        piece = xp.empty(out.size, out.dtype) if overlaps else out
-        near = [beside(a[mine].reshape(-1), array) for a in arrays]
-        self._reducer.reduce(near, call.operation, piece.reshape(-1))
-        yield from self._exchange(call, None, piece)
-        if piece is not out:
-            out[...] = piece.reshape(out.shape)
-        if self._arrays_are_shared([where for _, where in left]):
-            row = math.prod(array.shape[1:])
-            self._count_shared_reduce([count * row for count in counts], array.dtype)
-        else:
-            self._count_reduce_scatter(call, counts)
-        return out
-
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        left = yield from self._open(call, (array, self._places(array, out)), array)
-        arrays = [a for a, _ in left]
-        lengths = [a.shape[0] for a in arrays]
-        out_is_shared = self._out_is_shared([where for _, where in left])
-        nodes = Nodes(self.nodes, self._rank)
-        if out is None:
-            out = array_namespace(array).empty((sum(lengths), *array.shape[1:]), array.dtype)
-        start = sum(lengths[: self._rank])
-        askew = _overlap_askew(array, out, out[start : start + array.shape[0]])
-        # Peers read this rank's array until the next meeting: a result on top of it waits so long.
-        target = array_namespace(array).empty(out.shape, out.dtype) if askew else out
-        start = 0
-        for rank, other in enumerate(arrays):
-            part = target[start : start + other.shape[0]]
-            start += other.shape[0]
-            if out_is_shared and nodes.agent(rank) != self._rank:
-                continue  # another rank of this node writes it
-            if other is not array or address(part) != address(array):
-                copy_into(part, other)
-        yield from self._exchange(call, None, target)
-        if askew:
-            out[...] = target
-        if out_is_shared:
-            row = math.prod(array.shape[1:])
-            self._count_shared_gather([length * row for length in lengths], array.dtype)
-        else:
-            self._count_all_gather(array)
-        return out
-
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        arrays = yield from self._open(call, array, *([] if array is None else [array]))
-        sent = arrays[root]
-        if self._rank != root:
-            if array is None:
-                array = array_namespace(sent).empty(sent.shape, sent.dtype)
-            copy_into(array, sent)
-        assert array is not None
-        yield from self._exchange(call, None, array)
-        self._count_broadcast(array, root)
-        return array
-
-    def _steps_scatter(
-        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
-    ) -> Steps:
-        given = [array] if self._rank == root and array is not None else []
-        values = yield from self._open(
-            call, (array, counts) if self._rank == root else None, *given
-        )
-        sent, pieces = values[root]
-        start = sum(pieces[: self._rank])
-        piece = sent[start : start + pieces[self._rank]].copy()
-        yield from self._exchange(call, None, piece)
-        self._count_scatter(sent if self._rank == root else None, piece)
-        return piece
-
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        arrays = yield from self._open(call, array, array)
-        result = None
-        if self._rank == root:
-            near = [beside(a, array) for a in arrays]
-            result = array_namespace(array).concatenate(near, axis=0)
-        yield from self._exchange(call, None, array)
-        self._count_gather(array, root)
-        return result
-
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        values = yield from self._open(call, parts, *parts)
-        received = [sent[self._rank].copy() for sent in values]
-        yield from self._exchange(call, None, *received)
-        self._count_all_to_all(parts)
-        return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
@@ -471,57 +301,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             self._family.add(member)
         return member
 
-    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
-        yield from self._open(call, None)
-        first = self.peers[0]
-        makes = self._rank == first and settings.arena_sources()
-        given = yield from self._exchange(call, anonymous_memory(nbytes) if makes else None)
-        return given[first]
-
-    # ---------------------------------------------------------------------------- point to point
-
-    def _send(self, array: Array, destination: int, tag: int) -> None:
-        message = array.copy()
-        synchronize(message)
-        self._post(Letter(message, is_copy=True), destination, tag)
-
-    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
-        synchronize(array)
-        letter = Letter(array, is_copy=False)
-        self._post(letter, destination, tag)
-        yield Taken(letter, destination)
-
-    def _post(self, letter: Letter, destination: int, tag: int) -> None:
-        world = self._joined()
-        with world.changed:
-            queue = world.letters.setdefault((self._rank, destination, tag), deque())
-            queue.append(letter)
-            world.changed.notify_all()
-
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
-        world = self._joined()
-        key = (source, self._rank, tag)
-        # Who receives first takes first, whoever waits first.
-        with Delivery(world.letters, key, self._lines) as delivery:
-            yield delivery
-            with world.changed:
-                letter = world.letters[key][0]
-                refuse_other_message(
-                    letter.array.size, letter.array.dtype, count, dtype,
-                    world.global_ranks[source], tag,
-                )  # fmt: skip
-                world.letters[key].popleft()
-                if not world.letters[key]:
-                    del world.letters[key]
-        message = letter.open()
-        if not letter.is_copy:
-            with world.changed:  # the sender may wait for it
-                letter.is_taken = True
-                world.changed.notify_all()
-        return message
-
 
 def _forget(environment_id: str, world: World) -> None:
     """Let ranks that come to the environment from now on not meet in ``world``."""
@@ -531,15 +310,3 @@ def _forget(environment_id: str, world: World) -> None:
             worlds.remove(world)
         if not worlds:
             _environments.pop(environment_id, None)
-
-
-def _finish(arrays: Sequence[Array]) -> None:
-    """Wait for what a GPU still does to or with them, before other ranks touch them."""
-    for array in arrays:
-        synchronize(array)
-
-
-def _overlap_askew(array: Array, out: Array, part: Array) -> bool:
-    """Whether ``array`` lies in ``out``, and not just where its ``part`` of it is."""
-    overlap = bool(array_namespace(out).may_share_memory(array, out))
-    return overlap and address(array) != address(part)

@@ -61,6 +61,7 @@ class Stream:
 
     @property
     def is_idle(self) -> bool:
+        """Whether nobody wants a message, and none is under way or waits to be taken."""
         return not (self.turns or self.heads or self.data or self.arrived)
 
 

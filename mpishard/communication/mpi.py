@@ -344,24 +344,25 @@ class MPICommunicationBackend(ShrinkingWorld):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         with self._turn(0) as turn:
             yield from self._open(call, turn)
-            # What follows blocks: what was issued before must not need this rank any more.
-            yield Condition(lambda: self._pending[0].call is call)
-            group = self._talk
-            if group.node is None:
-                with self._blocked_in(call), self._joined()[0].making_group():
-                    group.node = group.comm.Split(self._nodes[self._rank], self._rank)
-            steps = share_memory(
-                self._mpi, group.node, group.comm, nbytes, settings.arena_sources()
-            )
-            while True:
-                try:
-                    request = next(steps)
-                except StopIteration as stop:
-                    board = self._joined()[0].board
-                    if board is not None:
-                        board.note_shared_memory()  # a window is the library's
-                    return stop.value
-                yield self._keep(request)
+            return (yield from self._steps_share(call, nbytes))
+
+    def _steps_share(self, call: Call, nbytes: int) -> Steps:
+        # What follows blocks: what was issued before must not need this rank any more.
+        yield Condition(lambda: self._pending[0].call is call)
+        group = self._talk
+        if group.node is None:
+            with self._blocked_in(call), self._joined()[0].making_group():
+                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
+        steps = share_memory(self._mpi, group.node, group.comm, nbytes, settings.arena_sources())
+        while True:
+            try:
+                request = next(steps)
+            except StopIteration as stop:
+                board = self._joined()[0].board
+                if board is not None:
+                    board.note_shared_memory()  # a window is the library's
+                return stop.value
+            yield self._keep(request)
 
     # ---------------------------------------------------------------------------- point to point
 

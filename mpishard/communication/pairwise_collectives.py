@@ -20,14 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
-from mpishard.communication.group import Group
+from mpishard.communication.bounce_collectives import BounceCollectives
 from mpishard.communication.lanes import LARGE_BYTES, Pending, PendingAll, Turn
 from mpishard.communication.reduction import ReductionOperation
-from mpishard.communication.shared_collectives import (
-    SCRATCH_BYTES,
-    SharedCollectives,
-    split_up,
-)
+from mpishard.communication.shared_collectives import SCRATCH_BYTES, split_up
 from mpishard.communication.work import Steps
 
 __all__ = ["PairwiseCollectives"]
@@ -38,13 +34,8 @@ CHUNK_BYTES = 1 << 20
 _TAG = 0
 
 
-class PairwiseCollectives(SharedCollectives):
+class PairwiseCollectives(BounceCollectives):
     """The part of the MPI backend that sends from rank to rank within a node."""
-
-    @property
-    @abstractmethod
-    def _talk(self) -> Group:
-        """The group of an initialised backend."""
 
     @abstractmethod
     def _begun(self) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.communication.call import DTYPES
+from mpishard.communication.call_arguments import check_array, check_peer
 from mpishard.communication.recorder import MessageInFlight, current_recorder
 from mpishard.communication.transport import Transport
 from mpishard.communication.work import Transfer
@@ -166,13 +167,13 @@ class PointToPoint(Transport):
 
     def _check_send(self, array: Array, destination: int, tag: int, name: str) -> None:
         self._ready()
-        self._check_array(array, name)
-        self._check_peer(destination, tag)
+        check_array(array, name)
+        check_peer(destination, tag, self.rank, self.world_size)
         self.traffic.count("send", array.nbytes)
 
     def _check_receive(self, source: int, count: int, tag: int) -> None:
         self._ready()
-        self._check_peer(source, tag)
+        check_peer(source, tag, self.rank, self.world_size)
         if as_integer("count", count) < 0:
             raise ValueError(f"count must be 0 or more, got {count}")
 

@@ -1,12 +1,12 @@
 """What a backend is before it has collectives: a rank, a life, and ways to reach the others.
 
-What is checked, logged and counted stands here, once for all backends.
+What is logged, and compared between ranks, stands here, once for all backends.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Self
@@ -14,10 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard import settings
-from mpishard.arguments import as_integer
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
 from mpishard.communication.arena import PRIVATE, Regions
-from mpishard.communication.call import DTYPES, Call, Kind
+from mpishard.communication.call import Call, Kind
 from mpishard.communication.call_file import RankState
 from mpishard.communication.call_log import CallLog, Journal
 from mpishard.communication.logs import set_up_logging
@@ -25,22 +24,17 @@ from mpishard.communication.matching import check_calls
 from mpishard.communication.naming import group_label
 from mpishard.communication.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.recording import stop_recording
-from mpishard.communication.reduction import (
-    ReductionOperation,
-    TreeReducer,
-    accumulation_dtype,
-)
-from mpishard.communication.sharing import Nodes, Places, same_everywhere, shared_by_node
-from mpishard.communication.traffic import Traffic
+from mpishard.communication.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.sharing import Places, same_everywhere, shared_by_node
+from mpishard.communication.traffic_booking import TrafficBooking
 from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import CommunicationError, NotInitializedError
-from mpishard.layout import ShardLayout
 
 __all__ = ["Transport"]
 
 
-class Transport(ABC):
-    """Identity, life cycle, and what a subclass must give.
+class Transport(TrafficBooking):
+    """Life cycle, calls under way, and what a subclass must give.
 
     A subclass gives what is abstract here: `rank`, `world_size`, `abort`, the two life-cycle
     hooks, ``_steps_<collective>`` generators, `_drive`, `_send` and `_steps_receive`.
@@ -63,10 +57,10 @@ class Transport(ABC):
     _heir: Self | None  # the world after this one, without the ranks that were lost
 
     def __init__(self) -> None:
+        super().__init__()
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._heir = None
-        self._world_ranks: tuple[int, ...] | None = None
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
@@ -80,11 +74,11 @@ class Transport(ABC):
         all ranks. Under MPI it saves the header of `all_reduce` and `reduce_scatter` above 128
         bytes, and of `barrier` where headers are messages: one between each pair of ranks, and
         the wait for it. On one node headers go through shared memory, and cost a few
-        microseconds. The other collectives need the header to learn lengths, and keep it and its
+        microseconds; an `all_reduce` up to 2 MiB keeps its header there, which says that the
+        array is ready. The other collectives need it to learn lengths, and keep it and its
         checks. In memory there is no header: it saves nothing, and calls are compared all the
         same. Nor does it in a world of one, where nothing is compared.
         """
-        self.traffic = Traffic()
         self.call_log = CallLog(Journal())
         """The last collectives of this rank here; its `group` is what messages call this world."""
         self.group, self.axis = "world", ""
@@ -92,47 +86,7 @@ class Transport(ABC):
         self.recorder: Recorder | None = None
         """What records a trace until this backend is shut down."""
 
-    # ------------------------------------------------------------------ identity and life cycle
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The rank of this thread, in ``[0, world_size)``."""
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        """The number in the root world of each of these ranks; errors and reports give that.
-
-        In a root world, which was not split off another, 0, 1 and so on.
-        """
-        return self._world_ranks or tuple(range(self.world_size))
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The number of the node that each rank runs on; nodes are numbered by first rank."""
-        return (0,) * self.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The rank's number among the ranks of its node."""
-        nodes = self.nodes
-        return nodes[: self.rank].count(nodes[self.rank])
-
-    @property
-    def node_count(self) -> int:
-        """Number of nodes that the ranks run on."""
-        return len(set(self.nodes))
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, itself among them, in order."""
-        nodes = self.nodes
-        return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
+    # -------------------------------------------------------------------------------- life cycle
 
     @property
     def scratch_bytes(self) -> int:
@@ -432,57 +386,6 @@ class Transport(ABC):
             "mpishard.init() which returns an initialised backend"
         )
 
-    def _check_array(self, array: Any, name: str, *, needs_dim: bool = False) -> None:
-        if array is None:
-            raise TypeError(f"{name} needs an array, got None")
-        array_namespace(array)
-        if array.dtype not in DTYPES:
-            known = ", ".join(dtype.name for dtype in DTYPES)
-            raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")
-        if not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} needs a C-contiguous array, got shape {array.shape} with strides "
-                f"{array.strides}; pass a copy (numpy.ascontiguousarray)"
-            )
-        if needs_dim and array.ndim == 0:
-            raise ValueError(f"{name} splits along dim 0, and a 0-dim array has none")
-        if array.ndim > settings.MAXIMUM_DIMS:
-            raise ValueError(
-                f"{name} takes arrays of up to {settings.MAXIMUM_DIMS} dims, got {array.ndim}"
-            )
-
-    def _check_out(
-        self, out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str
-    ) -> None:
-        self._check_array(out, name)
-        self._check_writeable(out, name)
-        if out.shape != shape or out.dtype != dtype:
-            raise ValueError(
-                f"{name}: out has shape {out.shape} and dtype {out.dtype.name}, expected "
-                f"{shape} and {dtype.name}"
-            )
-
-    @staticmethod
-    def _check_writeable(array: Array, name: str) -> None:
-        # CuPy has no read-only arrays.
-        if isinstance(array, np.ndarray | np.generic) and not array.flags.writeable:
-            raise ValueError(
-                f"{name} writes its result into a read-only array of shape {array.shape} and "
-                f"dtype {array.dtype.name}; pass a copy, or a writeable out"
-            )
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= as_integer("root", root) < self.world_size:
-            raise ValueError(f"root {root} is outside [0, {self.world_size})")
-
-    def _check_peer(self, rank: int, tag: int) -> None:
-        if not 0 <= as_integer("rank", rank) < self.world_size:
-            raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
-        if rank == self.rank:
-            raise ValueError(f"rank {rank} cannot send to or receive from itself")
-        if not 0 <= as_integer("tag", tag) <= settings.MAXIMUM_TAG:
-            raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")
-
     # Who shares memory with whom: decided by what all ranks say, and so alike on all of them.
 
     def _places(self, array: Array, out: Array | None) -> Places:
@@ -493,65 +396,3 @@ class Transport(ABC):
 
     def _out_is_shared(self, places: Sequence[Places] | None) -> bool:
         return places is not None and same_everywhere([out for _, out in places], self.nodes)
-
-    # The bytes that a rank is booked with, the same on every backend.
-
-    def _count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
-        rows = sum(counts)
-        row_bytes = call.nbytes // rows if rows else 0
-        self.traffic.count(Kind.REDUCE_SCATTER.label, (rows - counts[self.rank]) * row_bytes)
-
-    def _count_all_reduce(self, call: Call, counts: Sequence[int]) -> None:
-        self._count_reduce_scatter(call, counts)
-        rows = sum(counts)
-        piece = counts[self.rank] * (call.nbytes // rows) if rows else 0
-        self.traffic.count(Kind.ALL_GATHER.label, piece * (self.world_size - 1))
-
-    def _count_all_gather(self, array: Array) -> None:
-        self.traffic.count(Kind.ALL_GATHER.label, array.nbytes * (self.world_size - 1))
-
-    def _count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
-        nodes = Nodes(self.nodes, self.rank)
-        sent = nodes.sent_to_reduce(sizes) * accumulation_dtype(dtype).itemsize
-        read = (len(self.peers) - 1) * sizes[self.rank] * dtype.itemsize
-        self.traffic.count(Kind.REDUCE_SCATTER.label, sent)
-        self.traffic.count_read(Kind.REDUCE_SCATTER.label, read)
-
-    def _count_shared_gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book pieces of ``sizes`` that were gathered once on each node."""
-        sent = Nodes(self.nodes, self.rank).sent_to_gather(sizes) * dtype.itemsize
-        self.traffic.count(Kind.ALL_GATHER.label, sent)
-
-    def _count_broadcast(self, array: Array, root: int) -> None:
-        nbytes = array.nbytes * (self.world_size - 1) if self.rank == root else 0
-        self.traffic.count(Kind.BROADCAST.label, nbytes)
-
-    def _count_scatter(self, sent: Array | None, piece: Array) -> None:
-        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
-        self.traffic.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
-
-    def _count_gather(self, array: Array, root: int) -> None:
-        self.traffic.count(Kind.GATHER.label, 0 if self.rank == root else array.nbytes)
-
-    def _count_all_to_all(self, parts: Sequence[Array]) -> None:
-        nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
-        self.traffic.count(Kind.ALL_TO_ALL.label, nbytes)
-
-    def _counts(
-        self, rows: int, counts: Sequence[int] | None, strict: bool, name: str
-    ) -> tuple[int, ...]:
-        if strict and rows % self.world_size:
-            raise ValueError(
-                f"{name}: {rows} rows over {self.world_size} ranks leave "
-                f"{rows % self.world_size}; strict=True allows no remainder"
-            )
-        if counts is None:
-            return ShardLayout(rows, self.world_size).sizes
-        pieces = tuple(int(count) for count in counts)
-        if len(pieces) != self.world_size or min(pieces) < 0 or sum(pieces) != rows:
-            raise ValueError(
-                f"{name}: counts {pieces} must be {self.world_size} numbers, none negative, "
-                f"that add up to {rows}; they add up to {sum(pieces)}"
-            )
-        return pieces

@@ -39,7 +39,8 @@ class Driver(Protocol):
     call_log: CallLog
 
     @property
-    def world_ranks(self) -> tuple[int, ...]: ...
+    def world_ranks(self) -> tuple[int, ...]:
+        """As `Topology.world_ranks`."""
 
     def _drive(self, work: Work) -> None: ...
 

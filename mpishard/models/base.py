@@ -12,18 +12,19 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, array_namespace, beside, chunk_length, to_host
+from mpishard.arrays import Array, beside, chunk_length
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     ILossFunction,
     IShardedModel,
     ModelMetadata,
 )
-from mpishard.errors import MissingMemberError, ShardingError
+from mpishard.errors import ShardingError
 from mpishard.layout import LeafLayout
 from mpishard.models.digest import compare_replicas
 from mpishard.models.engine import Engine
 from mpishard.models.files import ShardedModelFiles
+from mpishard.models.full_vector import agreed_vector
 from mpishard.models.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.offload import say_what_is_ignored
 from mpishard.models.policy import Policy
@@ -39,7 +40,6 @@ from mpishard.models.wrapping import (
     program_of,
     require_same_on_all_ranks,
 )
-from mpishard.nn import GPT, KeyValueCache, generate
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
@@ -262,48 +262,6 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """
         return self.engine.predict(x)
 
-    def generate(
-        self,
-        prompt: Any,
-        length: int,
-        temperature: float = 1.0,
-        seed: int = 0,
-        top_k: int | None = None,
-        slide: int = 1,
-    ) -> np.ndarray[Any, Any]:
-        """Continue a sequence of tokens, as `mpishard.nn.GPT.generate`. Collective.
-
-        Every rank passes the same arguments and gets the same tokens. Keys and values are kept
-        where they are computed: under tensor parallelism each rank keeps those of its heads, of
-        a pipeline those of its layers.
-
-        Raises
-        ------
-        MissingMemberError
-            Where the model has no ``generate``.
-        ValueError
-            As `mpishard.nn.generate`; on every rank where the arguments differ between ranks.
-        """
-        model = self._wrapped_model
-        if not isinstance(model, GPT):
-            raise MissingMemberError(f"{type(model).__name__} has no generate")
-        arguments = (list(np.asarray(prompt).ravel()), length, temperature, seed, top_k, slide)
-        marks = self.backend.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
-        if (marks != marks[0]).any():
-            raise ValueError(
-                f"generate: the arguments differ between ranks (checksums {marks.tolist()}); every "
-                "rank must pass the same"
-            )
-
-        def logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
-            return self.engine.predict_next(tokens, cache)[0]
-
-        return generate(
-            logits, prompt, length, vocabulary_size=model.vocabulary_size,
-            context_length=model.context_length, temperature=temperature, seed=seed, top_k=top_k,
-            slide=slide,
-        )  # fmt: skip
-
     def train(self, x: Array, y: Array) -> float:
         """One step of plain gradient descent on this rank's batch. Collective.
 
@@ -359,11 +317,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             ranks, on every rank.
         """
         self.engine.round.require_none("set_parameters()")
-        self.engine.take(self._agreed(parameters, "set_parameters"))
+        self.engine.take(agreed_vector(self.engine, parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
         """A copy with these parameters. Collective; errors are those of `set_parameters`."""
-        vector = self._agreed(parameters, "with_parameters")
+        vector = agreed_vector(self.engine, parameters, "with_parameters")
         model = self.deep_copy()
         model.engine.take(vector)
         return model
@@ -395,14 +353,14 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         engine = self.engine
         engine.replicas.require_equal("apply_gradients")
         engine.round.require_none("apply_gradients()")
-        vector = self._agreed(gradients, "apply_gradients", rate)
-        pieces = engine.updated_pieces
+        vector = agreed_vector(engine, gradients, "apply_gradients", rate)
+        pieces = engine.pieces.updated
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
             part = engine.program.placement.part(vector, piece.start, piece.stop)
             target -= rate * beside(part, target)
         if engine.policy.shards_state:
-            engine.parameters.publish(engine.published_pieces)
+            engine.parameters.publish(engine.pieces.published)
         engine.changed()
 
     def synchronize_gradients(self) -> None:
@@ -445,27 +403,6 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """
         self.engine.replicas.require_equal("check_replicas")
         return compare_replicas(self.engine, self.backend)
-
-    def _agreed(self, vector: Array, name: str, rate: float = 0.0) -> Array:
-        array_namespace(vector)
-        if vector.shape != (self.parameter_count,):
-            raise ValueError(
-                f"{name}: expected a vector of shape ({self.parameter_count},), got {vector.shape}"
-            )
-        if not np.can_cast(vector.dtype, self.dtype, "same_kind"):
-            raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
-        vector = np.ascontiguousarray(to_host(vector), dtype=self.dtype)
-        own = [zlib.crc32(vector), zlib.crc32(repr(rate).encode())]
-        marks = self.backend.all_gather(np.array([own]))
-        if (marks[:, 1] != marks[0, 1]).any():
-            raise ValueError(f"{name}: the learning rates differ between ranks; this one is {rate}")
-        marks = marks[:, 0]
-        if (marks != marks[0]).any():
-            raise ValueError(
-                f"{name}: the vectors differ between ranks (checksums {marks.tolist()}); every "
-                "rank must pass the same values"
-            )
-        return vector
 
     # ------------------------------------------------------------------------------------ copies
 
@@ -514,7 +451,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
         """Zeros for an optimizer's state, one vector per name, as long as what is updated."""
-        length = sum(piece.length for piece in self.engine.updated_pieces)
+        length = sum(piece.length for piece in self.engine.pieces.updated)
         state = {}
         for name in names:
             vector = self.engine.stage.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)

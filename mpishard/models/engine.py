@@ -23,10 +23,11 @@ from mpishard.models.program import Program
 from mpishard.models.replicas import Replicas
 from mpishard.models.round import Round
 from mpishard.models.step import StepReport, Update
+from mpishard.models.update_pieces import UpdatePieces
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.layer import Context
 from mpishard.observe import span, step_span
-from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
+from mpishard.sharding import ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
 
@@ -97,45 +98,9 @@ class Engine:
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
-        without_gradient = self.program.frozen_units
-        holdings = replace(self.holdings, frozen=without_gradient)
+        holdings = replace(self.holdings, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(holdings)
-        entries = self.program.entries
-        own = tuple(p for p in holdings.pieces() if p.unit.index not in without_gradient)
-        all_of_all = tuple(
-            p for p in holdings.pieces_of_all() if p.unit.index not in without_gradient
-        )
-        updated = own if self.policy.shards_state else all_of_all
-        trained = [(e.start, e.stop) for e in entries if e.name not in names]
-        self.published_pieces = own
-        self.updated_pieces = pieces_within(updated, trained) if names else updated
-        self.own_pieces = pieces_within(own, trained) if names else own
-        placement = self.program.placement
-        self.counted_pieces = (
-            self.own_pieces
-            if placement.is_whole
-            else pieces_within(self.own_pieces, placement.counted_ranges)
-        )
-        if self.leaves is not None:
-            all_trained = pieces_within(all_of_all, trained) if names else all_of_all
-            self.counted_pieces = self.leaves.count_in(all_trained, self.own_pieces)
-
-    @property
-    def state_pieces_to_write(self) -> tuple[Piece, ...]:
-        """The `updated_pieces` whose state this rank writes to a checkpoint: of replicas, a part.
-
-        Together the ranks write each element once.
-        """
-        own = {(piece.start, piece.stop) for piece in self.own_pieces}
-        mine = tuple(piece for piece in self.updated_pieces if (piece.start, piece.stop) in own)
-        placement = self.program.placement
-        if placement.is_whole:
-            return mine
-        return tuple(
-            Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
-            for piece in mine
-            for part in pieces_within([piece], placement.written_ranges)
-        )
+        self.pieces = UpdatePieces.of(self.program, holdings, self.policy, self.leaves)
 
     @property
     def holdings(self) -> Holdings:
@@ -254,7 +219,7 @@ class Engine:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        counted = self.gradients.owned(self.counted_pieces)
+        counted = self.gradients.owned(self.pieces.counted)
         if self.leaves is None:
             message = [round_.loss, round_.weight, squared_norm(counted)]
             total, total_weight, squared = round_.totals(message, loss, settings, step)
@@ -268,11 +233,11 @@ class Engine:
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self._mean(total, total_weight), total_weight, norm)
         try:
-            self._change(rule, self.gradients.owned(self.updated_pieces), report)
+            self._change(rule, self.gradients.owned(self.pieces.updated), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         if self.policy.shards_state:
-            self.parameters.publish(self.published_pieces)
+            self.parameters.publish(self.pieces.published)
         self._end_round()
         return report
 
@@ -298,15 +263,15 @@ class Engine:
         norm = math.sqrt(squared_norm(trained))
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
-        pieces = [placement.part(gradient, p.start, p.stop) for p in self.updated_pieces]
+        pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
         if self.policy.shards_state:
-            self.parameters.publish(self.published_pieces)
+            self.parameters.publish(self.pieces.published)
         self._end_round()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
-        pieces = self.updated_pieces
+        pieces = self.pieces.updated
         parameters = self.parameters.owned(pieces)
         with self.stage.staged(parameters, gradients) as (own, reduced):
             updates = [Update(*given) for given in zip(pieces, own, reduced, strict=True)]
@@ -327,7 +292,7 @@ class Engine:
         total, total_weight = self.round.loss, self.round.weight
         if total_weight == 0:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
-        gradients = self.gradients.local(self.updated_pieces)
+        gradients = self.gradients.local(self.pieces.updated)
         squared = squared_norm(gradients)
         if not (math.isfinite(total) and math.isfinite(squared)):
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"

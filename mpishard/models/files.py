@@ -19,10 +19,10 @@ from mpishard.checkpoint.plain import (
     choices_in,
     choices_of,
     metadata_with,
-    named_arrays_of,
     named_bytes,
     packed_vector,
 )
+from mpishard.checkpoint.tensor_bytes import tensors_of
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
 from mpishard.models.engine import Engine
@@ -82,7 +82,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
             For what is something else, or of another model, before anything is communicated;
             on every rank where the ranks were given different bytes. Nothing has changed then.
         """
-        arrays, choices = named_arrays_of(data), choices_of(data)
+        arrays, choices = tensors_of(data), choices_of(data)
         vector = packed_vector(arrays, self.checkpoint_parameters(), self.dtype)
         self._check_choices(choices)
         text = json.dumps(choices, sort_keys=True).encode()

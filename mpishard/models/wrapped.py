@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+
+import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.checkpoint.consensus import gather_texts, share_text
@@ -19,6 +22,7 @@ from mpishard.contracts import (
 )
 from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine import Engine
+from mpishard.nn import GPT, KeyValueCache, generate
 
 __all__ = ["WrappedMembers"]
 
@@ -130,6 +134,50 @@ class WrappedMembers(IFullModel):
                 f"{type(self.wrapped_model).__name__} does not implement {interface}"
             )
         return member
+
+    # -------------------------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompt: Any,
+        length: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        top_k: int | None = None,
+        slide: int = 1,
+    ) -> np.ndarray[Any, Any]:
+        """Continue a sequence of tokens, as `mpishard.nn.GPT.generate`. Collective.
+
+        Every rank passes the same arguments and gets the same tokens. Keys and values are kept
+        where they are computed: under tensor parallelism each rank keeps those of its heads, of
+        a pipeline those of its layers.
+
+        Raises
+        ------
+        MissingMemberError
+            Where the model has no ``generate``.
+        ValueError
+            As `mpishard.nn.generate`; on every rank where the arguments differ between ranks.
+        """
+        model = self.wrapped_model
+        if not isinstance(model, GPT):
+            raise MissingMemberError(f"{type(model).__name__} has no generate")
+        arguments = (list(np.asarray(prompt).ravel()), length, temperature, seed, top_k, slide)
+        marks = self.engine.world.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
+        if (marks != marks[0]).any():
+            raise ValueError(
+                f"generate: the arguments differ between ranks (checksums {marks.tolist()}); every "
+                "rank must pass the same"
+            )
+
+        def logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
+            return self.engine.predict_next(tokens, cache)[0]
+
+        return generate(
+            logits, prompt, length, vocabulary_size=model.vocabulary_size,
+            context_length=model.context_length, temperature=temperature, seed=seed, top_k=top_k,
+            slide=slide,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------- graphs
 

@@ -76,7 +76,7 @@ class ZeRO2Model(ShardedModelBase):
 
         Every step ends with it; it is of use after writing to parameters by other ways.
         """
-        self.engine.parameters.publish(self.engine.published_pieces)
+        self.engine.parameters.publish(self.engine.pieces.published)
         self.engine.changed()
 
     _delta: Array | None = None

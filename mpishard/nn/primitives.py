@@ -59,31 +59,37 @@ def _broadcast(a: Shape, b: Shape) -> Shape:
 
 @_primitive(_same)
 def cast(x: Array, *, dtype: str) -> Array:
+    """The input in another dtype."""
     return x.astype(dtype)
 
 
 @_primitive(_broadcast)
 def add(a: Array, b: Array) -> Array:
+    """The sum a + b, broadcast as NumPy does."""
     return a + b
 
 
 @_primitive(_same)
 def relu(x: Array) -> Array:
+    """``max(x, 0)``."""
     return np.where(x > 0, x, 0)
 
 
 @_primitive(_same)
 def tanh(x: Array) -> Array:
+    """The hyperbolic tangent of x."""
     return np.tanh(x)
 
 
 @_primitive(_same)
 def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``."""
     return np.exp(-np.logaddexp(0, -x))  # overflows nowhere
 
 
 @_primitive(_same)
 def silu(x: Array) -> Array:
+    """The input times its sigmoid (arXiv:1702.03118, eq. 8)."""
     return x * np.exp(-np.logaddexp(0, -x))
 
 
@@ -96,6 +102,7 @@ def swiglu(x: Array) -> Array:
 
 @_primitive(_same)
 def gelu(x: Array) -> Array:
+    """The input times the normal distribution function, by tanh (arXiv:1606.08415, sec. 2)."""
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -127,6 +134,7 @@ def first_rows(table: Array, x: Array) -> Array:
 
 @_primitive(_same)
 def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array:
+    """``(x - mean) / sqrt(variance + epsilon)``, scaled and shifted (arXiv:1607.06450, eq. 4)."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
     return weight * centred / np.sqrt(variance + epsilon) + bias
@@ -134,6 +142,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array
 
 @_primitive(_same)
 def rms_norm(x: Array, weight: Array, *, epsilon: float) -> Array:
+    """``x / sqrt(mean of x^2 + epsilon)``, scaled (arXiv:1910.07467, eq. 4)."""
     return weight * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
 
 
@@ -145,6 +154,7 @@ def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
 
 @_primitive(_same)
 def softmax(x: Array) -> Array:
+    """``exp(x) / sum of exp(x)``, both of x less its largest element."""
     exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 

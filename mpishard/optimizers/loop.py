@@ -120,6 +120,8 @@ class TrainingRun:
         is_root = self.model.rank == 0
         self.started = time.perf_counter()
         ends = self.stopping.is_exhausted
+        if self.checkpoints is not None and self.step < self.total and not ends:
+            self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
         with ExitStack() as stack:
             if is_root and self.data.metrics is not None:
                 self.metrics = stack.enter_context(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.checkpoint.tensor_bytes import tensors_and_document
 from mpishard.models.gradient_store import squared_norm
 from mpishard.optimizers.options import Segment
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
@@ -74,7 +74,7 @@ class OwnRun:
             )
         before = {name: state.copy() for name, state in self.state.items()}
         self._segments = segments
-        self._update(rule, vector, gradients, self.state)
+        self._update(rule, vector, gradients, self.state, self.steps)
         self._before, self.gradients = before, gradients.copy()
         self.steps += 1
 
@@ -100,17 +100,16 @@ class OwnRun:
         xp = array_namespace(updated)
         guess = updated.copy()
         allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
-        self.steps -= 1
         for _ in range(_REVERSE_ROUNDS):
             trial = guess.copy()
             state = {name: vector.copy() for name, vector in self._before.items()}
-            self._update(rule, trial, gradients, state)
+            self._update(rule, trial, gradients, state, self.steps - 1)
             missing = updated - trial
             guess += missing
             if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
                 self.state, self._before = self._before, None
+                self.steps -= 1
                 return guess
-        self.steps += 1
         raise RuntimeError(
             f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds found no parameters "
             "that it leads from to these; learning rate times weight decay may be too large"
@@ -134,22 +133,19 @@ class OwnRun:
         ValueError
             For bytes that are something else.
         """
-        if not isinstance(data, bytes | bytearray):
-            raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
-        try:
-            state = safetensors.numpy.load(bytes(data))
-            length = int.from_bytes(data[:8], "little")
-            description = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
-        except (safetensors.SafetensorError, KeyError) as error:
-            raise ValueError(
-                f"these {len(data)} bytes are not what an optimizer's serialize() gave: {error}"
-            ) from None
+        state, description = tensors_and_document(data, _KEY, "an optimizer's ")
         segments = tuple(Segment(*values) for values in description.pop("segments"))
         return cls(state, description.pop("steps"), _segments=segments), description
 
     def _update(
-        self, rule: Optimizer, vector: Array, gradients: Array, state: dict[str, Array]
+        self,
+        rule: Optimizer,
+        vector: Array,
+        gradients: Array,
+        state: dict[str, Array],
+        step: int,
     ) -> None:
+        """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
         ranges = [
             OwnedRange(
                 vector[run.start : run.stop],
@@ -160,9 +156,7 @@ class OwnRun:
             for run, segments in _runs(self._segments)
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
-        context = UpdateContext(
-            self.steps + 1, rate_at(rule.learning_rate, self.steps), rule.clip_factor(norm)
-        )
+        context = UpdateContext(step + 1, rate_at(rule.learning_rate, step), rule.clip_factor(norm))
         rule.update_all(ranges, context)
 
 

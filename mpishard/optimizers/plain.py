@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.options import Segment, check_patterns, named_parameters
@@ -305,14 +305,7 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
             Where it cannot be written; what was there is as it was.
         """
         check_path("path", path)
-        data = self.serialize()
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.tmp")
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(target)
+        replace_file(Path(path), self.serialize())
 
     def load_model(self, path: PathLike) -> None:
         """Take settings, own state and step count from the file that `save_model` wrote.

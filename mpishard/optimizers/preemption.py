@@ -61,7 +61,7 @@ class Preemption:
         if self._is_main_thread:
             heard = [number for number in PREEMPTING_SIGNALS if is_free(number)]
         # Where no rank can hear anything, as in a world of threads, nobody asks at each step.
-        self._may_be_asked = self._any_of(bool(heard) or self._is_told)
+        self._may_be_asked = any(self._any_of(bool(heard), self._is_told))
         for number in heard:
             self._before[number] = signal.signal(number, self._hear)
         if heard:
@@ -79,21 +79,28 @@ class Preemption:
                 os.kill(os.getpid(), number)
 
     def is_asked(self) -> bool:
-        """Whether any rank has been told to make room. Collective: one number for each rank."""
-        self._is_heeded = self._may_be_asked and self._any_of(self._is_told)
+        """Whether any rank has been told to make room. Collective: a few bytes for each rank."""
+        return self._may_be_asked and self.is_asked_or(False)[0]
+
+    def is_asked_or(self, flag: bool) -> tuple[bool, bool]:
+        """As `is_asked`, and whether any rank says ``flag``. Collective, and as small."""
+        is_told = self._may_be_asked and self._is_told
+        self._is_heeded, is_said = self._any_of(is_told, flag)
         if self._is_heeded and self._is_main_thread:
             order_to_make_room.heed()
-        return self._is_heeded
+        return self._is_heeded, is_said
 
     @property
     def _is_told(self) -> bool:
         """Whether this rank has been told to make room."""
         return bool(self._heard) or (self._is_main_thread and order_to_make_room.is_given)
 
-    def _any_of(self, flag: bool) -> bool:
-        if self._backend.world_size == 1:
-            return flag
-        return bool(self._backend.all_reduce(np.array([int(flag)]), ReductionOperation.MAX)[0])
+    def _any_of(self, *flags: bool) -> list[bool]:
+        """Which of the flags any rank has."""
+        said = np.array(flags, np.int64)
+        if self._backend.world_size > 1:
+            self._backend.all_reduce(said, ReductionOperation.MAX)
+        return [bool(flag) for flag in said]
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked by the rank, and no rank: a loader of data

@@ -14,7 +14,7 @@ from mpishard.checkpoint.consensus import share_text, together
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import find_single
-from mpishard.checkpoint.snapshot import begin_save
+from mpishard.checkpoint.snapshot import begin_save, reserve
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
@@ -88,6 +88,19 @@ class RunCheckpoints:
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
 
+    def reserve(
+        self, model: ShardedModelBase, optimizer: CheckpointableOptimizer, *, keeps_best: bool
+    ) -> None:
+        """Take the memory for the copies of saves before the run trains. Collective.
+
+        Raises
+        ------
+        OSError
+            Where there is not enough.
+        """
+        if self._staging is not None:
+            reserve(self._staging, model, optimizer, kept=int(keeps_best))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context in which the run trains; behind it no save is under way. Collective.
@@ -113,8 +126,20 @@ class RunCheckpoints:
             self.finish()
 
     def is_preempted(self) -> bool:
-        """Whether any rank was told to make room. Collective; asked once a step."""
-        return self._preemption.is_asked()
+        """Whether any rank was told to make room. Collective; asked once a step.
+
+        Raises
+        ------
+        CheckpointError
+            As `save`, where the save under way has failed on any rank.
+        """
+        if self._pending is None:
+            return self._preemption.is_asked()
+        # What has failed all hear in this step; in `poll` they would in the next.
+        is_asked, has_failed = self._preemption.is_asked_or(self._pending.has_failed)
+        if has_failed:
+            self.finish()
+        return is_asked
 
     def leave(self, step: int, total: int) -> NoReturn:
         """End the run on all ranks once what was saved after ``step`` is on the disk. Collective.

@@ -18,6 +18,7 @@ from mpishard.contracts import (
 )
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
+from mpishard.models.full_vector import agreed_vector
 from mpishard.models.step import StepReport, Update
 from mpishard.optimizers.agreement import require_same_rule
 from mpishard.optimizers.cells import ParameterCells
@@ -212,7 +213,7 @@ class ShardedOptimizerBase(ShardedTraining):
                 "there is no gradient of a last step: it is there after step, until the model's "
                 "parameters change or a round of accumulate() begins"
             )
-        gradients = model.engine.gradients.owned(model.engine.own_pieces)
+        gradients = model.engine.gradients.owned(model.engine.pieces.owned)
         if not gradients:
             return np.zeros(0, model.dtype)
         return array_namespace(gradients[0]).concatenate(gradients) / weight
@@ -235,7 +236,7 @@ class ShardedOptimizerBase(ShardedTraining):
             On every rank, where the gradient is not finite and that is not allowed.
         """
         self._require_model_of_this_kind(model)
-        vector = model._agreed(gradients, "apply_gradients")
+        vector = agreed_vector(model.engine, gradients, "apply_gradients")
         self.bind(model)
         self._last_gradient = None
         model.engine.apply(vector, self._apply)
@@ -299,7 +300,7 @@ class ShardedOptimizerBase(ShardedTraining):
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         held = model.engine.program.entries
-        pieces = model.engine.updated_pieces
+        pieces = model.engine.pieces.updated
         self._segments = tuple(segments_of(held, piece) for piece in pieces)
         if model.gradient_leaves is not None:
             self._cut_into_cells(model, model.gradient_leaves)
@@ -313,7 +314,7 @@ class ShardedOptimizerBase(ShardedTraining):
         cells = ParameterCells(model.parameter_entries, model.units, leaves)
         self._segments = tuple(
             cells.cut(segments, piece)
-            for segments, piece in zip(self._segments, engine.updated_pieces, strict=True)
+            for segments, piece in zip(self._segments, engine.pieces.updated, strict=True)
         )
         self._owners = {
             "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),

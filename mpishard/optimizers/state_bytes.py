@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from mpishard.arrays import Array, to_host
+from mpishard.checkpoint.tensor_bytes import tensors_and_document
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region
 from mpishard.sharding.regions import put_region, take_region
@@ -63,18 +63,7 @@ class StateBytes:
         ValueError
             Where they are something else, or torn.
         """
-        if not isinstance(data, bytes | bytearray):
-            raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
-        data = bytes(data)
-        try:
-            tensors = safetensors.numpy.load(data)
-            # The reader of headers takes files only; the format begins with the header's length.
-            length = int.from_bytes(data[:8], "little")
-            header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
-        except (safetensors.SafetensorError, KeyError) as error:
-            raise ValueError(
-                f"these {len(data)} bytes are not what an optimizer's serialize() gave: {error}"
-            ) from None
+        tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
         return cls(header["rule"], header["settings"], int(header["steps"]), tensors)
 
     def require_rule(self, rule: str, state_names: Sequence[str]) -> None:

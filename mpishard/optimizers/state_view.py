@@ -41,11 +41,11 @@ class StateView:
 
     def arrays_to_write(self) -> Pieces:
         """What this rank writes: its own, and of replicas a part."""
-        return self._regions(self.engine.state_pieces_to_write)
+        return self._regions(self.engine.pieces.to_write(self.engine.program))
 
     def arrays_to_read(self) -> Pieces:
         """All that this rank updates."""
-        return self._regions(self.engine.updated_pieces)
+        return self._regions(self.engine.pieces.updated)
 
     def _regions(self, pieces: Sequence[Piece]) -> Pieces:
         placement = self.engine.program.placement

@@ -113,18 +113,20 @@ def test_what_failed_does_not_take_its_place_later(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow disk, a rank that fails meanwhile, and ranks that go on without it."""
-    place, released = Place(tmp_path, fakes, is_folder=False), threading.Event()
+    place = Place(tmp_path, fakes, is_folder=False)
+    commits, released = threading.Event(), threading.Event()
     place.save(1, 1, 2)
     real = disk.write_file
 
     def slow(file: Path, parts: Any) -> None:
         if file.name == "manifest.json":
+            commits.set()
             released.wait(20)
         real(file, parts)
 
     def work(backend: Any) -> None:
         held = place.begin(backend, 2, 2)
-        while backend.rank == 1 and not held._commits:
+        while backend.rank == 1 and not commits.is_set():
             held.poll()
         if backend.rank == 1:
             raise ValueError("boom")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, disk, newest_valid
 from mpishard.checkpoint.snapshot import begin_save
-from mpishard.errors import CheckpointError
+from mpishard.errors import CheckpointError, PeerError
 from mpishard.sharding import Region
 
 
@@ -190,6 +191,53 @@ def test_in_the_background(tmp_path: Path, fakes: Any, monkeypatch: pytest.Monke
     loaded = fakes.Model(None, np.zeros(fakes.LENGTH))
     assert checkpoint.load(tmp_path / "c", loaded) == {"seed": 2}
     assert loaded.equals({"parameters": fakes.values(2)})
+
+
+def test_a_poll_waits_for_no_rank_that_has_not_come_to_it(tmp_path: Path, fakes: Any) -> None:
+    """Rank 1 comes to each poll when rank 0 has left it."""
+    has_left, has_followed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def train(backend: Any) -> int:
+        pending = checkpoint.save_async(tmp_path / "c", fakes.Model(backend, fakes.values(1)))
+        polls = 0
+        while not pending.done:
+            if backend.rank == 1:
+                assert has_left.acquire(timeout=20), f"rank 0 waits in poll {polls}"
+            pending.poll()
+            polls += 1
+            if backend.rank == 0:
+                has_left.release()
+                assert has_followed.acquire(timeout=20)
+            else:
+                has_followed.release()
+        return polls
+
+    assert len(set(run_in_threads(2, train))) == 1
+    loaded = fakes.Model(None, np.zeros(fakes.LENGTH))
+    checkpoint.load(tmp_path / "c", loaded)
+    assert loaded.equals({"parameters": fakes.values(1)})
+
+
+def test_a_save_that_lost_a_rank_says_so_whenever_it_is_asked(tmp_path: Path, fakes: Any) -> None:
+    told: list[str] = []
+    has_polled = threading.Event()
+
+    def train(backend: Any) -> None:
+        pending = checkpoint.save_async(tmp_path / "c", fakes.Model(backend, fakes.values(1)))
+        pending.poll()
+        if backend.rank == 1:
+            assert has_polled.wait(20)
+            raise ValueError("boom")
+        has_polled.set()
+        for ask in (pending.wait, pending.poll, pending.wait):
+            with pytest.raises(PeerError) as caught:
+                ask()
+            told.append(str(caught.value))
+
+    with pytest.raises(ValueError, match="boom"):
+        run_in_threads(2, train)
+    assert len(told) == 3
+    assert all("rank 1 failed" in words for words in told)
 
 
 def test_an_error_in_the_background_is_everybodys_at_one_poll(

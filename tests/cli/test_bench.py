@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench_checks import ChecksBenchmark
 from mpishard.cli.bench_collectives import CollectiveBenchmark, CollectiveResult, collective_table
-from mpishard.cli.bench_report import bytes_text, counted, milliseconds, parse_bytes, write_json
+from mpishard.cli.bench_report import write_json
 from mpishard.cli.bench_step import StepBenchmark
+from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
+from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.testing.worlds import in_worlds
 
@@ -244,7 +247,15 @@ def test_starts_its_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("8", 8), ("8B", 8), (" 64KiB", 65536), ("1.5MiB", 1572864)]
+    ("text", "nbytes"),
+    [
+        ("8", 8),
+        ("8B", 8),
+        (" 64KiB", 65536),
+        ("1.5MiB", 1572864),
+        ("2 kb", 2000),
+        ("5GB", 5 * 10**9),
+    ],
 )
 def test_parse_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes
@@ -255,3 +266,18 @@ def test_texts():
         "0 B", "1023 B", "1 KiB", "64 MiB", "",
     ]  # fmt: skip
     assert [milliseconds(s) for s in (2.34e-6, 0.0123, 1.5)] == ["2.3 us", "12.30 ms", "1500.0 ms"]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_collective_that_gives_something_else_is_not_timed(monkeypatch, kind):
+    original = getattr(InMemoryCommunicationBackend, f"_steps_{kind}")
+
+    def wrong(self, *arguments):
+        out = yield from original(self, *arguments)
+        out[-1] += 1
+        return out
+
+    monkeypatch.setattr(InMemoryCommunicationBackend, f"_steps_{kind}", wrong)
+    benchmark = CollectiveBenchmark([kind], [64], repeats=1)
+    with pytest.raises(ArithmeticError, match=r"ours gives .* and not"):
+        run_in_threads(2, lambda backend: list(benchmark.run(backend)))

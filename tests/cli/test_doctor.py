@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
 from mpishard.cli import (
@@ -341,11 +342,6 @@ def test_exit_code(monkeypatch, verdict, code):
 # ---------------------------------------------------------------------------------------- processes
 
 
-def environment(**extra):
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)} | extra
-
-
 @pytest.mark.spawned
 def test_the_whole_report():
     job = subprocess.run(
@@ -353,7 +349,7 @@ def test_the_whole_report():
         capture_output=True,
         text=True,
         timeout=55,
-        env=environment(),
+        env=outside_launchers(),
         check=False,
     )
     report = json.loads(job.stdout)

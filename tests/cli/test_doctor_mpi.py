@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from spawned_jobs import outside_launchers
 
 from mpishard.cli import (
     doctor_causes,
@@ -34,11 +35,6 @@ def by_name(findings):
     found = {finding.name: finding for finding in findings}
     assert all((f.mend is None) == (f.verdict is OK) for f in found.values()), found
     return found
-
-
-def environment(**extra):
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)} | extra
 
 
 # ---------------------------------------------------------------------------------------------- MPI
@@ -359,7 +355,7 @@ def test_operations_on_memory_that_mpi_can_read(tmp_path):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    job = ask([mpiexec, "-n", "2", *python_command(TRY_ALL)], 40, environment(**variables))
+    job = ask([mpiexec, "-n", "2", *python_command(TRY_ALL)], 40, outside_launchers(**variables))
     assert job.code == 0, job
     said = [line for line in job.out.splitlines() if line.startswith("mpishard doctor: ")]
     assert [line.endswith("true") for line in said] == [True] * 5 + [False]

@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mpishard import settings
-from mpishard.cli import app
-from mpishard.cli import run as run_module
+from mpishard.cli import app, prepared_job
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome, Verdict
 from mpishard.cli.launcher import Launcher, MPILibrary
@@ -199,8 +198,8 @@ def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, 
         return ends[len(starts) - 1]
 
     library = MPILibrary("MPICH Version: 5.0.2")
-    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
-    monkeypatch.setattr(run_module, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
+    monkeypatch.setattr(prepared_job, "loaded_library", lambda: library)
+    monkeypatch.setattr(prepared_job, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "17")

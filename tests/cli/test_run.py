@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mpishard import settings
-from mpishard.cli import app
-from mpishard.cli import run as run_module
+from mpishard.cli import app, prepared_job
 from mpishard.cli.job_report import Outcome, Verdict
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.supervisor import Supervisor
+
+# The package's `run` is the command.
 
 RANKS = """
 import os, sys
@@ -317,9 +318,9 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
         return Outcome(Verdict(0), "", True, 1.0)
 
     library = MPILibrary("Open MPI v5.0.11")
-    monkeypatch.setattr(run_module, "loaded_library", lambda: library)
+    monkeypatch.setattr(prepared_job, "loaded_library", lambda: library)
     monkeypatch.setattr(
-        run_module, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
+        prepared_job, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
     )
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")

@@ -1,7 +1,6 @@
 """``mpishard trace``: what it prints and writes, what it refuses; a job recorded under mpiexec."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spawned_jobs import ROOT, outside_launchers
 from typer.testing import CliRunner
 
 from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.observe import span, step_span, trace
-
-ROOT = Path(__file__).parents[2]
 
 FAILS = """
 import numpy as np
@@ -135,11 +133,9 @@ def test_refuses(folder, arguments, message, monkeypatch):
 
 
 def job(*arguments, cwd):
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     return subprocess.run(
         [sys.executable, "-m", "mpishard", "trace", "run", "-n", "2", *arguments],
-        env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_NUMBA": "off"},
+        env=outside_launchers(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MPISHARD_NUMBA="off"),
         cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from mpishard.communication import MPICommunicationBackend, job
@@ -26,3 +27,31 @@ def test_a_late_rank_finds_no_notice_of_a_world_that_has_ended(backend, monkeypa
         backend = MPICommunicationBackend()
         backend.initialize()
     backend.shutdown()
+
+
+@pytest.mark.parametrize("arena", ["auto", "off"])
+def test_a_collective_that_one_rank_alone_began_and_nobody_waits_for(
+    backend, arena, monkeypatch, capfd
+):
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    odd = backend.world_size - 1
+    if odd == 0:
+        pytest.skip("a world of one has nobody to wait for")
+    for held in (True, False):
+        with MPICommunicationBackend(backend._comm) as world:
+            world.barrier()
+            if world.rank == odd:
+                works = [world.all_gather_async(np.ones(3)), world.all_reduce_async(np.ones(3))]
+                for rank in range(odd):
+                    world.send(np.ones(1), rank)
+                if not held:
+                    del works
+            else:
+                world.receive(odd, 1)  # so that it has begun before any leaves
+        error = capfd.readouterr().err
+        if backend.rank == odd:
+            assert "has left collective 2, all_gather(float64[3]), called at" in error
+            assert "test_leaving.py" in error
+        else:
+            assert not error
+        backend.barrier()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation, ShardLayout
-from mpishard.communication import mpi_collectives, pairwise_collectives
+from mpishard.communication import mpi_reductions, pairwise_collectives
 from mpishard.communication.call import DTYPES
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import tree_reduce
@@ -31,7 +31,7 @@ def world(request, backend, monkeypatch):
     monkeypatch.setenv("MPISHARD_ARENA", "off")
     monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", str(request.param))
     monkeypatch.setattr(pairwise_collectives, "CHUNK_BYTES", CHUNK)
-    for module in (pairwise_collectives, mpi_collectives):
+    for module in (pairwise_collectives, mpi_reductions):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 2 * CHUNK * backend.world_size)
     with MPICommunicationBackend(backend._comm) as own:
         assert own.node_count == request.param

@@ -124,7 +124,7 @@ def test_gradients_are_applied_and_the_last_one_is_told(
     expected = gradient(problems, x, y, theta)
     pieces = [
         (start, stop)
-        for piece in model.engine.own_pieces
+        for piece in model.engine.pieces.owned
         for start, stop in model.engine.program.placement.ranges(piece.start, piece.stop)
     ]
     told = optimizer.last_computed_gradients
@@ -319,8 +319,8 @@ def test_each_element_is_owned_once(backend: Any, problems: Any, mesh: Any, opti
     found = engine.sum_over_owners(counts)
     sizes = [entry.size for entry in model.parameter_entries]
     np.testing.assert_array_equal(found, np.column_stack([sizes, sizes]))
-    written = sum(piece.length for piece in engine.state_pieces_to_write)
-    counted = sum(piece.length for piece in engine.counted_pieces)
+    written = sum(piece.length for piece in engine.pieces.to_write(engine.program))
+    counted = sum(piece.length for piece in engine.pieces.counted)
     total = backend.all_reduce(np.array([written, counted]))
     assert total.tolist() == [sum(sizes), sum(sizes)]
 

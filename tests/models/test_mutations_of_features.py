@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -183,7 +184,7 @@ def norm_counts_what_is_frozen(patch: Patch) -> None:
 
     def mutant(self: Any, names: frozenset[str]) -> None:
         original(self, names)
-        self.counted_pieces = self.published_pieces
+        self.pieces = replace(self.pieces, counted=self.pieces.published)
 
     patch.setattr(Engine, "freeze", mutant)
 

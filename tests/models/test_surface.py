@@ -318,7 +318,7 @@ def test_the_second_stage_tells_what_an_update_added(
     before = model.get_parameters()
     optimizer.step(model, *problems.local_batch(backend, "mlp", 1))
     added = model.get_parameters() - before
-    pieces = model.engine.updated_pieces
+    pieces = model.engine.pieces.updated
     expected = np.concatenate([added[p.start : p.stop] for p in pieces])
     np.testing.assert_allclose(model.parameter_delta_shard, expected, rtol=0, atol=1e-15)
     assert np.abs(expected).max(initial=1.0) > 0

@@ -48,7 +48,7 @@ def parameters_from_elsewhere(problems: Any) -> None:
                     close(plain.get_parameters(), after)
         backend.barrier()
         if strategy == "zero2":
-            for owned in model.engine.parameters.owned(model.engine.own_pieces):
+            for owned in model.engine.parameters.owned(model.engine.pieces.owned):
                 owned[...] = 0.5
             model.all_gather_parameter_shards()
             close(model.get_parameters(), np.full(len(theta), 0.5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spawned_jobs import ROOT, outside_launchers
 
 import mpishard as ms
 from mpishard import settings
@@ -21,8 +21,6 @@ from mpishard.communication.recording import compare_clocks
 from mpishard.errors import CommunicationError, PeerError
 from mpishard.observe import merge_traces, open_trace, span, step_span, summarize_trace, trace
 from mpishard.testing.worlds import in_worlds
-
-ROOT = Path(__file__).parents[2]
 
 
 def check_format(path: Path) -> list[dict[str, Any]]:
@@ -356,11 +354,9 @@ def test_a_context_that_fails_leaves_what_it_had(tmp_path: Path) -> None:
 @pytest.mark.spawned
 def test_a_script_alone_that_fails_says_so_in_its_trace(tmp_path: Path) -> None:
     script = "import mpishard; mpishard.init().barrier(); raise ValueError('boom')"
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    added = {"MPISHARD_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = outside_launchers(MPISHARD_TRACE=str(tmp_path), PYTHONPATH=str(ROOT))
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=kept | added, capture_output=True, check=False
+        [sys.executable, "-c", script], env=environment, capture_output=True, check=False
     )
     assert ended.returncode == 1
     job = open_trace(tmp_path)

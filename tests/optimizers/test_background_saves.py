@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.checkpoint import CheckpointFolder, disk, newest_valid
+from mpishard.checkpoint import CheckpointFolder, content, disk, newest_valid
 from mpishard.errors import CheckpointError, NonFiniteLossError
 
 SAMPLES = 40
@@ -30,10 +30,10 @@ class Inputs:
         return self.then(X[indices]) if self.reads == self.at else X[indices]
 
 
-def train(backend, folder, steps=None, **options):
+def train(backend, folder, steps=None, strategy="fsdp", **options):
     """The result; ``steps`` is filled with each rank's number of updates, whatever happens."""
-    model = ms.as_distributed(ms.nn.MLP([3, 4, 1], seed=0), backend, "fsdp")
-    optimizer = ms.as_distributed(ms.optimizers.Adam(1e-3), backend, "fsdp")
+    model = ms.as_distributed(ms.nn.MLP([3, 4, 1], seed=0), backend, strategy)
+    optimizer = ms.as_distributed(ms.optimizers.Adam(1e-3), backend, strategy)
     choices = {"x_train": X, "checkpoint_every": 2, "checkpoint_async": True}
     try:
         return optimizer.optimize(
@@ -125,6 +125,53 @@ def test_where_all_ranks_raise_the_save_under_way_is_completed(tmp_path, slow_di
     assert len(slow_disk) == 2
     assert newest_valid(tmp_path / "run").name == "step-00000002"
     assert not writers()
+
+
+def test_what_failed_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeypatch):
+    def fails(file, parts):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def wait_for_writers(x):
+        for writer in writers():
+            if writer.is_alive():  # the other rank's may not have been started quite
+                writer.join(20)
+        return x
+
+    monkeypatch.setattr(disk, "write_file", fails)
+    steps = {}
+
+    def main(backend):
+        inputs = Inputs(4, wait_for_writers)  # of the step after the first save
+        with pytest.raises(CheckpointError, match=r"rank 0: .* rank 1: "):
+            train(backend, tmp_path / "run", steps, x_train=inputs, checkpoint_every=3)
+
+    ms.run_in_threads(2, main)
+    assert steps == {0: 4, 1: 4}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_the_memory_for_copies_is_taken_once_before_training(tmp_path, monkeypatch, strategy):
+    """Also where the best parameters, of which there are none at first, will be saved, too."""
+    events = []
+    touched = content._touched_memory
+
+    def take(nbytes):
+        events.append(nbytes)
+        return touched(nbytes)
+
+    def step(x):
+        events.append("step")
+        return x
+
+    monkeypatch.setattr(content, "_touched_memory", take)
+    data = {"x_validation": X[:5], "y_validation": np.ones((5, 1)), "patience": 20}
+    inputs = [Inputs(1, step) for _ in range(2)]
+    ms.run_in_threads(
+        2, lambda b: train(b, tmp_path / "run", strategy=strategy, x_train=inputs[b.rank], **data)
+    )
+    assert events[2:] == ["step", "step"]
+    # Parameters, two moments and the best parameters: 21 numbers of 8 bytes, and what aligns them.
+    assert 4 * 21 * 8 <= sum(events[:2]) < 4 * 21 * 8 + 2 * 4 * 4 * 64
 
 
 class OneRankError(Exception):

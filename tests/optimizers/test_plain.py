@@ -158,6 +158,21 @@ def test_what_cannot_be_reversed():
         rule.reverse_update(p, g)
 
 
+def test_a_reversal_that_fails_changes_nothing():
+    rule, p, g = SGD(0.1), numbers(0), numbers(1)
+    p = rule.update_parameters(p, g)
+    before = rule.serialize()
+
+    def broken(step):
+        raise ArithmeticError("no rate")
+
+    rule.learning_rate = broken
+    with pytest.raises(ArithmeticError, match="no rate"):
+        rule.reverse_update(p, g)
+    rule.learning_rate = 0.1
+    assert rule.serialize() == before
+
+
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [

@@ -132,25 +132,25 @@ def every_call(*_):
     print("came to its end on", heir.rank, flush=True)
 
 
-def lost_in_shrink(*_):
-    """Rank 1 is lost; rank 3 is lost while the others make the world of those that are left."""
-    backend = ms.init(on_failure="shrink")
-    if backend.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if backend.rank == 3:
-        enter = ms.MPICommunicationBackend._enter
-
-        def die(*_):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        assert callable(enter)
-        ms.MPICommunicationBackend._enter = die
+def go_on(backend):
+    """Go on with those that are left, whenever a rank is found lost."""
     try:
         backend.barrier()
     except PeerError:
         backend = backend.shrink()
     backend.barrier()
     print("came to its end in a world of", backend.world_size, flush=True)
+
+
+def lost_in_shrink(*_):
+    """Rank 1 is lost; rank 3 is lost while the others make the world of those that are left."""
+    backend = ms.init(on_failure="shrink")
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if backend.rank == 3:
+        assert callable(ms.MPICommunicationBackend._enter)  # which a new world begins with
+        ms.MPICommunicationBackend._enter = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    go_on(backend)
 
 
 def uncaught(*_):
@@ -174,12 +174,7 @@ def leaves(*_):
     backend = ms.init(on_failure="shrink")
     if backend.rank == 1:
         sys.exit(0)
-    try:
-        backend.barrier()
-    except PeerError:
-        backend = backend.shrink()
-    backend.barrier()
-    print("came to its end in a world of", backend.world_size, flush=True)
+    go_on(backend)
 
 
 def sleeps(*_):

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from spawned_jobs import ROOT, environment_of_a_job
 
 from mpishard import run_in_threads
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-ROOT = SCENARIOS.parents[2]
 MPIEXEC = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
 LIMIT = 30
 IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
@@ -25,20 +25,6 @@ needs_mpi = pytest.mark.skipif(
     MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpi4py and mpiexec",
 )
-
-
-def environment(**extra):
-    """The environment of a job: not that of a launcher this test may run under."""
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    kept.update(
-        PYTHONPATH=os.pathsep.join([*extra.pop("first_on_path", []), str(ROOT)]),
-        MPISHARD_NUMBA="off",  # which takes each rank a second to load
-        OMPI_ALLOW_RUN_AS_ROOT="1",
-        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
-    )
-    return {**kept, **extra}
 
 
 class Ended:
@@ -60,7 +46,9 @@ def job(scenario, ranks=2, *, first_on_path=(), shell="", **extra):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(first_on_path=list(first_on_path), **extra),
+        env=environment_of_a_job(
+            PYTHONPATH=os.pathsep.join([*map(str, first_on_path), str(ROOT)]), **extra
+        ),
     ) as process:
         try:
             started = time.monotonic()

@@ -3,111 +3,32 @@
 With the interpreter of an environment that has Open MPI these are tests of Open MPI.
 """
 
-import importlib.util
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from spawned_jobs import MPIEXEC, Job, needs_mpiexec
 
 SCENARIOS = Path(__file__).with_name("signal_scenarios.py")
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
 LIMIT = 30
 
-pytestmark = [
-    pytest.mark.spawned,
-    pytest.mark.skipif(
-        not MPIEXEC.exists() or importlib.util.find_spec("mpi4py") is None,
-        reason="needs mpi4py and mpiexec",
-    ),
-]
+pytestmark = [pytest.mark.spawned, needs_mpiexec]
 
 
-def environment(variables):
-    """The environment of a job: not that of a launcher this test may run under."""
-    launchers = ("PMI", "OMPI_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    return kept | {
-        "PYTHONPATH": str(SCENARIOS.parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "MPISHARD_NUMBA": "off",  # which takes each rank a second to load
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        **variables,
-    }
-
-
-class Job:
-    """Two ranks, from their start to their end."""
-
-    def __init__(self, scenario, *, shell="", **variables):
-        command = [sys.executable, str(SCENARIOS), *scenario.split()]
-        if shell:
-            command = ["sh", "-c", shlex.join(command) + shell]
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._process = subprocess.Popen(
-            [MPIEXEC, "-n", "2", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            errors="replace",
-            env=environment(variables),
-            start_new_session=True,
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        self._stderr.close()
-
-    def ranks(self):
-        """The processes of both ranks, when both are ready."""
-        pids = []
-        while len(pids) < 2:
-            line = self._process.stdout.readline()
-            assert line, self.end()
-            if line.startswith("ready"):
-                pids.append(int(line.split()[1]))
-        time.sleep(0.1)  # from the word to the deed
-        return pids
-
-    def end(self):
-        """Wait for it, and not for as long as its ranks would sleep."""
-        self.out, _ = self._process.communicate(timeout=LIMIT)
-        self.err = self._errors_so_far()
-        self.code = self._process.returncode
-        return self
-
-    def _errors_so_far(self):
-        size = os.fstat(self._stderr.fileno()).st_size
-        return os.pread(self._stderr.fileno(), size, 0).decode(errors="replace")
-
-    def wait_for(self, *words):
-        """Wait until the job has said on stderr each of ``words``, given with its count."""
-        deadline = time.monotonic() + LIMIT
-        while any((text := self._errors_so_far()).count(word) < count for word, count in words):
-            assert time.monotonic() < deadline, text
-            time.sleep(0.02)
-
-    def __repr__(self):
-        return f"code {self.code}\n{self.out}\n{self.err}"
+def start(scenario, *, shell="", **variables):
+    command = [sys.executable, str(SCENARIOS), *scenario.split()]
+    if shell:
+        command = ["sh", "-c", shlex.join(command) + shell]
+    return Job([MPIEXEC, "-n", "2", *command], **variables)
 
 
 def run(scenario, **options):
-    with Job(scenario, **options) as job:
-        return job.end()
+    with start(scenario, **options) as job:
+        return job.end(LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -151,21 +72,23 @@ def test_abort_in_another_thread_while_the_main_thread_is_stuck_in_mpi():
 
 
 def test_sigterm():
-    with Job("sleeps") as job:
+    with start("sleeps") as job:
         os.kill(job.ranks()[0], signal.SIGTERM)
-        ended = job.end()
+        ended = job.end(LIMIT)
     assert ended.code == 143, ended
     assert ended.err.count("was sent SIGTERM") == 1, ended
     assert "Traceback" not in ended.err, ended
 
 
 def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
-    with Job(f"goes_on_when_asked {tmp_path / 'go'}") as job:
+    with start(f"goes_on_when_asked {tmp_path / 'go'}") as job:
         for pid in job.ranks():
             os.kill(pid, signal.SIGQUIT)
-        job.wait_for(("and goes on", 2), ("1: barrier() at ", 2), ("in stuck_in_mpi", 1))
+        job.wait_for("and goes on", 2)
+        job.wait_for("1: barrier() at ", 2)
+        job.wait_for("in stuck_in_mpi")
         (tmp_path / "go").touch()
-        ended = job.end()
+        ended = job.end(LIMIT)
     assert ended.code == 0, ended
     assert ended.out.count("went on") == 2, ended
     for rank in range(2):
@@ -210,22 +133,22 @@ def test_a_forked_child_that_ends_leaves_no_world():
 
 
 def test_ctrl_c_while_all_ranks_are_stuck_in_c():
-    with Job("all_are_stuck") as job:
+    with start("all_are_stuck") as job:
         for pid in job.ranks():
             os.kill(pid, signal.SIGINT)
-        ended = job.end()
+        ended = job.end(LIMIT)
     assert ended.code == 130, ended
     assert ended.err.count("was interrupted") == 1, ended
     assert "Traceback" not in ended.err, ended
 
 
 def test_a_rank_that_computes_sees_that_another_is_gone():
-    with Job("sleeps", shell="; sleep 60") as job:
+    with start("sleeps", shell="; sleep 60") as job:
         pids = job.ranks()
         commands = [Path(f"/proc/{pid}/stat").read_text().split() for pid in pids]
         assert len(commands) == 2
         os.kill(pids[1], signal.SIGKILL)
-        ended = job.end()
+        ended = job.end(LIMIT)
     assert ended.code != 0, ended
     assert "is gone (killed, or out of memory?), seen by rank" in ended.err, ended
 

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spawned_jobs import ROOT, outside_launchers
 
 from mpishard import run_in_threads
 
-ROOT = Path(__file__).parents[2]
 SCENARIOS = Path(__file__).with_name("survivor_scenarios.py")
 LIMIT = 120
 """Seconds after which a job counts as one that hangs."""
-
-_OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "PMIX", "SLURM_", "HYDI", "MPICH_", "MPISHARD_")
 
 _spec = importlib.util.spec_from_file_location("survivor_scenarios", SCENARIOS)
 scenarios = importlib.util.module_from_spec(_spec)
@@ -44,7 +42,6 @@ def open_mpi() -> Path:
 def job(ranks, *words, options=("--on-failure", "shrink"), **variables):
     """Run a scenario; exit code, stdout, stderr."""
     command = [open_mpi(), "-m", "mpishard", "run", "-n", str(ranks), *options, SCENARIOS, *words]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     with (
         tempfile.TemporaryDirectory(prefix="job-") as folder,  # short: sockets are put into it
         subprocess.Popen(
@@ -54,8 +51,7 @@ def job(ranks, *words, options=("--on-failure", "shrink"), **variables):
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=kept
-            | {"PYTHONPATH": str(ROOT), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+            env=outside_launchers(PYTHONPATH=str(ROOT), TMPDIR=folder, OMP_NUM_THREADS="1")
             | variables,
             start_new_session=True,
         ) as process,

@@ -1,0 +1,55 @@
+"""Named arrays as bytes in safetensors format, with JSON in their header."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+__all__ = ["metadata_of", "tensors_and_document", "tensors_of"]
+
+
+def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays in what ``serialize`` gave, as errors say of ``whose``.
+
+    Raises
+    ------
+    TypeError
+        For what are no bytes.
+    ValueError
+        Where they are something else, or torn.
+    """
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
+    try:
+        return safetensors.numpy.load(bytes(data))
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"these {len(data)} bytes are not what {whose}serialize() gave: {error}"
+        ) from None
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """The metadata in the header of bytes that `tensors_of` has read; empty where there are none.
+
+    safetensors reads headers of files only; the format begins with the header's length.
+    """
+    length = int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
+
+
+def tensors_and_document(
+    data: Any, key: str, whose: str
+) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
+    """The arrays, and the JSON under ``key`` of the metadata; errors are those of `tensors_of`."""
+    tensors = tensors_of(data, whose)
+    text = metadata_of(data).get(key)
+    if text is None:
+        raise ValueError(
+            f"these {len(data)} bytes are not what {whose}serialize() gave: their header has no "
+            f"{key!r}"
+        )
+    return tensors, json.loads(text)

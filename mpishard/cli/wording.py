@@ -1,0 +1,53 @@
+"""Numbers as the commands say them: counts, bytes, times."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["bytes_text", "counted", "milliseconds", "parse_bytes"]
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def milliseconds(seconds: float) -> str:
+    """A time as text, with as many digits as can be believed."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.{2 if seconds < 0.1 else 1}f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``, ``3 batches``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def bytes_text(nbytes: int | None) -> str:
+    """A number of bytes as text: exact below 1 KiB, then in KiB, MiB or GiB."""
+    if nbytes is None:
+        return ""
+    amount, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while amount >= 1024 and unit != "GiB":
+        amount, unit = amount / 1024, next(units)
+    return f"{amount:.4g} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``5GB`` says, in any case.
+
+    Raises
+    ------
+    ValueError
+        For any other text, and for less than 1 byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
+    size = float(found[1]) * _UNITS.get(found[2] or "B", 0) if found is not None else 0.0
+    if size < 1:
+        raise ValueError(
+            "a size is a number with B, KiB, MiB or GiB, or KB, MB or GB for powers of 1000, as "
+            f"64KiB or 5GB; got {text!r}"
+        )
+    return int(size)

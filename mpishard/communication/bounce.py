@@ -1,0 +1,70 @@
+"""Memory that a node's ranks share, through which the arrays pass that they do not share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "BounceBuffers"]
+
+BOUNCE_BYTES = 1 << 21
+"""The longest array that passes. What is longer is quicker as messages, which are copied once."""
+
+BOUNCE_SETS = 2
+
+
+class BounceBuffers:
+    """Two sets of a row for each rank, which it alone writes, and of one for a common result.
+
+    Collectives take the sets in turn: who writes a row has met all others in the collective
+    before, and by then they had read what that row held.
+
+    Parameters
+    ----------
+    memory : Array
+        Of `nbytes` bytes, shared by the ranks; dtype uint8.
+    world_size, rank : int
+        How many there are, and which of them this is.
+    """
+
+    def __init__(self, memory: Array, world_size: int, rank: int) -> None:
+        self._sets = memory.reshape(BOUNCE_SETS, world_size + 1, BOUNCE_BYTES)
+        self._world_size = world_size
+        self._rank = rank
+        self.turn = 0
+        """The set whose turn it is, the same on all ranks."""
+
+    @staticmethod
+    def nbytes(world_size: int) -> int:
+        """Bytes for so many ranks."""
+        return BOUNCE_SETS * (world_size + 1) * BOUNCE_BYTES
+
+    @property
+    def nbytes_each(self) -> int:
+        """Bytes that this rank answers for."""
+        return self.nbytes(self._world_size) // self._world_size
+
+    def own_row(self, dtype: np.dtype[np.generic], length: int) -> Array:
+        """The begin of this rank's row of the set in turn, of shape (``length``,)."""
+        return self._view(self._rank, dtype, length)
+
+    def rows(
+        self, dtype: np.dtype[np.generic], length: int, turn: int | None = None
+    ) -> list[Array]:
+        """That of each rank's; of another set, where ``turn`` says which."""
+        return [self._view(rank, dtype, length, turn) for rank in range(self._world_size)]
+
+    def result(self, dtype: np.dtype[np.generic], length: int) -> Array:
+        """That of the row in which each rank writes a part of its own."""
+        return self._view(self._world_size, dtype, length)
+
+    def end_turn(self) -> None:
+        """Go on to the other set. All ranks end their turns alike."""
+        self.turn = (self.turn + 1) % BOUNCE_SETS
+
+    def _view(
+        self, row: int, dtype: np.dtype[np.generic], length: int, turn: int | None = None
+    ) -> Array:
+        turn = self.turn if turn is None else turn
+        return self._sets[turn, row, : length * dtype.itemsize].view(dtype)

@@ -1,0 +1,97 @@
+"""All-reduces on one node of arrays that the ranks do not share: through memory that they do.
+
+Each rank copies its array into its row of the group's `BounceBuffers`; when all have, they combine
+what stands there. A rank whose turn it is copies before it sends its header. Where all did, their
+headers say that it is there, and one exchange is all that the collective waits for. A message of
+that length takes a library's protocol, a header before it, and a dozen calls from Python.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from mpishard.arrays import Array, is_device_array
+from mpishard.communication.arena import PRIVATE
+from mpishard.communication.bounce import BOUNCE_BYTES, BounceBuffers
+from mpishard.communication.call import Call
+from mpishard.communication.group import Group
+from mpishard.communication.header import INLINE_BYTES, Headers, Readiness
+from mpishard.communication.lanes import Turn
+from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.shared_collectives import SharedCollectives
+from mpishard.communication.sharing import Places
+from mpishard.communication.work import Steps
+from mpishard.layout import ShardLayout
+
+__all__ = ["BounceCollectives"]
+
+
+class BounceCollectives(SharedCollectives):
+    """The part of the MPI backend that copies through memory of the node."""
+
+    @property
+    @abstractmethod
+    def _talk(self) -> Group:
+        """The group of an initialised backend."""
+
+    @abstractmethod
+    def _steps_share(self, call: Call, nbytes: int) -> Steps:
+        """Memory that this rank's node shares, or None, for ``call``, whose turn it is."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        bounce = self._talk.bounce if self._initialized else None
+        return super().scratch_bytes + (0 if bounce is None else bounce.nbytes_each)
+
+    def _is_to_bounce(self, nbytes: int) -> bool:
+        """Whether so many bytes may go this way; alike on all ranks."""
+        return INLINE_BYTES < nbytes <= BOUNCE_BYTES and self._talk.mailbox is not None
+
+    def _copy_ahead(self, turn: Turn, array: Array, places: Places) -> Readiness:
+        """Copy ``array`` to this rank's row, if that may be done before its header is sent."""
+        if is_device_array(array):
+            return Readiness.ON_DEVICE
+        bounce = self._talk.bounce
+        if bounce is None or not self._is_to_bounce(array.nbytes):
+            return Readiness.AT_HOME
+        if places[0] != PRIVATE or not turn.test():
+            return Readiness.AT_HOME
+        bounce.own_row(array.dtype, array.size)[...] = array.reshape(-1)
+        return Readiness.COPIED
+
+    def _bounce(self, call: Call, turn: Turn, headers: Headers, array: Array) -> Steps:
+        """See that every rank's ``array`` stands in its row; return the `BounceBuffers`.
+
+        None, on all ranks, where messages are to be sent: there is no memory for more, or it is
+        GPUs that send them.
+        """
+        group = self._talk
+        if headers.any_on_device:
+            return None
+        yield turn
+        if group.bounce is None and not group.has_no_bounce:
+            memory = yield from self._steps_share(call, BounceBuffers.nbytes(self.world_size))
+            group.has_no_bounce = memory is None
+            if memory is not None:
+                group.bounce = BounceBuffers(memory, self.world_size, self.rank)
+        if group.bounce is not None and not headers.all_have_copied:
+            if not headers.has_copied(self.rank):
+                group.bounce.own_row(array.dtype, array.size)[...] = array.reshape(-1)
+            yield from self._fence(turn)
+        return group.bounce
+
+    def _bounced_all_reduce(
+        self, turn: Turn, bounce: BounceBuffers, operation: ReductionOperation, out: Array
+    ) -> Steps:
+        """Combine what the rows hold into flat ``out``."""
+        rows = bounce.rows(out.dtype, out.size)
+        if self.world_size == 2:
+            # To combine all takes less than to wait for the other's half, and to copy it.
+            self._reducer.reduce(rows, operation, out)
+        else:
+            mine = ShardLayout(out.size, self.world_size).slice(self.rank)
+            result = bounce.result(out.dtype, out.size)
+            self._reducer.reduce([row[mine] for row in rows], operation, result[mine])
+            yield from self._fence(turn)
+            out[...] = result
+        bounce.end_turn()

@@ -1,0 +1,175 @@
+"""All-reduces of private arrays through the bounce buffers of a node, however the ranks come."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import MPICommunicationBackend, ReductionOperation
+from mpishard.communication.bounce import BOUNCE_BYTES
+from mpishard.errors import CollectiveMismatchError
+from mpishard.testing import reference
+from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+
+pytestmark = pytest.mark.mpi
+
+SUM = ReductionOperation.SUM
+
+
+@pytest.fixture
+def world(backend):
+    """A world that has not bounced anything yet."""
+    with MPICommunicationBackend(backend._comm) as own:
+        assert own._talk.bounce is None
+        yield own
+
+
+def assert_same(actual, expected):
+    reference.assert_same(actual, expected, "all_reduce")
+
+
+def arrays(world, number, length, dtype=np.float64):
+    """What each rank gives to all-reduce ``number``: no two alike."""
+    numbers = [np.random.default_rng([number, rank]) for rank in range(world.world_size)]
+    return [generator.standard_normal(length).astype(dtype) for generator in numbers]
+
+
+def test_what_is_short_enough_sends_no_message(world, monkeypatch):
+    exchanged = []
+    original = type(world)._exchange
+    monkeypatch.setattr(
+        type(world), "_exchange",
+        lambda self, *arguments: exchanged.append(1) or original(self, *arguments),
+    )  # fmt: skip
+    for length, bounces in ((17, True), (BOUNCE_BYTES // 8, True), (BOUNCE_BYTES // 8 + 1, False)):
+        for repeat in range(3):
+            data = arrays(world, repeat, length)
+            out = np.empty(length)
+            world.all_reduce(data[world.rank], out=out)
+            assert_same(out, tree_reduce(data, SUM))
+        assert (not exchanged) == bounces
+    assert world.scratch_bytes > 2 * BOUNCE_BYTES
+
+
+def test_ranks_come_in_any_order_and_call_in_any_way(world):
+    """Blocking or not, one at a time or several, early or late: nobody reads an older array."""
+    draw = np.random.default_rng(world.rank)
+    under_way = []
+    for number in range(150):
+        length = (40, 3000, 20)[number % 3]
+        data = arrays(world, number, length)
+        wanted = tree_reduce(data, SUM)
+        mine = data[world.rank]
+        way = draw.integers(5)
+        if way == 0:
+            time.sleep(2e-4)
+        if way == 1:
+            under_way.append((world.all_reduce_async(mine, out=np.empty(length)), wanted))
+        elif way == 2:
+            out = np.empty(length)
+            assert world.all_reduce(mine, out=out) is out
+            assert_same(out, wanted)
+            assert_same(mine, data[world.rank])
+        else:
+            world.all_reduce(mine)
+            assert_same(mine, wanted)
+        mine[...] = np.nan if way != 1 else mine
+        if len(under_way) > 3:
+            for work, expected in under_way:
+                assert_same(work.wait(), expected)
+            under_way.clear()
+    for work, expected in under_way:
+        assert_same(work.wait(), expected)
+
+
+@pytest.mark.parametrize("operation", ReductionOperation)
+def test_every_operation_and_type(world, operation):
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.complex64):
+        kind = np.dtype(dtype).kind
+        ordered = operation in (ReductionOperation.MIN, ReductionOperation.MAX)
+        if (kind == "i" and operation is ReductionOperation.AVERAGE) or (kind == "c" and ordered):
+            continue
+        for number in range(3):
+            data = arrays(world, number, 400, np.float64)
+            data = [(40 * array).astype(dtype).reshape(20, 20) for array in data]
+            mine = data[world.rank].copy()
+            wanted = tree_reduce(data, operation)
+            world.all_reduce(mine, operation)
+            assert_same(mine, wanted)
+
+
+def test_adversarial_values(world):
+    values = np.resize(np.array(ADVERSARIAL_VALUES, np.float64), 500)
+    data = [np.roll(values, rank) for rank in range(world.world_size)]
+    for _ in range(3):
+        mine = data[world.rank].copy()
+        assert_same(world.all_reduce(mine), tree_reduce(data, SUM))
+
+
+def test_results_that_overlap_the_array(world):
+    for number in range(4):
+        data = arrays(world, number, 600)
+        memory = np.concatenate([data[world.rank], np.zeros(100)])
+        world.all_reduce(memory[:600], out=memory[100:])
+        assert_same(memory[100:], tree_reduce(data, SUM))
+
+
+def test_a_shared_array_on_one_rank_alone(world):
+    shared = world.allocate_shared(500, np.float64)
+    if shared is None:
+        pytest.skip("these ranks share no memory")
+    for number in range(4):
+        data = arrays(world, number, 500)
+        mine = shared if world.rank == number % world.world_size else np.empty(500)
+        mine[...] = data[world.rank]
+        assert_same(world.all_reduce(mine, out=np.empty(500)), tree_reduce(data, SUM))
+        world.barrier()
+
+
+def test_what_does_not_match_is_told_and_the_next_is_right(world):
+    for number in range(3):
+        data = arrays(world, number, 800)
+        world.all_reduce(data[world.rank].copy())
+        odd = np.zeros(800 if world.rank else 801)
+        with pytest.raises(CollectiveMismatchError, match="801"):
+            world.all_reduce(odd)
+        odd = ReductionOperation.MAX if world.rank else SUM
+        with pytest.raises(CollectiveMismatchError, match="MAX"):
+            world.all_reduce(np.zeros(800), odd)
+        out = world.all_reduce(data[world.rank].copy())
+        assert_same(out, tree_reduce(data, SUM))
+
+
+def test_without_checks_it_bounces_all_the_same(world):
+    world.check_collectives = False
+    for number in range(3):
+        data = arrays(world, number, 300)
+        assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
+    assert world._talk.bounce is not None
+
+
+def test_groups_have_their_own(world):
+    group = world.split(world.rank % 2, world.rank)
+    with group:
+        for number in range(6):
+            data = arrays(world, number, 300)
+            whole = world.all_reduce_async(data[world.rank].copy())
+            members = [data[rank] for rank in group.world_ranks]
+            part = group.all_reduce(data[world.rank].copy())
+            assert_same(part, tree_reduce(members, SUM))
+            assert_same(whole.wait(), tree_reduce(data, SUM))
+
+
+def test_no_memory_for_it(world, monkeypatch):
+    """Messages are sent instead."""
+
+    def no_memory(call, nbytes):
+        return None
+        yield
+
+    monkeypatch.setattr(world, "_steps_share", no_memory)
+    for number in range(3):
+        data = arrays(world, number, 300)
+        assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
+    assert world._talk.bounce is None
