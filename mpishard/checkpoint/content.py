@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import to_host
+from mpishard.arrays import address, to_host
 from mpishard.checkpoint.manifest import (
     FileRecord,
     KindRecord,
@@ -95,14 +95,16 @@ class StagingBuffer:
             Where a save is still being written from it.
         """
         self._require_own()
-        starts = [0, *accumulate(_aligned(array.nbytes) for array in arrays)]
+        runs = _runs(arrays)
+        starts = [0, *accumulate(_aligned(sum(a.nbytes for a in run)) for run in runs)]
         self.reserve(starts.pop())
         self._is_lent = True
         copied = []
-        for array, start in zip(arrays, starts, strict=True):
-            copy = self._memory[start : start + array.nbytes].view(array.dtype)
-            copy[...] = array
-            copied.append(copy)
+        for run, start in zip(runs, starts, strict=True):
+            whole = _end_to_end(run)
+            copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
+            copy[...] = whole
+            copied += np.split(copy, list(accumulate(array.size for array in run[:-1])))
         return copied
 
     def give_back(self) -> None:
@@ -125,6 +127,29 @@ def staged_bytes(arrays: Pieces) -> int:
         for _, array in given
         if isinstance(array, np.ndarray)
     )
+
+
+def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
+    """``arrays`` in their order, together as far as they lie end to end in memory.
+
+    A vector's pieces do. To copy them at once takes two thirds of the time of one by one.
+    """
+    runs: list[list[np.ndarray[Any, Any]]] = []
+    end: tuple[int, np.dtype[Any]] | None = None
+    for array in arrays:
+        start = address(array)
+        if (start, array.dtype) == end:
+            runs[-1].append(array)
+        else:
+            runs.append([array])
+        end = start + array.nbytes, array.dtype
+    return runs
+
+
+def _end_to_end(run: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """One array of all of a run: it ends where the last one does."""
+    length = sum(array.size for array in run)
+    return np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
 
 
 def _aligned(nbytes: int) -> int:

@@ -406,3 +406,14 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
         tmp_path / "b", fakes.Model(None, fakes.values(2)), staging=staging
     ).wait()
     checkpoint.check(tmp_path / "b")
+
+
+def test_staging_copies_what_lies_end_to_end_and_what_does_not():
+    wide, narrow = np.arange(100.0), np.arange(50, dtype=np.float32)
+    arrays = [wide[3:10], wide[10:33], wide[40:41], narrow[:7], narrow[7:20], wide[41:60]]
+    arrays.append(wide.view(np.int64)[60:70])  # behind the one before, and of another dtype
+    wanted = [array.tobytes() for array in arrays]
+    copies = StagingBuffer().copies(arrays)
+    wide[...], narrow[...] = -1, -1
+    assert [copy.tobytes() for copy in copies] == wanted
+    assert [copy.dtype for copy in copies] == [array.dtype for array in arrays]
