@@ -74,6 +74,7 @@ def test_every_prefix(
     assert 0 < changes < len(recording), "it happens inside"
 
 
+@pytest.mark.timeout(120)
 def test_lost_operations(tmp_path: Path, fakes: Any, torture: Any) -> None:
     """Of a save's operations, any that were not synced: crashes in a row, then a save that ends."""
     recordings: dict[Any, Recording] = {}
