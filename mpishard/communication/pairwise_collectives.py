@@ -151,6 +151,11 @@ class PairwiseCollectives(BounceCollectives):
         yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in others})
 
     @staticmethod
+    def _is_one_message(nbytes: int) -> bool:
+        """Whether a piece of so many bytes is not cut."""
+        return nbytes <= CHUNK_BYTES
+
+    @staticmethod
     def _is_large(nbytes: int) -> bool:
         """Whether so many bytes are more than a library can be given at once."""
         return nbytes > LARGE_BYTES

@@ -27,6 +27,7 @@ __all__ = [
     "accumulation_dtype",
     "check_reducible",
     "complete_subtrees",
+    "quiet_combiner",
 ]
 
 
@@ -96,6 +97,14 @@ def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> C
         out[...] = ufunc(left, right)
 
     return multiply
+
+
+def quiet_combiner(operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """``combine(left, right, out=)`` of two host arrays, which warns of no overflow."""
+    # To enter a context is quicker than np.errstate.
+    context = contextvars.Context()
+    context.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
+    return functools.partial(context.run, _combiner(np, operation, dtype))
 
 
 Subtree = tuple[int, int]

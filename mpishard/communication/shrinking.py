@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mpishard.communication import exit_hooks
 from mpishard.communication.library import leave_mpi_running
+from mpishard.communication.quick_collectives import QuickCollectives
 from mpishard.communication.recording import stop_recording
-from mpishard.communication.small_collectives import SmallCollectives
 from mpishard.communication.survival import OnFailure, check_on_failure, check_survivable
 from mpishard.errors import CommunicationError
 
@@ -20,7 +20,7 @@ __all__ = ["ShrinkingWorld"]
 _IN_SHRINK = "in shrink() for the other ranks that are left"
 
 
-class ShrinkingWorld(SmallCollectives):
+class ShrinkingWorld(QuickCollectives):
     """The part of the MPI backend that goes on without ranks that are gone.
 
     Parameters

@@ -1,4 +1,4 @@
-"""All-reduces of private arrays through the bounce buffers of a node, however the ranks come."""
+"""All-reduces that are done on the spot, through memory or by messages, however the ranks come."""
 
 import time
 
@@ -8,6 +8,7 @@ import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES
+from mpishard.communication.pairwise_collectives import CHUNK_BYTES
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
@@ -17,8 +18,17 @@ pytestmark = pytest.mark.mpi
 SUM = ReductionOperation.SUM
 
 
+@pytest.fixture(params=["auto", "off"])
+def world(request, backend, monkeypatch):
+    """A world that has made no plan yet, and shares memory or does not."""
+    monkeypatch.setenv("MPISHARD_ARENA", request.param)
+    with MPICommunicationBackend(backend._comm) as own:
+        assert not own._plans
+        yield own
+
+
 @pytest.fixture
-def world(backend):
+def bouncing(backend):
     """A world that has not bounced anything yet."""
     with MPICommunicationBackend(backend._comm) as own:
         assert own._talk.bounce is None
@@ -35,21 +45,21 @@ def arrays(world, number, length, dtype=np.float64):
     return [generator.standard_normal(length).astype(dtype) for generator in numbers]
 
 
-def test_what_is_short_enough_sends_no_message(world, monkeypatch):
+def test_what_is_short_enough_sends_no_message(bouncing, monkeypatch):
     exchanged = []
-    original = type(world)._exchange
+    original = type(bouncing)._exchange
     monkeypatch.setattr(
-        type(world), "_exchange",
+        type(bouncing), "_exchange",
         lambda self, *arguments: exchanged.append(1) or original(self, *arguments),
     )  # fmt: skip
     for length, bounces in ((17, True), (BOUNCE_BYTES // 8, True), (BOUNCE_BYTES // 8 + 1, False)):
         for repeat in range(3):
-            data = arrays(world, repeat, length)
+            data = arrays(bouncing, repeat, length)
             out = np.empty(length)
-            world.all_reduce(data[world.rank], out=out)
+            bouncing.all_reduce(data[bouncing.rank], out=out)
             assert_same(out, tree_reduce(data, SUM))
         assert (not exchanged) == bounces
-    assert world.scratch_bytes > 2 * BOUNCE_BYTES
+    assert bouncing.scratch_bytes > 2 * BOUNCE_BYTES
 
 
 def test_ranks_come_in_any_order_and_call_in_any_way(world):
@@ -115,16 +125,16 @@ def test_results_that_overlap_the_array(world):
         assert_same(memory[100:], tree_reduce(data, SUM))
 
 
-def test_a_shared_array_on_one_rank_alone(world):
-    shared = world.allocate_shared(500, np.float64)
+def test_a_shared_array_on_one_rank_alone(bouncing):
+    shared = bouncing.allocate_shared(500, np.float64)
     if shared is None:
         pytest.skip("these ranks share no memory")
     for number in range(4):
-        data = arrays(world, number, 500)
-        mine = shared if world.rank == number % world.world_size else np.empty(500)
-        mine[...] = data[world.rank]
-        assert_same(world.all_reduce(mine, out=np.empty(500)), tree_reduce(data, SUM))
-        world.barrier()
+        data = arrays(bouncing, number, 500)
+        mine = shared if bouncing.rank == number % bouncing.world_size else np.empty(500)
+        mine[...] = data[bouncing.rank]
+        assert_same(bouncing.all_reduce(mine, out=np.empty(500)), tree_reduce(data, SUM))
+        bouncing.barrier()
 
 
 def test_what_does_not_match_is_told_and_the_next_is_right(world):
@@ -141,12 +151,29 @@ def test_what_does_not_match_is_told_and_the_next_is_right(world):
         assert_same(out, tree_reduce(data, SUM))
 
 
-def test_without_checks_it_bounces_all_the_same(world):
+def test_without_checks(world):
     world.check_collectives = False
     for number in range(3):
         data = arrays(world, number, 300)
         assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
-    assert world._talk.bounce is not None
+    has_bounced = world._talk.bounce is not None
+    assert has_bounced == (world._talk.mailbox is not None)
+
+
+def test_two_ranks_that_share_nothing_swap_pieces_once(world, monkeypatch):
+    if world.world_size != 2 or world._talk.mailbox is not None:
+        pytest.skip("needs two ranks, and messages")
+    cut = []
+    original = world._pairwise_reduce
+    monkeypatch.setattr(
+        world, "_pairwise_reduce", lambda *arguments: cut.append(1) or original(*arguments)
+    )
+    for length, is_cut in ((17, 0), (1000, 0), (CHUNK_BYTES // 4, 0), (CHUNK_BYTES // 4 + 1, 1)):
+        data = arrays(world, length, length)
+        before = world.traffic.bytes_sent.total()
+        assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
+        assert len(cut) == is_cut
+        assert abs(world.traffic.bytes_sent.total() - before - 8 * length) <= 8
 
 
 def test_groups_have_their_own(world):
@@ -161,15 +188,15 @@ def test_groups_have_their_own(world):
             assert_same(whole.wait(), tree_reduce(data, SUM))
 
 
-def test_no_memory_for_it(world, monkeypatch):
+def test_no_memory_for_it(bouncing, monkeypatch):
     """Messages are sent instead."""
 
     def no_memory(call, turn, nbytes):
         return None
         yield
 
-    monkeypatch.setattr(world, "_steps_share", no_memory)
+    monkeypatch.setattr(bouncing, "_steps_share", no_memory)
     for number in range(3):
-        data = arrays(world, number, 300)
-        assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
-    assert world._talk.bounce is None
+        data = arrays(bouncing, number, 300)
+        assert_same(bouncing.all_reduce(data[bouncing.rank].copy()), tree_reduce(data, SUM))
+    assert bouncing._talk.bounce is None
