@@ -91,6 +91,10 @@ ROWS = [
         for name, kind in (("Reduce-scatter", "reduce_scatter"), ("All-reduce", "all_reduce"))
     ),
     *(
+        Row(f"All-reduce {size} / MPI", f"all_reduce {size} ours", f"all_reduce {size} MPI", 1.1)
+        for size in ("1 MiB", "8 MiB", "64 MiB")
+    ),
+    *(
         Row(
             f"All-reduce {size} by messages / MPI",
             f"plain all_reduce {size} ours",
