@@ -92,20 +92,21 @@ class BouncePlan:
         self.mailbox, self.bounce = mailbox, bounce
         self.call = Call.describe(0, Kind.ALL_REDUCE, array, operation=operation)
         self.bytes_sent = _bytes_sent(array, 2, rank)
-        self._rows = []
-        self._reducers = []
-        for turn in range(BOUNCE_SETS):
-            rows = [row.reshape(array.shape) for row in bounce.rows(array.dtype, array.size, turn)]
-            self._rows.append(rows[rank])
-            self._reducers.append(FixedReducer(rows, operation))
+        self._rank = rank
+        self._rows = [
+            [row.reshape(array.shape) for row in bounce.rows(array.dtype, array.size, turn)]
+            for turn in range(BOUNCE_SETS)
+        ]
+        self._combine = quiet_combiner(operation, array.dtype)
 
     def row(self, turn: int) -> Array:
         """The rank's row of a set, as an array of the shape that is combined."""
-        return self._rows[turn]
+        return self._rows[turn][self._rank]
 
-    def reducer(self, turn: int) -> FixedReducer:
-        """What combines the rows of a set."""
-        return self._reducers[turn]
+    def combine(self, turn: int, out: Array) -> None:
+        """Combine the rows of a set."""
+        left, right = self._rows[turn]
+        self._combine(left, right, out=out)
 
 
 class MessagePlan:

@@ -107,7 +107,7 @@ class QuickCollectives(StagedCollectives):
             row = make_row(call, array, readiness=Readiness.COPIED)
             self._talk.take_up(mailbox.take_up(row))
             return False
-        plan.reducer(turn).reduce(out)
+        plan.combine(turn, out)
         mailbox.have_read(number)
         bounce.end_turn()
         return True
