@@ -17,6 +17,7 @@ from mpishard.communication import (
     ReductionOperation,
     run_in_threads,
 )
+from mpishard.errors import NonFiniteLossError
 from mpishard.layout import ShardLayout
 from mpishard.models.chain import LayerChain
 from mpishard.models.engine import Engine
@@ -282,7 +283,11 @@ def kills(
 
     run_in_threads(3, check)
     mutant(patch)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+    # What is not cleared holds whatever was in that memory: it may be more than a square can be.
+    with pytest.raises(
+        (AssertionError, RuntimeWarning, NonFiniteLossError),
+        match=r"Not equal to tolerance|overflow|invalid value|^step",
+    ):
         run_in_threads(3, check)
 
 
