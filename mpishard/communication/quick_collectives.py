@@ -31,6 +31,7 @@ from mpishard.communication.work import CollectiveWork, Steps
 __all__ = ["QuickCollectives"]
 
 _POLLS = 500
+_BOUNCE_POLLS = 5000  # of a rank that is still copying
 _CROWDED_POLLS = 50
 _MESSAGE_POLLS = 64
 _PLANS_KEPT = 64
@@ -103,7 +104,7 @@ class QuickCollectives(StagedCollectives):
         turn = bounce.turn
         plan.row(turn)[...] = array
         number = mailbox.post_at_once(call.sequence, call.description, COPIED)
-        if not self._meet(mailbox, number) or mailbox.differs(number, COPIED):
+        if not self._meet(mailbox, number, _BOUNCE_POLLS) or mailbox.differs(number, COPIED):
             row = make_row(call, array, readiness=Readiness.COPIED)
             self._talk.take_up(mailbox.take_up(row))
             return False
@@ -236,9 +237,9 @@ class QuickCollectives(StagedCollectives):
         self.call_log.record(call, sys._getframe(2))
         return call
 
-    def _meet(self, mailbox: Mailbox, number: int) -> bool:
+    def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
         crowded = self._is_crowded
-        return mailbox.meet(number, _CROWDED_POLLS if crowded else _POLLS, crowded=crowded)
+        return mailbox.meet(number, _CROWDED_POLLS if crowded else polls, crowded=crowded)
 
 
 def _at_once(in_flight: CollectiveInFlight | None) -> None:
