@@ -2,7 +2,11 @@
 
 A launcher says little of it, each its own. The system does: ranks are found among the launcher's
 descendants, by the number in their environment, and in the call logs that they write; a pidfd
-tells of each end, in order.
+tells of each end.
+
+Which came first a pidfd may tell too late: Hydra hears of an end by a socket that the system closes
+somewhat earlier, and a rank that it kills for it may be through sooner, where ranks share cores. So
+each rank holds a pipe open that is closed just before that socket.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from mpishard.communication import marks
 from mpishard.communication.call_file import CallFile, call_files
 
-__all__ = ["RankProcess", "RankProcesses"]
+__all__ = ["RankProcess", "RankProcesses", "held_pipes"]
 
 # _IOWR(0xFF, 11, struct pidfd_info) of linux/pidfd.h, since Linux 6.15. Its first 64 bytes end
 # with the wait status, which a process leaves here also after its parent has taken it.
@@ -29,6 +36,9 @@ _PIDFD_INFO = struct.Struct("=Q52si")
 _PIDFD_INFO_EXIT = 1 << 3
 
 _END_SECONDS = 2.0
+
+_MOST_PIPES = 256
+"""Ranks of a job for which a pipe each is held open: more do not run on one machine."""
 
 
 @dataclass(slots=True)
@@ -77,9 +87,19 @@ class RankProcesses:
         Where the ranks write their call logs.
     world_size : int
         Number of ranks, on all machines.
+    pipes : mapping of int to int
+        The handles of `held_pipes`, which were made before the launcher was started; closed by
+        `close`.
     """
 
-    def __init__(self, launcher: int, rank_variable: str, folder: Path, world_size: int) -> None:
+    def __init__(
+        self,
+        launcher: int,
+        rank_variable: str,
+        folder: Path,
+        world_size: int,
+        pipes: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._launcher = launcher
         self._variable = f"{rank_variable}=".encode()
         self._folder = folder
@@ -89,6 +109,10 @@ class RankProcesses:
         self._waiting = select.epoll()
         self._launcher_handle = os.pidfd_open(launcher)
         self._waiting.register(self._launcher_handle, select.EPOLLIN)
+        self._pipes = pipes
+        for handle in pipes:
+            self._waiting.register(handle, select.EPOLLHUP)
+        self._order: list[int] = []
         self.ranks: dict[int, RankProcess] = {}
         """Those that were seen, by rank."""
         self.ended: list[RankProcess] = []
@@ -129,7 +153,9 @@ class RankProcesses:
         """Wait for the end of a rank or of the launcher, and note the ranks that have ended."""
         for handle, _ in self._waiting.poll(seconds):
             self._waiting.unregister(handle)
-            if handle != self._launcher_handle:
+            if handle in self._pipes:
+                self._note_first_sign(self._pipes[handle])
+            elif handle != self._launcher_handle:
                 self._note_end(handle)
 
     def wait_for_all(self) -> None:
@@ -144,7 +170,7 @@ class RankProcesses:
     def close(self) -> None:
         """Let go of the processes."""
         self._waiting.close()
-        for handle in (self._launcher_handle, *self._handles):
+        for handle in (self._launcher_handle, *self._handles, *self._pipes):
             os.close(handle)
 
     def _search(self, parent: int) -> None:
@@ -172,13 +198,11 @@ class RankProcesses:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             if file is not None:  # it came and went between two looks
-                process.has_ended = True
                 self.ranks[rank] = process
-                self.ended.append(process)
+                self._add_ended(process)
             return
-        if file is not None and not file.is_alive():
-            process.has_ended = True  # or the number is another process's by now
-            self.ended.append(process)
+        if file is not None and not file.is_alive():  # or the number is another process's by now
+            self._add_ended(process)
             os.close(handle)
         else:
             self._handles[handle] = process
@@ -187,11 +211,36 @@ class RankProcesses:
 
     def _note_end(self, handle: int) -> None:
         process = self._handles[handle]
-        process.has_ended = True
         process.status = _status_of_zombie(process.pid)
         if process.status is None:
             process.status = _status_kept(handle)
+        self._add_ended(process)
+
+    def _add_ended(self, process: RankProcess) -> None:
+        process.has_ended = True
+        self._note_first_sign(process.rank)
         self.ended.append(process)
+        self.ended.sort(key=lambda ended: self._order.index(ended.rank))
+
+    def _note_first_sign(self, rank: int) -> None:
+        if rank not in self._order:
+            self._order.append(rank)
+
+
+def held_pipes(folder: Path, world_size: int) -> dict[int, int]:
+    """A named pipe in ``folder`` for each rank to hold: our end's handle, and the rank's number.
+
+    None where the file system has no named pipes: the order is that of the pidfds then.
+    """
+    found: dict[int, int] = {}
+    if world_size > _MOST_PIPES:
+        return found
+    with suppress(OSError):
+        for rank in range(world_size):
+            path = folder / f"{marks.HELD}{rank}"
+            os.mkfifo(path, 0o600)
+            found[os.open(path, os.O_RDONLY | os.O_NONBLOCK)] = rank
+    return found
 
 
 def _children(pid: int) -> list[int]:

@@ -24,7 +24,7 @@ from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
 from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
-from mpishard.cli.rank_processes import RankProcess, RankProcesses
+from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
 from mpishard.communication import marks
 from mpishard.communication.call_file import RankState, call_files
 from mpishard.communication.naming import who
@@ -128,6 +128,8 @@ class Supervisor:
         self._handle_signals()
         if notice.is_given:  # before there was a job, or in its start before this one
             self._note_order(folder)
+        can_watch = RankProcesses.can_be_watched()
+        pipes = held_pipes(folder, self.world_size) if can_watch else {}
         started = time.monotonic()
         self._job = job = subprocess.Popen(
             self.command,
@@ -137,9 +139,9 @@ class Supervisor:
         )
         if self.received:  # while it started
             self._signal_job(self.received[-1])
-        if RankProcesses.can_be_watched():
+        if can_watch:
             self._processes = RankProcesses(
-                job.pid, self.launcher.rank_variable, folder, self.world_size
+                job.pid, self.launcher.rank_variable, folder, self.world_size, pipes
             )
             self._watch(job, self._processes, folder)
         code = job.wait()

@@ -1,4 +1,4 @@
-"""What `mpishard run` and its ranks tell each other by empty files in the job's folder.
+"""What `mpishard run` and its ranks tell each other by files without content, in the job's folder.
 
 Each is there from the moment on that it is true, whoever looks, and whenever. A process that no
 `mpishard run` of this machine started has no such folder: it tells nobody, and is told nothing.
@@ -6,12 +6,23 @@ Each is there from the moment on that it is true, whoever looks, and whenever. A
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from mpishard import settings
 
-__all__ = ["MAKE_ROOM", "SAVING", "STARTING", "is_marked", "mark", "marked", "unmark"]
+__all__ = [
+    "HELD",
+    "MAKE_ROOM",
+    "SAVING",
+    "STARTING",
+    "hold",
+    "is_marked",
+    "mark",
+    "marked",
+    "unmark",
+]
 
 STARTING = "starting-"
 """With a process id: the rank is about to start MPI."""
@@ -19,8 +30,17 @@ STARTING = "starting-"
 SAVING = "saving-"
 """With a process id: the rank is where it saves, and ends, when it is told to make room."""
 
+HELD = "held-"
+"""With the launcher's number of a rank: a named pipe that the rank holds open as long as it runs.
+
+The system closes it before it tells the rank's parent, and in the order in which the ranks end.
+"""
+
 MAKE_ROOM = "make-room"
 """The job has been told to make room, by SIGUSR1."""
+
+_HIGH = 512
+"""Launchers' connections have lower numbers."""
 
 
 def mark(name: str, *, once: bool = False) -> bool:
@@ -34,6 +54,20 @@ def mark(name: str, *, once: bool = False) -> bool:
         except OSError:  # a full disk, of which the call log will tell
             pass
     return True
+
+
+def hold(name: str) -> None:
+    """Hold the named pipe ``name`` open until this process ends, where somebody reads it."""
+    path = _path(name)
+    if path is None:
+        return
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # nobody made one, or on another machine
+        return
+    handle = _closed_early(handle)
+    # A worker that outlives the rank would hold it in its place.
+    os.register_at_fork(after_in_child=lambda: os.close(handle))
 
 
 def unmark(name: str) -> None:
@@ -54,6 +88,18 @@ def marked(folder: Path, kind: str) -> frozenset[int]:
     """Process ids of the ranks that have left a mark of ``kind`` in ``folder``."""
     names = [path.name.removeprefix(kind) for path in folder.glob(f"{kind}*")]
     return frozenset(int(name) for name in names if name.isdecimal())
+
+
+def _closed_early(handle: int) -> int:
+    """The same file under a high number: Linux closes those first when a process ends."""
+    import fcntl  # not on every system that only trains in memory
+
+    try:
+        high = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:  # more than the process may have
+        return handle
+    os.close(handle)
+    return high
 
 
 def _path(name: str) -> Path | None:

@@ -12,6 +12,7 @@ import os
 import stat
 
 from mpishard import settings
+from mpishard.communication import marks
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["claim_rank", "helper_error", "is_helper"]
@@ -22,6 +23,7 @@ def claim_rank() -> None:
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
+        marks.hold(f"{marks.HELD}{settings.launched_rank()}")
 
 
 def is_helper() -> bool:

@@ -1,6 +1,8 @@
 """Ranks are found among a launcher's descendants, and their ends are seen in order."""
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -8,7 +10,8 @@ import time
 
 import pytest
 
-from mpishard.cli.rank_processes import RankProcess, RankProcesses
+from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
+from mpishard.communication import marks
 from mpishard.communication.call_file import CallFile
 
 pytestmark = [
@@ -75,6 +78,14 @@ def look_until_all_are_seen(processes):
     assert processes.all_seen
 
 
+def is_open(handle):
+    try:
+        os.fstat(handle)
+    except OSError:
+        return False
+    return True
+
+
 def wait_until(processes, count):
     deadline = time.monotonic() + 10
     while len(processes.ended) < count and time.monotonic() < deadline:
@@ -108,6 +119,65 @@ def test_ends_that_nobody_looked_at_are_in_order_too(launch, tmp_path):
     processes.wait_for_all()
     assert [p.rank for p in processes.ended] == [1, 2, 0]
     processes.close()
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["held pipes", "none"])
+def test_the_first_to_close_its_pipe_is_the_first(launch, tmp_path, holds):
+    """As of a rank that is still ending when another one, which was ended for it, has ended."""
+    pipes = held_pipes(tmp_path, 3) if holds else {}
+    launcher, _ = launch("wait")
+    processes = RankProcesses(launcher.pid, "A_RANK", tmp_path, 3, pipes)
+    look_until_all_are_seen(processes)
+    with contextlib.ExitStack() as stack:
+        held = {
+            rank: stack.enter_context((tmp_path / f"{marks.HELD}{rank}").open("wb", buffering=0))
+            for rank in (1, 2)
+            if holds
+        }
+        processes.wait(0)
+        assert not processes.ended
+        if holds:
+            held[2].close()
+            held[1].close()
+        tell(launcher, "0 exit 3")
+        wait_until(processes, 1)
+        assert [p.rank for p in processes.ended] == [0]
+        tell(launcher, "1 kill -9 $$", "2 kill -9 $$")
+        processes.wait_for_all()
+    assert [p.rank for p in processes.ended] == ([2, 1, 0] if holds else [0, 1, 2])
+    processes.close()
+    assert not any(is_open(handle) for handle in pipes)
+
+
+def test_a_rank_holds_its_pipe_as_long_as_it_runs(tmp_path):
+    """From ``import mpishard`` on, and not the processes that it forks."""
+    pipes = held_pipes(tmp_path, 2)
+    handle = next(handle for handle, rank in pipes.items() if rank == 1)
+    script = (
+        "import os, mpishard\n"
+        "if not os.fork(): import time; time.sleep(60)\n"
+        "held = [int(n) for n in os.listdir('/proc/self/fd') if 'held-1' in os.path.realpath(\n"
+        "    f'/proc/self/fd/{n}')]\n"
+        "print(*held, flush=True); input()\n"
+    )
+    waiting = select.poll()
+    waiting.register(handle, select.POLLHUP)
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PMI_RANK": "1", "PMI_SIZE": "2", "MPISHARD_JOB_FOLDER": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            held = [int(word) for word in process.stdout.readline().split()]
+            assert len(held) == 1
+            assert held[0] > 100  # files of high numbers are closed before launchers' connections
+            assert not waiting.poll(0)
+            process.kill()
+            assert waiting.poll(10_000)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    for each in pipes:
+        os.close(each)
 
 
 def test_a_rank_that_srun_started_is_known_by_its_call_log(tmp_path):

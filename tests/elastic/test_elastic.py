@@ -64,9 +64,7 @@ def test_killed_mpi_ranks(tmp_path, rule):
             strike_after=3,
         )  # fmt: skip
         assert ended.returncode == 137, ended.stderr
-        # Which rank it was is for tests/spawned: Hydra hears of an end by a socket that closes a
-        # moment before it, and on a busy machine the first that it kills for it may end earlier.
-        assert "was killed by signal 9" in ended.stderr
+        assert f"rank {victim} (process " in ended.stderr
     ended = start(folder, result, strategy="zero1", rule=rule, world_size=4)
     assert ended.returncode == 0, ended.stderr
     assert "others than those" not in ended.stderr
