@@ -339,9 +339,9 @@ def progress_thread() -> bool | None:
 
 
 def numba_is_allowed() -> bool:
-    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules where numba is; ``off`` never.
+    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules, and copies, where numba is.
 
-    The bits are the same.
+    ``off`` never does. The bits are the same.
     """
     text = os.environ.get("MPISHARD_NUMBA", "auto").lower()
     if text not in ("auto", "off"):

@@ -15,9 +15,9 @@ from mpishard.communication.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
 __all__ = [
+    "GatheredTexts",
     "all_texts",
     "begin_all_gather",
-    "begin_gather_texts",
     "differences",
     "gather_texts",
     "share_text",
@@ -95,20 +95,27 @@ def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Call
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     """Every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
-    return begin_gather_texts(backend, text)()
+    return GatheredTexts(backend, text).wait()
 
 
-def begin_gather_texts(backend: CommunicationBackend | None, text: str) -> Callable[[], list[str]]:
-    """Issue `gather_texts`; what is returned waits for the others, and returns its result."""
-    if backend is None:
-        return lambda: [text]
-    work = backend.gather_async(_encode(text + "\n"))
+class GatheredTexts:
+    """As `gather_texts`, under way. To make one is collective."""
 
-    def texts() -> list[str]:
-        lines = work.wait()
+    def __init__(self, backend: CommunicationBackend | None, text: str) -> None:
+        self._own = text
+        self._work = None if backend is None else backend.gather_async(_encode(text + "\n"))
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Other collectives drive it."""
+        return self._work is None or self._work.done
+
+    def wait(self) -> list[str]:
+        """Return the texts, where this is rank 0."""
+        if self._work is None:
+            return [self._own]
+        lines = self._work.wait()
         return [] if lines is None else lines.tobytes().decode().splitlines()
-
-    return texts
 
 
 def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from mpishard.checkpoint.manifest import (
     tensor_key,
 )
 from mpishard.checkpoint.protocol import Pieces
+from mpishard.checkpoint.streaming import StreamingCopy, streaming_copy
 from mpishard.checkpoint.tensor_file import Tensor, TensorFile
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
@@ -64,6 +65,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
+        self._copy: StreamingCopy | None = None
         self._is_lent = False
 
     @property
@@ -72,7 +74,7 @@ class StagingBuffer:
         return int(self._memory.nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for copies of ``nbytes`` bytes, where there is less.
+        """Take memory for copies of ``nbytes`` bytes, where there is less, and make them fast.
 
         Raises
         ------
@@ -81,10 +83,8 @@ class StagingBuffer:
         OSError
             Where the system has no such memory.
         """
-        if self._memory.size < nbytes:
-            self._require_own()
-            self._memory = np.empty(0, np.uint8)  # not both at a time
-            self._memory = _touched_memory(nbytes)
+        self._grow(nbytes)
+        self._copy = streaming_copy()  # it may have to be compiled
 
     def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         """Copies of 1-D arrays, valid until they are given back.
@@ -97,19 +97,28 @@ class StagingBuffer:
         self._require_own()
         runs = _runs(arrays)
         starts = [0, *accumulate(_aligned(sum(a.nbytes for a in run)) for run in runs)]
-        self.reserve(starts.pop())
+        self._grow(starts.pop())
         self._is_lent = True
         copied = []
         for run, start in zip(runs, starts, strict=True):
             whole = _end_to_end(run)
             copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
-            copy[...] = whole
+            if self._copy is None:
+                copy[...] = whole
+            else:
+                self._copy(whole, copy)
             copied += np.split(copy, list(accumulate(array.size for array in run[:-1])))
         return copied
 
     def give_back(self) -> None:
         """Hear that nothing reads the copies any more."""
         self._is_lent = False
+
+    def _grow(self, nbytes: int) -> None:
+        if self._memory.size < nbytes:
+            self._require_own()
+            self._memory = np.empty(0, np.uint8)  # not both at a time
+            self._memory = _touched_memory(nbytes)
 
     def _require_own(self) -> None:
         if self._is_lent:
@@ -215,7 +224,7 @@ class RankFile:
     def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
         self._rank = rank
         self._pieces = {
-            kind: [(region, array.dtype.name) for region, array in given]
+            kind: [(region, array.dtype) for region, array in given]
             for kind, given in pieces.items()
         }
         tensors: dict[str, Tensor] = {}
@@ -253,7 +262,7 @@ class RankFile:
         offsets = self._file.offsets
         kinds = {
             kind: {
-                "dtypes": sorted({name for _, name in given}),
+                "dtypes": sorted(dtype.name for dtype in {dtype for _, dtype in given}),
                 "pieces": [
                     [offsets[tensor_key(kind, region)], region.name, region.box, region.start,
                      region.stop]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +17,9 @@ import numpy as np
 
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.consensus import (
+    GatheredTexts,
     all_texts,
     begin_all_gather,
-    begin_gather_texts,
     share_text,
     together,
 )
@@ -33,6 +34,7 @@ __all__ = ["PendingSave", "require_room"]
 
 _JOIN_SECONDS = 0.05
 _ABANDON_SECONDS = 2.0
+_YIELD_SECONDS = 0.001
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -84,6 +86,8 @@ class PendingSave:
         self._error: BaseException | None = None
         self._ended: BaseException | None = None
         self._state = _State.WORKING
+        self._record = ""
+        self._records: GatheredTexts | None = None
         self._is_done = False
         self._is_abandoned = threading.Event()
         self._staging = staging
@@ -174,6 +178,9 @@ class PendingSave:
 
     def _start(self, body: Callable[[], None]) -> threading.Thread:
         def run() -> None:
+            # Whoever starts a thread waits until it runs, and then for Python's lock, which it
+            # has: for milliseconds, if it computed now.
+            time.sleep(_YIELD_SECONDS)
             try:
                 body()
             except BaseException as error:  # noqa: BLE001 - poll() raises it, on all ranks
@@ -195,6 +202,7 @@ class PendingSave:
                 )
             with _telling_room(self._directory, self._file.nbytes):
                 self._file.write(self._directory, self._check_wanted)
+            self._record = json.dumps(self._file.record())
         except FileNotFoundError as error:
             raise self._gone() from error
         finally:
@@ -229,25 +237,29 @@ class PendingSave:
     def _advance(self) -> Iterator[None]:
         """What the ranks do together, one part of it at each poll. Collective."""
         yield from self._meet()
-        records = begin_gather_texts(self._backend, json.dumps(self._file.record()))
-        yield
+        self._records = records = GatheredTexts(self._backend, self._record)
         if self._rank == 0:
             self._state = _State.WORKING
-            self._thread = self._start(partial(self._commit, records()))
-        else:
-            records()
         yield from self._meet()
+        records.wait()
         self._is_done = True
 
     def _meet(self) -> Iterator[None]:
         """Poll until no rank works, and raise where one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
+            self._commit_where_heard()
             said = begin_all_gather(self._backend, np.array([int(self._state)]))
             yield
             states = said().tolist()
         if _State.FAILED in states:
             self._fail()
+
+    def _commit_where_heard(self) -> None:
+        """Let rank 0's thread commit, as soon as what the others wrote has come."""
+        if self._rank == 0 and self._records is not None and self._records.done:
+            self._thread = self._start(partial(self._commit, self._records.wait()))
+            self._records = None
 
     def _fail(self) -> None:
         """Raise on every rank what any of them says. Collective."""

@@ -41,6 +41,9 @@ DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
 }
 """What the format calls the dtypes that a checkpoint can hold."""
 
+# By the dtype itself: NumPy makes up its name anew each time, in microseconds.
+_CODES = {dtype: code for code, dtype in DTYPES_OF_FILES.items()}
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -146,14 +149,14 @@ class TensorFile:
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         for entry in self._entries:
-            name = entry.tensor.dtype.name
-            if name not in _DTYPES:
+            code = _CODES.get(entry.tensor.dtype)
+            if code is None:
                 raise CheckpointError(
-                    f"{entry.key} has dtype {name}, which no safetensors file holds; it holds "
-                    f"{', '.join(_DTYPES)}"
+                    f"{entry.key} has dtype {entry.tensor.dtype}, which no safetensors file holds; "
+                    f"it holds {', '.join(_DTYPES)}"
                 )
             header[entry.key] = {
-                "dtype": _DTYPES[name],
+                "dtype": code,
                 "shape": list(entry.tensor.shape),
                 "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
             }

@@ -16,7 +16,7 @@ _GIVES = {
     "h5py": "data sets that are read from a file sample by sample",
     "jax": "gradients for FunctionModel",
     "matplotlib": "plots of losses, traces and benchmarks",
-    "numba": "update rules as compiled loops, with the same bits",
+    "numba": "update rules and copies of saves as compiled loops, with the same bits",
     "torch": "PyTorch modules as models (TorchModel)",
 }
 _IMPORT_SECONDS = 30

@@ -8,17 +8,16 @@ rounded as NumPy rounds it and the bits are the same. A loop runs on the thread 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 import threading
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array
+from mpishard.compilation import compile_loop, numba_module
 
 __all__ = ["ElementLoop", "run_compiled", "uses_numba"]
 
@@ -39,13 +38,12 @@ class ElementLoop(NamedTuple):
     factors: tuple[float, ...]
 
 
-_log = logging.getLogger("mpishard")
 _lock = threading.Lock()
 
 
 def uses_numba() -> bool:
     """Whether update rules are compiled in this process: numba is there and not switched off."""
-    return settings.numba_is_allowed() and _numba() is not None
+    return numba_module() is not None
 
 
 def run_compiled(loop: ElementLoop | None, arrays: Sequence[Array]) -> bool:
@@ -88,19 +86,8 @@ def _are_plain(arrays: Sequence[Array]) -> bool:
 
 
 @functools.cache
-def _numba() -> ModuleType | None:
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        return importlib.import_module("numba")
-    except ImportError as error:  # it knows which releases of NumPy it can work with
-        _log.info("updates run in NumPy, for numba cannot be imported: %s", error)
-        return None
-
-
-@functools.cache
 def _compile(loop: FunctionType, dtype: np.dtype[Any], count: int) -> Callable[..., None] | None:
-    numba = _numba()
+    numba = numba_module()
     if numba is None:
         return None
     number = numba.from_dtype(dtype)
@@ -108,25 +95,4 @@ def _compile(loop: FunctionType, dtype: np.dtype[Any], count: int) -> Callable[.
     read_only = numba.types.Array(number, 1, "C", readonly=True)  # takes both kinds
     factors = [number] * (loop.__code__.co_argcount - count)
     signature = numba.void(writable, read_only, *[writable] * (count - 2), *factors)
-    processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
-    function = _renamed(loop, f"{loop.__name__}_{dtype.name}_{processor}")
-    options = {"nogil": True, "error_model": "numpy"}
-    run: Callable[..., None]
-    try:
-        run = numba.njit(signature, cache=True, **options)(function)
-    except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
-        _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
-        run = numba.njit(signature, **options)(function)
-    return run
-
-
-def _renamed(loop: FunctionType, name: str) -> FunctionType:
-    """A copy of ``loop`` with an entry of its own in numba's cache.
-
-    Processes that add to one entry at the same time, for different dtypes or, where nodes share a
-    folder, processors, may mix their code up: numba replaces an entry's index and its code one
-    after the other.
-    """
-    copy = FunctionType(loop.__code__, loop.__globals__, name)
-    copy.__module__, copy.__qualname__ = loop.__module__, name
-    return copy
+    return compile_loop(loop, signature, dtype.name)

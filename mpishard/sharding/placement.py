@@ -118,7 +118,8 @@ class Placement:
         self.entries = tuple(entries)
         self.slices = tuple(slices)
         self.length = self.entries[-1].stop if self.entries else 0
-        self.own_length = self.slices[-1].entry.stop if self.slices else 0
+        self._stops = [held.entry.stop for held in self.slices]
+        self.own_length = self._stops[-1] if self.slices else 0
         self._origin = {entry.name: entry for entry in self.entries}
         self._is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
             held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
@@ -190,8 +191,7 @@ class Placement:
         part : slice
             Where it lies in the range.
         """
-        index = bisect.bisect_right(self.slices, start, key=lambda held: held.entry.stop)
-        for held in self.slices[index:]:
+        for held in itertools.islice(self.slices, bisect.bisect_right(self._stops, start), None):
             position = held.entry.start
             if position >= stop:
                 return

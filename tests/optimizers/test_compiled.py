@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpishard import settings
+from mpishard import compilation, settings
 from mpishard.optimizers import (
     SGD,
     Adagrad,
@@ -66,7 +66,7 @@ def anew(monkeypatch):
     """What the module knows of numba and has compiled is forgotten, before and after."""
 
     def forget():
-        module._numba.cache_clear()
+        compilation._numba.cache_clear()
         module._compile.cache_clear()
 
     forget()
@@ -184,7 +184,7 @@ def test_numba_that_refuses_this_numpy(anew, monkeypatch, tmp_path, caplog):
         assert not module.run_compiled(loop_of(SGD()), arrays(count=2))
         assert not module.run_compiled(loop_of(SGD()), arrays(count=2))
     assert [record.message for record in caplog.records] == [
-        "updates run in NumPy, for numba cannot be imported: Numba needs NumPy 1.26 or less"
+        "loops run in NumPy, for numba cannot be imported: Numba needs NumPy 1.26 or less"
     ]
 
 

@@ -1,0 +1,82 @@
+"""Loops that numba compiles, where it is installed, works with this NumPy, and is not switched off.
+
+Machine code is kept in numba's cache, and compiled anew in each process where there is no folder
+to keep it in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from mpishard import settings
+
+__all__ = ["compile_loop", "numba_module"]
+
+_log = logging.getLogger("mpishard")
+
+
+def numba_module() -> ModuleType | None:
+    """numba, if loops may be compiled in this process."""
+    return _numba() if settings.numba_is_allowed() else None
+
+
+def compile_loop(
+    loop: Callable[..., None], signature: Any, variant: str = "", **names: Any
+) -> Callable[..., None]:
+    """``loop`` as machine code, for one signature. It runs without Python's lock.
+
+    Parameters
+    ----------
+    loop : function
+        At the top of its module, where numba's cache finds it again. The operations of it are
+        neither reassociated nor contracted.
+    signature : numba signature
+        What it takes.
+    variant : str
+        What else than its name tells it from others of the same code, such as a dtype.
+    names : object
+        What else than its module's globals it uses.
+    """
+    numba = _numba()
+    assert numba is not None, "whoever has a signature of it has numba"
+    assert isinstance(loop, FunctionType)
+    processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
+    name = "_".join(filter(None, [loop.__name__, variant, processor]))
+    function = _renamed(loop, name, names)
+    options = {"nogil": True, "error_model": "numpy"}
+    run: Callable[..., None]
+    try:
+        run = numba.njit(signature, cache=True, **options)(function)
+    except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
+        _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
+        run = numba.njit(signature, **options)(function)
+    return run
+
+
+@functools.cache
+def _numba() -> ModuleType | None:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("numba")
+    except ImportError as error:  # it knows which releases of NumPy it can work with
+        _log.info("loops run in NumPy, for numba cannot be imported: %s", error)
+        return None
+
+
+def _renamed(loop: FunctionType, name: str, names: dict[str, Any]) -> FunctionType:
+    """A copy of ``loop`` with an entry of its own in numba's cache.
+
+    Processes that add to one entry at the same time, for different dtypes or, where nodes share a
+    folder, processors, may mix their code up: numba replaces an entry's index and its code one
+    after the other.
+    """
+    copy = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
+    copy.__module__, copy.__qualname__ = loop.__module__, name
+    return copy

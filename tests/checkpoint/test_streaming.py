@@ -1,0 +1,94 @@
+"""Copies past the caches hold what copies hold, whatever is copied."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import checkpoint, compilation
+from mpishard.checkpoint import StagingBuffer, content, streaming
+
+DTYPES = ["uint8", "float16", ml_dtypes.bfloat16, "int32", "float32", "float64", "int64", "bool"]
+
+
+@pytest.fixture
+def copy():
+    pytest.importorskip("numba")
+    return streaming.streaming_copy() or pytest.skip("MPISHARD_NUMBA=off")
+
+
+def bits(length, dtype, seed=0):
+    dtype = np.dtype(dtype)
+    data = np.random.default_rng(seed).bytes(length * dtype.itemsize)
+    return np.frombuffer(data, np.uint8).copy().view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 9, 64, 1_001, 65_536, 100_000])
+def test_any_length_of_any_dtype(copy, dtype, length):
+    guard = 16
+    source = bits(length, dtype)
+    target = bits(length + 2 * guard, dtype, 1)
+    wanted = target.tobytes()
+    source.flags.writeable = False
+    copy(source, target[guard : guard + length])
+    width = target.itemsize * guard
+    assert target.tobytes() == (wanted[:width] + source.tobytes() + wanted[width + source.nbytes :])
+
+
+@pytest.mark.parametrize("of_source", range(0, 9, 3))
+@pytest.mark.parametrize("of_target", range(0, 9, 4))
+def test_any_place_in_memory(copy, of_source, of_target):
+    source, target = bits(4_008, "uint8"), bits(4_008, "uint8", 1)
+    copy(source[of_source : of_source + 3_992], target[of_target : of_target + 3_992])
+    assert (target[of_target : of_target + 3_992] == source[of_source : of_source + 3_992]).all()
+
+
+def test_another_thread_reads_what_was_copied(copy):
+    """As the one that writes a save does, which is started then."""
+    target, seen = np.zeros(1 << 20), []
+    for number in range(1, 21):
+        copy(np.full(target.size, float(number)), target)
+        thread = threading.Thread(target=lambda: seen.append((target.min(), target.max())))
+        thread.start()
+        thread.join()
+    assert seen == [(number, number) for number in range(1, 21)]
+
+
+def test_a_reserved_buffer_uses_it_and_another_does_not(copy, monkeypatch):
+    """A save does not wait for anything to be compiled."""
+    used = []
+
+    def noted(source, target):
+        used.append(source.size)
+        copy(source, target)
+
+    monkeypatch.setattr(content, "streaming_copy", lambda: noted)
+    arrays = [bits(1_000, "float32"), bits(77, "float64")]
+    wanted = [array.tobytes() for array in arrays]
+    staging = StagingBuffer()
+    assert [copied.tobytes() for copied in staging.copies(arrays)] == wanted
+    assert not used
+    staging.give_back()
+    staging.reserve(10_000)
+    assert [copied.tobytes() for copied in staging.copies(arrays)] == wanted
+    assert used == [1_000, 77]
+
+
+def test_without_numba(monkeypatch, tmp_path, fakes):
+    for cached in (compilation._numba, streaming.streaming_copy):
+        cached.cache_clear()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    try:
+        assert streaming.streaming_copy() is None
+        staging, values = StagingBuffer(), fakes.values(1)
+        checkpoint.reserve(staging, fakes.Model(None, values))
+        checkpoint.save_async(tmp_path / "a", fakes.Model(None, values), staging=staging).wait()
+        checkpoint.check(tmp_path / "a")
+    finally:
+        for cached in (compilation._numba, streaming.streaming_copy):
+            cached.cache_clear()
