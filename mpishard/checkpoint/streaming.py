@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from mpishard.compilation import compile_loop, numba_module
 
 __all__ = ["StreamingCopy", "streaming_copy"]
 
+_lock = threading.Lock()
 _WORD = np.dtype(np.uint64)
 
 
@@ -28,9 +30,14 @@ class StreamingCopy(Protocol):
         """Copy 1-D ``source`` into ``target``, of the same dtype and length; both contiguous."""
 
 
-@functools.cache
 def streaming_copy() -> StreamingCopy | None:
     """The compiled copy; None without numba. Compiles it at the first call in a process."""
+    with _lock:  # thread-ranks come here at the same time, and one of them compiles
+        return _compile()
+
+
+@functools.cache
+def _compile() -> StreamingCopy | None:
     numba = numba_module()
     if numba is None:
         return None

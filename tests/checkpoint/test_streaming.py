@@ -80,7 +80,7 @@ def test_a_reserved_buffer_uses_it_and_another_does_not(copy, monkeypatch):
 
 
 def test_without_numba(monkeypatch, tmp_path, fakes):
-    for cached in (compilation._numba, streaming.streaming_copy):
+    for cached in (compilation._numba, streaming._compile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
     try:
@@ -90,5 +90,5 @@ def test_without_numba(monkeypatch, tmp_path, fakes):
         checkpoint.save_async(tmp_path / "a", fakes.Model(None, values), staging=staging).wait()
         checkpoint.check(tmp_path / "a")
     finally:
-        for cached in (compilation._numba, streaming.streaming_copy):
+        for cached in (compilation._numba, streaming._compile):
             cached.cache_clear()
