@@ -119,8 +119,9 @@ class JobEnd:
             return self._blame(self.stopped_for)
         if not self.called_init:
             return self._before_all()
-        if self.survives and self.launcher_code == 0 and any(map(self._has_left, self.logs)):
-            return Verdict(0, self._outlived())
+        is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
+        if self.survives and is_good and any(map(self._has_left, self.logs)):
+            return Verdict(self.launcher_code, self._outlived())
         gone = self._gone()
         if gone is not None:
             return self._blame(gone)

@@ -16,6 +16,7 @@ import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it choos
 import numpy as np
 import pytest
 
+from mpishard.checkpoint import disk
 from mpishard.errors import NotInitializedError, PeerError
 
 STEPS, EVERY = 12, 3
@@ -37,7 +38,7 @@ class Rows:
         return self.rows[index]
 
 
-def train(backend, folder, x, steps=STEPS):
+def train(backend, folder, x, steps=STEPS, asynchronous=False):
     """Train to ``steps``, from the newest checkpoint in ``folder``; all parameters. Collective."""
     y = x.rows @ np.linspace(-1, 1, 5)[:, None]
     model = ms.as_distributed(ms.nn.MLP([5, 16, 1], seed=3), backend, "fsdp")
@@ -45,7 +46,8 @@ def train(backend, folder, x, steps=STEPS):
     optimizer.optimize(
         ms.OptimizationInputData(
             model=model, x_train=x, y_train=y, batch_size=24, epochs=10, max_steps=steps,
-            checkpoint=folder, checkpoint_every=EVERY, progress=False,
+            checkpoint=folder, checkpoint_every=EVERY, checkpoint_async=asynchronous,
+            progress=False,
         )
     )  # fmt: skip
     return model.gather_full_parameters()
@@ -69,15 +71,41 @@ def end_at(count):
     kind._admit = count_down
 
 
+def end_in_save(number):
+    """End this process in the thread that writes its part of its ``number``-th checkpoint."""
+    real, left = disk.write_file, [number]
+
+    def write(file, parts):
+        left[0] -= 1
+        if left[0] == 0:
+            time.sleep(0.05)  # the others train on, and poll
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(file, parts)
+
+    disk.write_file = write
+
+
 def fail():
     raise ValueError("boom on a rank that others outlive")
 
 
 def training(folder, *plan):
-    """``plan`` is RANK:BATCH:COLLECTIVE of ranks to kill there; 0 for one that raises."""
+    """``plan`` is RANK:BATCH:COLLECTIVE of ranks to kill there; 0 for one that raises.
+
+    RANK:save:NUMBER of a rank to kill in an asynchronous save; RANK:BATCH:notice of one that is
+    told to make room.
+    """
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     x = Rows(samples())
+    asynchronous = any(":save:" in part for part in plan)
     for part in plan:
+        if not part.replace(":", "").isdigit():
+            culprit, at, what = part.split(":")
+            if int(culprit) == rank and at == "save":
+                end_in_save(int(what))
+            elif int(culprit) == rank:
+                x = Rows(samples(), int(at), lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            continue
         culprit, batch, collective = map(int, part.split(":"))
         if culprit == rank:
             fault = functools.partial(end_at, collective) if collective else fail
@@ -86,7 +114,7 @@ def training(folder, *plan):
 
     def main(backend):
         worlds.append((backend.rank, backend.world_size))
-        return train(backend, Path(folder, "checkpoints"), x)
+        return train(backend, Path(folder, "checkpoints"), x, asynchronous=asynchronous)
 
     parameters = ms.launch(main, on_failure="shrink")
     np.save(Path(folder, f"end-{rank}.npy"), parameters)

@@ -16,6 +16,7 @@ import pytest
 from spawned_jobs import ROOT, outside_launchers
 
 from mpishard import run_in_threads
+from mpishard.checkpoint import newest_valid
 
 SCENARIOS = Path(__file__).with_name("survivor_scenarios.py")
 LIMIT = 120
@@ -99,6 +100,33 @@ def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkp
         np.testing.assert_allclose(parameters, expected, rtol=0, atol=1e-12)
     whole = trained(tmp_path / "undisturbed", (1, scenarios.STEPS))
     np.testing.assert_allclose(expected, whole, rtol=0, atol=1e-12)
+
+
+def test_a_loss_while_a_save_is_written(tmp_path):
+    """Rank 2 of 4 is killed as it writes step 6; the others go on from step 3."""
+    code, out, error = job(4, "training", str(tmp_path), "2:save:2")
+    assert code == 0, error
+    assert "rank 3 was [(3, 4), (2, 3)]" in out
+    assert error.count("the others went on without it") == 1
+    ends = ends_of(tmp_path)
+    assert sorted(ends) == [0, 1, 3]
+    expected = trained(tmp_path / "reference", (4, 3), (3, scenarios.STEPS))
+    for parameters in ends.values():
+        np.testing.assert_allclose(parameters, expected, rtol=0, atol=1e-12)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert not [name for name in left if name.startswith(".")], left
+
+
+def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
+    """Rank 2 of 4 is killed in step 5; then rank 1 is told to make room, in step 8 or so."""
+    code, _, error = job(4, "training", str(tmp_path), "2:5:3", "1:10:notice")
+    assert code == 75, error
+    assert re.search(r"rank 2 \(process \d+.*the others went on without it", error), error
+    saved = newest_valid(tmp_path / "checkpoints", None)
+    assert scenarios.EVERY < int(saved.name.removeprefix("step-")) < scenarios.STEPS
+    found = trained(tmp_path / "checkpoints", (3, scenarios.STEPS))
+    expected = trained(tmp_path / "reference", (1, scenarios.STEPS))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 def test_every_call_raises_and_names_the_rank():
