@@ -21,6 +21,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ LIMIT = 10.0
 """Seconds that a check may take with a mutant, beyond five times what it takes without."""
 LATER = (1, 20)
 """By how much a late rank is later, where nothing fails at first."""
+_TESTS_FAILED = 1  # pytest's exit code; others say that there was no test, or that it was stopped
 
 # What may survive, by function and text, and why.
 SPARED = {
@@ -41,6 +43,26 @@ SPARED = {
         "speed alone: lets what is under way go on; every result is waited for elsewhere",
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
+    ("TrainingRun.run", "self.data.progress"): "a flag of the user's, of the same name",
+}  # fmt: skip
+
+# What no check reaches is for tests of its own, by function and text.
+_RESUME, _SAVES = "optimizers/test_resume.py", "optimizers/test_background_saves.py"
+TESTED = {
+    ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
+        "models/test_digest.py::test_names_the_rank_and_the_parameter",
+    ("TrainingRun._resume", "together(self.model.backend)"):
+        f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
+    ("Preemption._any_of", "self._backend.all_reduce(said, ReductionOperation.MAX)"):
+        f"{_SAVES}::test_a_rank_that_cannot_write_ends_all_at_the_same_step",
+    ("checkpoint_to_resume", "together(backend)"):
+        f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
+    ("checkpoint_to_resume", "share_text(backend, found)"):
+        "optimizers/test_frozen_checkpoints.py::test_interrupted_and_resumed_it_is_the_same_run",
+    ("UserState.position", "together(self._backend)"):
+        f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
+    ("UserState.position", "gather_texts(self._backend, text)"):
+        f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
 }  # fmt: skip
 
 
@@ -73,7 +95,12 @@ def main() -> int:
         return 0
     if options.suite is not None:
         return _suite(list(chosen.values()), options.suite)
-    return _report(chosen, _verdicts(chosen))
+    verdicts = _verdicts(chosen)
+    for number, site in chosen.items():
+        test = TESTED.get((site.function, site.text))
+        if test is not None and not verdicts[number].killer:
+            verdicts[number] = _judge_by_pytest(number, test)
+    return _report(chosen, verdicts)
 
 
 def _suite(chosen: list[Any], arguments: Sequence[str]) -> int:
@@ -137,6 +164,15 @@ def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float
         if found:
             return Verdict(*found)
     return Verdict(reached=len(checks))
+
+
+def _judge_by_pytest(number: int, test: str) -> Verdict:
+    """What becomes of a mutant in a test."""
+    command = [sys.executable, __file__, "--only", str(number), "--suite", str(HERE / test), "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode != _TESTS_FAILED:
+        return Verdict(reached=1)
+    return Verdict(test.rpartition("::")[2][:38], done.stdout.strip().splitlines()[-1], 1)
 
 
 def _try(

@@ -9,6 +9,7 @@ import mpishard as ms
 from mpishard.checkpoint import CheckpointFolder
 from mpishard.errors import CheckpointError
 from mpishard.nn import MSE, Dropout, Linear, Model, Sequential, Tanh
+from mpishard.optimizers import saving
 from mpishard.testing.worlds import in_worlds
 
 STEPS = 500 if os.environ.get("MPISHARD_TEST_FULL") else 20
@@ -186,6 +187,58 @@ class Unsayable(Counter):
 class Numbered(Counter):
     def state_dict(self):
         return {1: "one", "1": "another"}
+
+
+class Unwilling(Counter):
+    def load_state_dict(self, state):
+        raise ValueError("this state is of another generator")
+
+
+def errors_of(ranks, body):
+    """What each rank's ``body`` raises: its kind and its words."""
+
+    def caught(backend):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one it is, is looked at
+            body(backend)
+        return error.type, str(error.value)
+
+    return ms.run_in_threads(ranks, caught)
+
+
+def test_state_that_one_rank_cannot_say_is_refused_by_all(tmp_path):
+    def body(backend):
+        part = Unsayable() if backend.rank == 1 else Counter()
+        train(backend, tmp_path / "run", user_state={"own": part})
+
+    own = "Object of type ndarray is not JSON serializable"
+    errors = errors_of(3, body)
+    assert [kind for kind, _ in errors] == [TypeError] * 3
+    assert all(own in words for _, words in errors)
+    assert errors[0][1].startswith("rank 1: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_state_that_one_rank_cannot_take_back_ends_all(tmp_path):
+    ms.run_in_threads(3, train, tmp_path / "run", max_steps=2, user_state={"own": Counter()})
+
+    def body(backend):
+        part = Unwilling() if backend.rank == 1 else Counter()
+        train(backend, tmp_path / "run", user_state={"own": part})
+
+    words = "this state is of another generator"
+    found = (ValueError, f"rank 1: {words}")
+    assert errors_of(3, body) == [found, (ValueError, words), found]
+
+
+def test_all_hear_that_rank_0_cannot_look_for_a_checkpoint(tmp_path, monkeypatch):
+    def look(place):
+        raise PermissionError(f"{place} is not to be read")
+
+    monkeypatch.setattr(saving, "find_single", look)
+    errors = errors_of(3, lambda backend: train(backend, tmp_path / "run"))
+    words = f"{tmp_path / 'run'} is not to be read"
+    found = (PermissionError, f"rank 0: {words}")
+    assert errors == [(PermissionError, words), found, found]
 
 
 @pytest.mark.parametrize(
