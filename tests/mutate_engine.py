@@ -35,6 +35,7 @@ LIMIT = 10.0
 """Seconds that a check may take with a mutant, beyond five times what it takes without."""
 LATER = (1, 20)
 """By how much a late rank is later, where nothing fails at first."""
+_SECONDS = 120  # that a test may take with a mutant
 _TESTS_FAILED = 1  # pytest's exit code; others say that there was no test, or that it was stopped
 
 # What may survive, by function and text, and why.
@@ -95,6 +96,8 @@ def main() -> int:
         return 0
     if options.suite is not None:
         return _suite(list(chosen.values()), options.suite)
+    gone = set(TESTED) - {(site.function, site.text) for site in every.values()}
+    assert not gone, f"TESTED names what is no site: {gone}"
     verdicts = _verdicts(chosen)
     for number, site in chosen.items():
         test = TESTED.get((site.function, site.text))
@@ -169,10 +172,18 @@ def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float
 def _judge_by_pytest(number: int, test: str) -> Verdict:
     """What becomes of a mutant in a test."""
     command = [sys.executable, __file__, "--only", str(number), "--suite", str(HERE / test), "-q"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    name = test.rpartition("::")[2][:38]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(name, f"did not end within {_SECONDS} s", 1)
+    if done.returncode < 0:
+        return Verdict(name, f"its process ended by signal {-done.returncode}", 1)
     if done.returncode != _TESTS_FAILED:
         return Verdict(reached=1)
-    return Verdict(test.rpartition("::")[2][:38], done.stdout.strip().splitlines()[-1], 1)
+    return Verdict(name, done.stdout.strip().splitlines()[-1], 1)
 
 
 def _try(

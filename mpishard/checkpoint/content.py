@@ -60,7 +60,8 @@ class StagingBuffer:
     """Host memory that a save copies into, so that training goes on while it is written.
 
     It grows to what a save needs and is kept for the next. The first save waits while the system
-    gives the memory, unless it was reserved before.
+    gives the memory, unless it was reserved before; what was reserved is also copied into faster,
+    where numba is.
     """
 
     def __init__(self) -> None:

@@ -48,10 +48,13 @@ def _compile() -> StreamingCopy | None:
     copy_words = compile_loop(_copy_words, signature, _store_past_caches=_make_store(numba))
 
     def copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-        if (address(source) | address(target) | source.nbytes) % _WORD.itemsize:
+        if (address(source) | address(target)) % _WORD.itemsize:
             target[...] = source
-        else:
-            copy_words(source.view(_WORD), target.view(_WORD))
+            return
+        given, taken = source.view(np.uint8), target.view(np.uint8)
+        whole = given.size - given.size % _WORD.itemsize
+        copy_words(given[:whole].view(_WORD), taken[:whole].view(_WORD))
+        taken[whole:] = given[whole:]
 
     return copy
 

@@ -48,7 +48,7 @@ def _numba(number: str, gives: str) -> Finding:
     return Finding(
         "packages.numba",
         Verdict.NOTE,
-        f"{number} cannot be imported, and updates run in NumPy: {some(answer.reason)}",
+        f"{number} cannot be imported, and loops run in NumPy: {some(answer.reason)}",
         number,
         pip_install("--upgrade", "numba"),
     )

@@ -6,13 +6,16 @@ tells of each end.
 
 Which came first a pidfd may tell too late: Hydra hears of an end by a socket that the system closes
 somewhat earlier, and a rank that it kills for it may be through sooner, where ranks share cores. So
-each rank holds a pipe open that is closed just before that socket.
+each rank holds a pipe open that is closed just before that socket. Of two ranks that held one, the
+one whose pipe was closed first is the first. A pipe may be closed and held again before, by
+processes that follow each other in one rank: the last time counts.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -37,8 +40,8 @@ _PIDFD_INFO_EXIT = 1 << 3
 
 _END_SECONDS = 2.0
 
-_MOST_PIPES = 256
-"""Ranks of a job for which a pipe each is held open: more do not run on one machine."""
+_OTHER_FILES = 64
+"""That this process may have open, beside two for each rank."""
 
 
 @dataclass(slots=True)
@@ -111,8 +114,9 @@ class RankProcesses:
         self._waiting.register(self._launcher_handle, select.EPOLLIN)
         self._pipes = pipes
         for handle in pipes:
-            self._waiting.register(handle, select.EPOLLHUP)
-        self._order: list[int] = []
+            self._waiting.register(handle, select.EPOLLHUP | select.EPOLLET)
+        self._closed: dict[int, int] = {}
+        self._closings = 0
         self.ranks: dict[int, RankProcess] = {}
         """Those that were seen, by rank."""
         self.ended: list[RankProcess] = []
@@ -152,10 +156,11 @@ class RankProcesses:
     def wait(self, seconds: float | None) -> None:
         """Wait for the end of a rank or of the launcher, and note the ranks that have ended."""
         for handle, _ in self._waiting.poll(seconds):
-            self._waiting.unregister(handle)
             if handle in self._pipes:
-                self._note_first_sign(self._pipes[handle])
-            elif handle != self._launcher_handle:
+                self._note_closing(self._pipes[handle])
+                continue
+            self._waiting.unregister(handle)
+            if handle != self._launcher_handle:
                 self._note_end(handle)
 
     def wait_for_all(self) -> None:
@@ -199,9 +204,11 @@ class RankProcesses:
         except ProcessLookupError:
             if file is not None:  # it came and went between two looks
                 self.ranks[rank] = process
+                self.wait(0)  # for what is known of others by now
                 self._add_ended(process)
             return
         if file is not None and not file.is_alive():  # or the number is another process's by now
+            self.wait(0)
             self._add_ended(process)
             os.close(handle)
         else:
@@ -218,28 +225,41 @@ class RankProcesses:
 
     def _add_ended(self, process: RankProcess) -> None:
         process.has_ended = True
-        self._note_first_sign(process.rank)
-        self.ended.append(process)
-        self.ended.sort(key=lambda ended: self._order.index(ended.rank))
+        closed, place = self._closed.get(process.rank), len(self.ended)
+        # Beyond one that held no pipe nothing is known but this order.
+        while closed is not None and place:
+            other = self._closed.get(self.ended[place - 1].rank)
+            if other is None or other < closed:
+                break
+            place -= 1
+        self.ended.insert(place, process)
 
-    def _note_first_sign(self, rank: int) -> None:
-        if rank not in self._order:
-            self._order.append(rank)
+    def _note_closing(self, rank: int) -> None:
+        process = self.ranks.get(rank)
+        if process is None or not process.has_ended:
+            self._closings += 1
+            self._closed[rank] = self._closings
 
 
 def held_pipes(folder: Path, world_size: int) -> dict[int, int]:
     """A named pipe in ``folder`` for each rank to hold: our end's handle, and the rank's number.
 
-    None where the file system has no named pipes: the order is that of the pidfds then.
+    None where the file system has no named pipes, or this process may not open as many files: the
+    order is that of the pidfds then.
     """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and 2 * world_size + _OTHER_FILES > limit:
+        return {}
     found: dict[int, int] = {}
-    if world_size > _MOST_PIPES:
-        return found
-    with suppress(OSError):
+    try:
         for rank in range(world_size):
             path = folder / f"{marks.HELD}{rank}"
             os.mkfifo(path, 0o600)
             found[os.open(path, os.O_RDONLY | os.O_NONBLOCK)] = rank
+    except OSError:
+        for handle in found:
+            os.close(handle)
+        return {}
     return found
 
 

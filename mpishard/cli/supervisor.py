@@ -54,8 +54,8 @@ _MADE_ROOM = (0, settings.EXIT_PREEMPTED)
 _FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
 
 _START_SECONDS = 10.0
-"""For so long ranks are looked for often: of two that end between two looks nobody knows which
-was the first, and a loaded machine starts them late."""
+"""For so long ranks are looked for often: of two that end between two looks, and hold no pipe yet,
+nobody knows which was the first, and a loaded machine starts them late."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """What `mpishard run` and its ranks tell each other by files without content, in the job's folder.
 
-Each is there from the moment on that it is true, whoever looks, and whenever. A process that no
-`mpishard run` of this machine started has no such folder: it tells nobody, and is told nothing.
+A mark is there from the moment on that it is true, whoever looks, and whenever; what is held is
+there before, and says by whom it is held that he runs. A process that no `mpishard run` of this
+machine started has no such folder: it tells nobody, and is told nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SAVING = "saving-"
 HELD = "held-"
 """With the launcher's number of a rank: a named pipe that the rank holds open as long as it runs.
 
-The system closes it before it tells the rank's parent, and in the order in which the ranks end.
+The system closes it before it tells the rank's parent, and one rank's after the other's as they
+end.
 """
 
 MAKE_ROOM = "make-room"
@@ -41,6 +43,18 @@ MAKE_ROOM = "make-room"
 
 _HIGH = 512
 """Launchers' connections have lower numbers."""
+
+_held: list[int] = []
+
+
+def _let_go() -> None:
+    """Close what is held, in a process that a rank forked: it may outlive the rank."""
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def mark(name: str, *, once: bool = False) -> bool:
@@ -57,7 +71,7 @@ def mark(name: str, *, once: bool = False) -> bool:
 
 
 def hold(name: str) -> None:
-    """Hold the named pipe ``name`` open until this process ends, where somebody reads it."""
+    """Hold the named pipe ``name`` until this process ends, or execs, where somebody reads it."""
     path = _path(name)
     if path is None:
         return
@@ -65,9 +79,7 @@ def hold(name: str) -> None:
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # nobody made one, or on another machine
         return
-    handle = _closed_early(handle)
-    # A worker that outlives the rank would hold it in its place.
-    os.register_at_fork(after_in_child=lambda: os.close(handle))
+    _held.append(_closed_early(handle))
 
 
 def unmark(name: str) -> None:
@@ -85,13 +97,17 @@ def is_marked(name: str) -> bool:
 
 
 def marked(folder: Path, kind: str) -> frozenset[int]:
-    """Process ids of the ranks that have left a mark of ``kind`` in ``folder``."""
+    """Process ids of the ranks that have left a mark of ``kind``, not `HELD`, in ``folder``."""
     names = [path.name.removeprefix(kind) for path in folder.glob(f"{kind}*")]
     return frozenset(int(name) for name in names if name.isdecimal())
 
 
 def _closed_early(handle: int) -> int:
-    """The same file under a high number: Linux closes those first when a process ends."""
+    """The same file under a high number.
+
+    Where a process ends Linux goes through its files upwards, and closes them for good in the
+    other direction: nothing promises it, and tests/cli/test_rank_processes.py sees to it.
+    """
     import fcntl  # not on every system that only trains in memory
 
     try:

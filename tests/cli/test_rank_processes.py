@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -131,14 +132,14 @@ def test_the_first_to_close_its_pipe_is_the_first(launch, tmp_path, holds):
     with contextlib.ExitStack() as stack:
         held = {
             rank: stack.enter_context((tmp_path / f"{marks.HELD}{rank}").open("wb", buffering=0))
-            for rank in (1, 2)
+            for rank in (0, 1, 2)
             if holds
         }
         processes.wait(0)
         assert not processes.ended
         if holds:
-            held[2].close()
-            held[1].close()
+            for rank in (2, 1, 0):
+                held[rank].close()
         tell(launcher, "0 exit 3")
         wait_until(processes, 1)
         assert [p.rank for p in processes.ended] == [0]
@@ -147,6 +148,83 @@ def test_the_first_to_close_its_pipe_is_the_first(launch, tmp_path, holds):
     assert [p.rank for p in processes.ended] == ([2, 1, 0] if holds else [0, 1, 2])
     processes.close()
     assert not any(is_open(handle) for handle in pipes)
+
+
+def hold(folder, rank):
+    return (folder / f"{marks.HELD}{rank}").open("wb", buffering=0)
+
+
+def test_the_last_time_that_a_pipe_is_closed_counts(launch, tmp_path):
+    """A rank may be a shell that runs one script after the other, or may exec."""
+    launcher, _ = launch("wait")
+    processes = RankProcesses(launcher.pid, "A_RANK", tmp_path, 3, held_pipes(tmp_path, 3))
+    look_until_all_are_seen(processes)
+    for rank in (0, 1, 2):
+        hold(tmp_path, rank).close()
+        processes.wait(0)
+    held = [hold(tmp_path, rank) for rank in range(3)]
+    processes.wait(0)
+    for rank in (1, 2, 0):
+        held[rank].close()
+    tell(launcher, "0 exit 3", "1 kill -9 $$", "2 kill -9 $$")
+    wait_until(processes, 3)
+    assert [p.rank for p in processes.ended] == [1, 2, 0]
+    processes.close()
+
+
+def test_what_a_rank_without_a_pipe_came_before_it_stays_behind(launch, tmp_path):
+    """Rank 1 holds none: it ended before it imported mpishard."""
+    launcher, _ = launch("wait")
+    processes = RankProcesses(launcher.pid, "A_RANK", tmp_path, 3, held_pipes(tmp_path, 3))
+    look_until_all_are_seen(processes)
+    held = {rank: hold(tmp_path, rank) for rank in (0, 2)}
+    processes.wait(0)
+    held[2].close()
+    held[0].close()
+    tell(launcher, "1 exit 1", "0 kill -9 $$", "2 kill -9 $$")
+    wait_until(processes, 3)
+    assert [p.rank for p in processes.ended] == [1, 2, 0]
+    processes.close()
+
+
+def test_no_pipes_where_so_many_files_may_not_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert not held_pipes(tmp_path, 100)
+    assert not list(tmp_path.iterdir())
+    pipes = held_pipes(tmp_path, 3)
+    assert len(pipes) == 3
+    for handle in pipes:
+        os.close(handle)
+    assert not held_pipes(tmp_path, 3)  # they are there
+    assert len(os.listdir(tmp_path)) == 3  # noqa: PTH208
+
+
+def test_what_a_rank_forks_closes_no_files_of_its_own(tmp_path):
+    """Those that its child opens get the numbers of what that has let go."""
+    pipes = held_pipes(tmp_path, 2)
+    script = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+import mpishard
+def forked(body):
+    if not (child := os.fork()):
+        os._exit(body())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def grandchild():
+    return any(os.path.realpath(f"/proc/self/fd/{n}") != os.devnull for n in files)
+def child():
+    files.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(9))
+    return forked(grandchild)
+files = []
+print(forked(child))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60,
+        env=os.environ | {"PMI_RANK": "1", "PMI_SIZE": "2", "MPISHARD_JOB_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    for handle in pipes:
+        os.close(handle)
 
 
 def test_a_rank_holds_its_pipe_as_long_as_it_runs(tmp_path):
