@@ -5,6 +5,7 @@ import signal
 import numpy as np
 import pytest
 
+from mpishard import settings
 from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
@@ -340,11 +341,12 @@ class TestRanksThatOutliveEachOther:
     def judge(self, code, *ended, states):
         return job(code, *ended, states=states, is_hydra=False, survives=True).judge()
 
-    def test_each_that_was_lost_is_named_and_the_code_is_that_of_the_others(self):
+    @pytest.mark.parametrize("code", [0, settings.EXIT_PREEMPTED])
+    def test_each_that_was_lost_is_named_and_the_code_is_that_of_the_others(self, code):
         states = {1: self.LEFT, 2: (RankState.REPORTED, 1)}
-        verdict = self.judge(0, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
+        verdict = self.judge(code, (0, KILLED), (2, KILLED), (1, ENDED), states=states)
         killed, failed = verdict.lines
-        assert verdict.code == 0
+        assert verdict.code == code
         assert "rank 0 (process 4000" in killed
         assert "was killed by signal 9 (SIGKILL; out of memory?) after collective 2" in killed
         assert killed.endswith("at train.py:33; the others went on without it")

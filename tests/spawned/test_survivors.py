@@ -117,6 +117,7 @@ def test_a_loss_while_a_save_is_written(tmp_path):
     assert not [name for name in left if name.startswith(".")], left
 
 
+@only_full
 def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
     """Rank 2 of 4 is killed in step 5; then rank 1 is told to make room, in step 8 or so."""
     code, _, error = job(4, "training", str(tmp_path), "2:5:3", "1:10:notice")
