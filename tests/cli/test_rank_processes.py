@@ -258,6 +258,26 @@ def test_a_rank_holds_its_pipe_as_long_as_it_runs(tmp_path):
         os.close(each)
 
 
+def test_the_system_closes_files_of_high_numbers_first():
+    """What a launcher hears of an end by has a lower number than the pipe that a rank holds."""
+    low, high = os.pipe(), os.pipe()
+    script = "import fcntl, os, sys; low, high = map(int, sys.argv[1:]); "
+    script += "fcntl.fcntl(high, fcntl.F_DUPFD, 512); os.close(high); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(low[1]), str(high[1])], pass_fds=(low[1], high[1]),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process, select.epoll() as waiting:  # fmt: skip
+        for reader, writer in (low, high):
+            os.close(writer)
+            waiting.register(reader, select.EPOLLHUP)
+        process.stdout.readline()
+        process.kill()
+        process.wait()
+        assert [handle for handle, _ in waiting.poll(10)] == [high[0], low[0]]
+    os.close(low[0])
+    os.close(high[0])
+
+
 def test_a_rank_that_srun_started_is_known_by_its_call_log(tmp_path):
     CallFile.create(tmp_path / "rank-1.calls", 1, 2)
     processes = RankProcesses(os.getpid(), "NO_SUCH_VARIABLE", tmp_path, 2)
