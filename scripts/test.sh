@@ -99,12 +99,15 @@ memory() {
         ${arguments[@]+"${arguments[@]}"}
 }
 
+# A root of its own for temporary folders: in one where earlier runs left some, the ranks' pytests all
+# clear them away, each into the others' way.
 # Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
 # The bits are the same without numba, which takes each rank a second to load: two ranks have it.
 ranks() {
     local numba=auto
     [ "$1" = 2 ] || numba=off
-    OMP_NUM_THREADS=1 MPISHARD_NUMBA=$numba "$venv/bin/mpiexec" -n "$1" "$python" -m pytest --with-mpi -m mpi \
+    PYTEST_DEBUG_TEMPROOT="$(mktemp -d -p "$logs")" \
+        OMP_NUM_THREADS=1 MPISHARD_NUMBA=$numba "$venv/bin/mpiexec" -n "$1" "$python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
         ${arguments[@]+"${arguments[@]}"} </dev/null
 }
@@ -114,7 +117,8 @@ openmpi() {
     local selected=(tests/communication/test_conformance.py tests/communication/test_transfers.py)
     [ "$1" != 2 ] || selected=(tests/communication tests/models/test_equality.py)
     [ ${#arguments[@]} = 0 ] || selected=("${arguments[@]}")
-    OMP_NUM_THREADS=1 "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
+    PYTEST_DEBUG_TEMPROOT="$(mktemp -d -p "$logs")" \
+        OMP_NUM_THREADS=1 "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
         --bind-to none -n "$1" "$openmpi_python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
         "${selected[@]}" </dev/null
