@@ -17,8 +17,8 @@ from mpishard import settings
 from mpishard.communication.bounce import BounceBuffers
 from mpishard.communication.call import Call, Kind
 from mpishard.communication.header import ROW_BYTES, Headers, make_row
-from mpishard.communication.lanes import Expected, Lane, Message, Pending, post_bytes
-from mpishard.communication.mailbox import Letter, Mailbox
+from mpishard.communication.lanes import Expected, Lane, Message, Pending, PendingAll, post_bytes
+from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.survival import is_loss
 from mpishard.communication.work import Waitable
@@ -30,6 +30,7 @@ _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
 """Those whose arrays MPI may still read and write."""
 
+_HEADER_TAG = 1  # on a lane, where data have 0
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
 
@@ -74,7 +75,7 @@ class Group:
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
         self._leaving: Waitable | None = None
-        self._begun: Letter | None = None
+        self._begun: tuple[Waitable, bytearray] | None = None
         self._leave_call: Call | None = None
         self._leave_rows = bytearray()
         self._left = False
@@ -95,21 +96,43 @@ class Group:
     def post_header(self, row: bytearray, own: Call) -> tuple[Waitable, bytearray]:
         """Send the header of ``own``; the rows are complete when the request is."""
         posted, rows = self._post_row(row)
-        self._unread.append((posted, rows, own))
+        self.expect(posted, rows, own)
         return posted, rows
 
+    def expect(self, posted: Waitable, rows: bytearray, own: Call) -> None:
+        """Take note of headers under way, which `read_headers` will be asked for."""
+        self._unread.append((posted, rows, own))
+
     def _post_row(self, row: bytearray) -> tuple[Waitable, bytearray]:
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun
         if self.mailbox is not None:
-            letter, self._begun = self._begun or self.mailbox.post(row), None
+            letter = self.mailbox.post(row)
             return letter, letter.rows
+        if self.world_size == 2:
+            requests, rows = self.swap_headers(row)
+            return PendingAll(self.mpi, requests, self.in_flight, row, rows), rows
         rows = bytearray(self.world_size * ROW_BYTES)
         kind = self.mpi.BYTE
         request = self.comm.Iallgather([row, ROW_BYTES, kind], [rows, ROW_BYTES, kind])
         return Pending(request, self.in_flight, row, rows), rows
 
-    def take_up(self, letter: Letter) -> None:
-        """Let the next `post_header` find that its header was posted: as ``letter``."""
-        self._begun = letter
+    def swap_headers(self, row: bytes | bytearray) -> tuple[list[Any], bytearray]:
+        """Send the ``row`` of one of two ranks: the requests, and the rows as they will be.
+
+        A library's nonblocking collective takes three times as long as its messages.
+        """
+        comm, kind, other = self.lanes[0].comm, self.mpi.BYTE, 1 - self.rank
+        sent = comm.Isend([row, ROW_BYTES, kind], other, _HEADER_TAG)
+        rows = bytearray(2 * ROW_BYTES)
+        rows[self.rank * ROW_BYTES : (1 + self.rank) * ROW_BYTES] = row
+        theirs = memoryview(rows)[other * ROW_BYTES : (1 + other) * ROW_BYTES]
+        return [sent, comm.Irecv([theirs, ROW_BYTES, kind], other, _HEADER_TAG)], rows
+
+    def take_up(self, posted: Waitable, rows: bytearray) -> None:
+        """Let the next `post_header` find that its header was posted."""
+        self._begun = posted, rows
 
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""

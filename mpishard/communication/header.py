@@ -13,7 +13,7 @@ from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import HEADER_BYTES, Call
 from mpishard.communication.sharing import Places
 
-__all__ = ["COPIED", "INLINE_BYTES", "ROW_BYTES", "Headers", "Readiness", "make_row"]
+__all__ = ["AT_HOME", "COPIED", "INLINE_BYTES", "ROW_BYTES", "Headers", "Readiness", "make_row"]
 
 INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second message."""
@@ -38,6 +38,9 @@ class Readiness(IntEnum):
 
 COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
 """What stands in a header instead of a private array that was copied."""
+
+AT_HOME = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.AT_HOME)
+"""What stands in a header instead of a private array that was not, and goes to a private one."""
 
 
 def make_row(

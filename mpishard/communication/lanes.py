@@ -9,6 +9,7 @@ other.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
@@ -220,6 +221,10 @@ class Lane:
         return Turn(self.comm, self._queue)
 
 
+def _size(buffer: Bytes) -> int:
+    return buffer.size
+
+
 class ScratchPool:
     """Byte buffers that grow and are kept, one for each operation under way.
 
@@ -232,7 +237,7 @@ class ScratchPool:
     def __init__(
         self, make: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
     ) -> None:
-        self._free: list[Bytes] = []
+        self._free: list[Bytes] = []  # the largest last
         self._make = make
 
     @property
@@ -243,12 +248,11 @@ class ScratchPool:
     def take(self, nbytes: int) -> Bytes:
         """A buffer of at least ``nbytes``, out of the pool until `give`."""
         if self._free:
-            best = max(self._free, key=lambda buffer: buffer.size)
-            self._free = [buffer for buffer in self._free if buffer is not best]
+            best = self._free.pop()
             if best.size >= nbytes:
                 return best
         return self._make(nbytes)
 
     def give(self, buffer: Bytes) -> None:
         """Return a buffer that nothing reads or writes any more."""
-        self._free.append(buffer)
+        insort(self._free, buffer, key=_size)

@@ -26,12 +26,20 @@ from mpishard.communication.reduction import ReductionOperation
 from mpishard.communication.shared_collectives import SCRATCH_BYTES, split_up
 from mpishard.communication.work import Steps
 
-__all__ = ["PairwiseCollectives"]
+__all__ = ["DATA_TAG", "PairwiseCollectives"]
 
 CHUNK_BYTES = 1 << 20
-"""The longest message of a reduction. All ranks cut alike, wherever their arrays lie."""
+"""The longest message of a reduction of short pieces. All ranks cut alike, wherever their arrays
+lie."""
 
-_TAG = 0
+_SHORT = 2
+_LONG = 8
+# In chunks: two ranks send pieces of more than _SHORT in messages of _LONG. Short ones are combined
+# and go on while the cache has them. Where long ones overwrite the array, what the other rank has
+# just read is slow to write, as its cache holds it still: some MiB later it does not.
+
+DATA_TAG = 0
+"""Of messages on a lane: headers may go there, too."""
 
 
 class PairwiseCollectives(BounceCollectives):
@@ -97,7 +105,7 @@ class PairwiseCollectives(BounceCollectives):
         if gather is not None and gather[1] is not array:
             wholes = split_up(gather[1], sizes)
         others, length = self._others, max(sizes)
-        chunk = max(1, CHUNK_BYTES // array.itemsize)
+        chunk = self._message_length(length, array.itemsize)
         step = chunk * max(1, SCRATCH_BYTES // (chunk * array.itemsize * self.world_size))
         gathering = []
         yield turn
@@ -150,10 +158,12 @@ class PairwiseCollectives(BounceCollectives):
         outgoing = dict.fromkeys(others, pieces[self.rank])
         yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in others})
 
-    @staticmethod
-    def _is_one_message(nbytes: int) -> bool:
-        """Whether a piece of so many bytes is not cut."""
-        return nbytes <= CHUNK_BYTES
+    def _message_length(self, longest: int, itemsize: int) -> int:
+        """Elements of the longest message of a reduction whose longest piece has ``longest``."""
+        nbytes = CHUNK_BYTES
+        if self.world_size == 2 and longest * itemsize > _SHORT * CHUNK_BYTES:
+            nbytes *= _LONG
+        return max(1, nbytes // itemsize)
 
     @staticmethod
     def _is_large(nbytes: int) -> bool:
@@ -222,13 +232,17 @@ class PairwiseCollectives(BounceCollectives):
     def _exchange(
         self, turn: Turn, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]
     ) -> PendingAll:
-        """Post a message to, and one from, each rank whose flat array has elements."""
+        """Post a message to, and one from, each rank whose flat array has elements.
+
+        One that is there already may be copied by the call that asks for it: the others, which
+        would wait for that, are sent theirs before.
+        """
         group, comm, requests = self._talk, turn.comm, []
-        for post, arrays in ((comm.Irecv, incoming), (comm.Isend, outgoing)):
+        for post, arrays in ((comm.Isend, outgoing), (comm.Irecv, incoming)):
             for rank, array in arrays.items():
                 if array.size:
                     spec = [array.view(np.uint8), array.size, group.element(array.itemsize)]
-                    requests.append(post(spec, rank, _TAG))
+                    requests.append(post(spec, rank, DATA_TAG))
         return self._keep_all(requests, outgoing, incoming)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+from typing import NamedTuple
+
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.bounce import BOUNCE_SETS, BounceBuffers
-from mpishard.communication.call import Call, Kind
+from mpishard.communication.call import HEADER_BYTES, Call, Kind
+from mpishard.communication.header import ROW_BYTES, make_row
 from mpishard.communication.mailbox import SLOTS, Mailbox
 from mpishard.communication.reduction import (
     FixedReducer,
@@ -17,6 +21,8 @@ from mpishard.communication.reduction import (
 from mpishard.layout import ShardLayout
 
 __all__ = ["BouncePlan", "InlinePlan", "MessagePlan", "is_one_step"]
+
+_SEQUENCE = struct.Struct("q")  # with which a header begins
 
 
 def is_one_step(array: Array, operation: ReductionOperation) -> bool:
@@ -109,35 +115,83 @@ class BouncePlan:
         self._combine(left, right, out=out)
 
 
+class Part(NamedTuple):
+    """What two ranks swap at a time: elements of the piece of each."""
+
+    mine: slice
+    """Of the array: what this rank combines."""
+    own: slice
+    theirs: slice
+    """Of the array's bytes: what this rank combines, and the other one."""
+    own_size: int
+    their_size: int
+    """Elements; 0 where one piece is longer than the other."""
+
+
 class MessagePlan:
-    """What an all_reduce by one message each way, and one back, needs each time it is called.
+    """What an all_reduce by messages between two ranks needs each time it is called.
 
     Parameters
     ----------
+    mailbox : Mailbox, optional
+        Through which they say so; None where it is messages that do.
     array : Array
         One like those of the two ranks.
     operation : ReductionOperation
         How to combine.
     rank : int
         This rank.
+    length : int
+        Elements of the longest message.
     """
 
-    def __init__(self, array: Array, operation: ReductionOperation, rank: int) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox | None,
+        array: Array,
+        operation: ReductionOperation,
+        rank: int,
+        length: int,
+    ) -> None:
+        self.mailbox = mailbox
         self.call = Call.describe(0, Kind.ALL_REDUCE, array, operation=operation)
         self.bytes_sent = _bytes_sent(array, 2, rank)
         self.other = 1 - rank
+        self.itemsize = array.itemsize
         layout = ShardLayout(array.size, 2)
-        self.mine, self.others = layout.slice(rank), layout.slice(self.other)
-        self.own_bytes = layout.size(rank) * array.itemsize
-        self.longest = max(layout.sizes) * array.itemsize
-        """Bytes of the longer piece."""
+        self.parts = tuple(
+            self._part(layout, rank, low, length) for low in range(0, max(layout.sizes), length)
+        )
+        self.room = self.parts[0].own.stop - self.parts[0].own.start
+        """Bytes of the longest part that comes from the other rank to be combined."""
+        self._described = bytes(make_row(self.call, array)[_SEQUENCE.size :])
         self._combine = quiet_combiner(operation, array.dtype)
         self._is_first = rank == 0
 
+    def _part(self, layout: ShardLayout, rank: int, low: int, length: int) -> Part:
+        slices = []
+        for one in (rank, 1 - rank):
+            start = layout.start(one) + min(low, layout.size(one))
+            slices.append(slice(start, min(start + length, layout.slice(one).stop)))
+        mine, others = slices
+        own, theirs = (slice(s.start * self.itemsize, s.stop * self.itemsize) for s in slices)
+        return Part(mine, own, theirs, mine.stop - mine.start, others.stop - others.start)
+
+    def row(self, sequence: int) -> bytes:
+        """The header of collective ``sequence``."""
+        return _SEQUENCE.pack(sequence) + self._described
+
+    @staticmethod
+    def are_alike(rows: bytearray) -> bool:
+        """Whether the headers of two ranks are the same."""
+        return rows[:HEADER_BYTES] == rows[ROW_BYTES : ROW_BYTES + HEADER_BYTES]
+
     def combine(self, own: Array, received: Array, out: Array) -> None:
-        """Combine this rank's piece and the other's, in the order of ranks."""
-        left, right = (own, received) if self._is_first else (received, own)
-        self._combine(left, right, out=out)
+        """Combine this rank's elements and the other's, in the order of ranks."""
+        if self._is_first:
+            self._combine(own, received, out=out)
+        else:
+            self._combine(received, own, out=out)
 
 
 def _bytes_sent(array: Array, world_size: int, rank: int) -> tuple[int, int]:

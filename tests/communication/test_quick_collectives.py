@@ -8,7 +8,6 @@ import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES
-from mpishard.communication.pairwise_collectives import CHUNK_BYTES
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
@@ -16,6 +15,8 @@ from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 pytestmark = pytest.mark.mpi
 
 SUM = ReductionOperation.SUM
+LONG = BOUNCE_BYTES // 8 + 8
+"""Elements of an array that is too long to bounce."""
 
 
 @pytest.fixture(params=["auto", "off"])
@@ -45,13 +46,21 @@ def arrays(world, number, length, dtype=np.float64):
     return [generator.standard_normal(length).astype(dtype) for generator in numbers]
 
 
+def note_calls(monkeypatch, world, method, calls):
+    """Let ``calls`` grow by one where ``method`` is called."""
+    original = getattr(world, method)
+
+    def noting(*arguments):
+        calls.append(method)
+        return original(*arguments)
+
+    monkeypatch.setattr(world, method, noting)
+
+
 def test_what_is_short_enough_sends_no_message(bouncing, monkeypatch):
     exchanged = []
-    original = type(bouncing)._exchange
-    monkeypatch.setattr(
-        type(bouncing), "_exchange",
-        lambda self, *arguments: exchanged.append(1) or original(self, *arguments),
-    )  # fmt: skip
+    for method in ("_exchange", "_steps_by_messages"):
+        note_calls(monkeypatch, bouncing, method, exchanged)
     for length, bounces in ((17, True), (BOUNCE_BYTES // 8, True), (BOUNCE_BYTES // 8 + 1, False)):
         for repeat in range(3):
             data = arrays(bouncing, repeat, length)
@@ -160,20 +169,79 @@ def test_without_checks(world):
     assert has_bounced == (world._talk.mailbox is not None)
 
 
-def test_two_ranks_that_share_nothing_swap_pieces_once(world, monkeypatch):
-    if world.world_size != 2 or world._talk.mailbox is not None:
-        pytest.skip("needs two ranks, and messages")
-    cut = []
-    original = world._pairwise_reduce
-    monkeypatch.setattr(
-        world, "_pairwise_reduce", lambda *arguments: cut.append(1) or original(*arguments)
-    )
-    for length, is_cut in ((17, 0), (1000, 0), (CHUNK_BYTES // 4, 0), (CHUNK_BYTES // 4 + 1, 1)):
-        data = arrays(world, length, length)
-        before = world.traffic.bytes_sent.total()
-        assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
-        assert len(cut) == is_cut
-        assert abs(world.traffic.bytes_sent.total() - before - 8 * length) <= 8
+@pytest.fixture
+def in_parts(world, monkeypatch):
+    """A world whose arrays of `LONG` elements and more go as messages of at most `LONG // 4`."""
+    monkeypatch.setattr(world, "_message_length", lambda longest, itemsize: LONG // 4)
+    return world
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, LONG // 2, LONG // 2 + 1])
+def test_two_ranks_swap_part_after_part(in_parts, monkeypatch, more):
+    swapped = []
+    note_calls(monkeypatch, in_parts, "_steps_by_messages", swapped)
+    length = LONG + more
+    for number, operation in enumerate((SUM, ReductionOperation.MAX)):
+        data = arrays(in_parts, number, length)
+        wanted = tree_reduce(data, operation)
+        out = np.empty(length)
+        before = in_parts.traffic.bytes_sent.total()
+        assert_same(in_parts.all_reduce(data[in_parts.rank], operation, out=out), wanted)
+        sent = in_parts.traffic.bytes_sent.total() - before
+        assert_same(in_parts.all_reduce(data[in_parts.rank].copy(), operation), wanted)
+        if in_parts.world_size == 2:
+            assert len(swapped) == 2 * number + 2
+            assert sent == data[0].nbytes
+
+
+def test_long_arrays_in_any_order_and_any_way(in_parts):
+    """Blocking or not, early or late, one rank in one way and one in another."""
+    draw = np.random.default_rng(in_parts.rank)
+    under_way = []
+    for number in range(30):
+        length = (LONG + 7, 20, 3000)[number % 3]
+        data = arrays(in_parts, number, length)
+        wanted, mine = tree_reduce(data, SUM), data[in_parts.rank]
+        way = draw.integers(4)
+        if way == 0:
+            time.sleep(2e-3)
+        if way == 1:
+            under_way.append((in_parts.all_reduce_async(mine), wanted))
+        else:
+            assert_same(in_parts.all_reduce(mine), wanted)
+        if len(under_way) > 2:
+            for work, expected in under_way:
+                assert_same(work.wait(), expected)
+            under_way.clear()
+    for work, expected in under_way:
+        assert_same(work.wait(), expected)
+
+
+def test_long_arrays_that_do_not_match(in_parts):
+    def reduce_zeros():
+        in_parts.all_reduce(np.zeros(LONG))
+
+    for number in range(3):
+        data = arrays(in_parts, number, LONG)
+        in_parts.all_reduce(data[in_parts.rank].copy())
+        with pytest.raises(CollectiveMismatchError, match=str(LONG + 1)):
+            in_parts.all_reduce(np.zeros(LONG if in_parts.rank else LONG + 1))
+        with pytest.raises(CollectiveMismatchError, match="barrier"):
+            (in_parts.barrier if in_parts.rank else reduce_zeros)()
+        out = in_parts.all_reduce(data[in_parts.rank].copy())
+        assert_same(out, tree_reduce(data, SUM))
+
+
+def test_a_long_array_is_shared_on_one_rank_alone(in_parts):
+    shared = in_parts.allocate_shared(LONG, np.float64)
+    if shared is None:
+        pytest.skip("these ranks share no memory")
+    for number in range(3):
+        data = arrays(in_parts, number, LONG)
+        mine = shared if in_parts.rank == number % in_parts.world_size else np.empty(LONG)
+        mine[...] = data[in_parts.rank]
+        assert_same(in_parts.all_reduce(mine, out=np.empty(LONG)), tree_reduce(data, SUM))
+        in_parts.barrier()
 
 
 def test_groups_have_their_own(world):

@@ -1,0 +1,185 @@
+"""All-reduces of two ranks by messages, on the spot: what both send comes soon, or is waited for.
+
+One part after the other goes there and back. What is received of it is combined, and goes on, while
+the cache has it, and scratch is one message long.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.call import Call
+from mpishard.communication.header import AT_HOME, make_row
+from mpishard.communication.lanes import PendingAll
+from mpishard.communication.mailbox import Mailbox
+from mpishard.communication.pairwise_collectives import DATA_TAG
+from mpishard.communication.plans import MessagePlan
+from mpishard.communication.recorder import CollectiveInFlight
+from mpishard.communication.staging import StagedCollectives
+from mpishard.communication.work import Steps, Waitable
+
+__all__ = ["COPY_POLLS", "MessageCollectives", "at_once"]
+
+_POLLS = 500
+COPY_POLLS = 5000
+"""Polls for a rank that is still copying."""
+_CROWDED_POLLS = 50
+_MESSAGE_POLLS = 1000
+_CROWDED_MESSAGE_POLLS = 16  # MPICH moves what a message has of a few pages at each
+
+
+class MessageCollectives(StagedCollectives):
+    """The part of the MPI backend that swaps messages with one other rank."""
+
+    @property
+    @abstractmethod
+    def _is_crowded(self) -> bool:
+        """Whether the node has more ranks than cores."""
+
+    def _reduce_by_messages(
+        self,
+        plan: MessagePlan,
+        call: Call,
+        array: Array,
+        out: Array,
+        in_flight: CollectiveInFlight | None,
+    ) -> Any:
+        steps = self._steps_by_messages(plan, call, array, out)
+        try:
+            late = next(steps)
+        except StopIteration as stop:
+            if stop.value is not None:
+                at_once(in_flight)
+                return stop.value
+            steps = self._steps_all_reduce(call, array, out)
+        except Exception as error:  # noqa: BLE001 - told as that of any collective
+            steps = _failing(error)
+        else:
+            steps = self._in_turn(late, steps)
+        return self._issue(call, steps, in_flight).wait()
+
+    def _steps_by_messages(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
+        """As `_steps_all_reduce`, where nothing else is under way; it yields where it has to wait.
+
+        None where the headers do not come soon, or differ: then it has done no more than post one.
+        Each rank sends before it receives: a message that is there already may be copied by the
+        call that asks for it, and the other rank would wait for that.
+        """
+        mailbox = plan.mailbox
+        if mailbox is None:
+            matches = self._match_by_message(plan, call)
+        else:
+            matches = self._match_at_home(mailbox, call, array)
+        if not matches:
+            return None
+        group = self._talk
+        other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
+        scatter, gather = (lane.comm for lane in group.lanes)
+        flat = array if array.ndim == 1 else array.reshape(-1)
+        result = flat
+        outgoing = incoming = flat.view(np.uint8)
+        if out is not array:
+            result = out if out.ndim == 1 else out.reshape(-1)
+            incoming = result.view(np.uint8)
+        buffer = self._pool.take(plan.room)
+        received = buffer[: plan.room].view(flat.dtype)
+        for part in plan.parts:
+            own, theirs = part.own_size, part.their_size
+            requests = []
+            if theirs:
+                requests.append(scatter.Isend([outgoing[part.theirs], theirs, element], *other))
+            if own:
+                requests.append(scatter.Irecv([buffer, own, element], *other))
+            late = self._await(requests, buffer, outgoing)
+            if late is not None:
+                yield late
+            if own:
+                plan.combine(flat[part.mine], received[:own], result[part.mine])
+            requests = []
+            if own:
+                requests.append(gather.Isend([incoming[part.own], own, element], *other))
+            if theirs:
+                requests.append(gather.Irecv([incoming[part.theirs], theirs, element], *other))
+            late = self._await(requests, incoming)
+            if late is not None:
+                yield late
+        self._pool.give(buffer)
+        self._count(plan.bytes_sent)
+        return out
+
+    def _in_turn(self, late: Waitable, steps: Steps) -> Steps:
+        """``steps``, which wait for ``late``: what is issued from now on posts behind them."""
+        with self._turn(0), self._turn(1):
+            yield late
+            return (yield from steps)
+
+    def _await(self, requests: list[Any], *keep: object) -> PendingAll | None:
+        """None where ``requests`` are complete soon; what is to be waited for where not."""
+        testall = self._talk.mpi.Request.Testall
+        try:
+            for _ in range(_CROWDED_MESSAGE_POLLS if self._is_crowded else _MESSAGE_POLLS):
+                if testall(requests):
+                    return None
+        except BaseException:
+            self._keep_all(requests, *keep)
+            raise
+        return self._keep_all(requests, *keep)
+
+    def _count(self, bytes_sent: tuple[int, int]) -> None:
+        scattered, gathered = bytes_sent
+        self.traffic.count("reduce_scatter", scattered)
+        self.traffic.count("all_gather", gathered)
+
+    # ----------------------------------------------------------------------------------- headers
+
+    def _match_by_message(self, plan: MessagePlan, call: Call) -> bool:
+        """Whether the other rank calls the same, and soon; else its header is left to be read."""
+        if not self.check_collectives:
+            return True
+        group, row = self._talk, plan.row(call.sequence)
+        requests, rows = group.swap_headers(row)
+        try:
+            late = self._await(requests, row, rows)
+        except BaseException:
+            group.expect(self._keep_all(requests, row, rows), rows, call)
+            raise
+        if late is None and plan.are_alike(rows):
+            return True
+        group.take_up(late or self._keep_all(requests, row, rows), rows)
+        return False
+
+    def _match_at_home(self, mailbox: Mailbox, call: Call, array: Array) -> bool:
+        """As `_match_by_message`, of ranks that share memory: their arrays lie elsewhere."""
+        if not self._needs_header(array):
+            return True
+        number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
+        if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, AT_HOME):
+            self._take_up(mailbox, make_row(call, array))
+            return False
+        mailbox.have_read(number)
+        return True
+
+    def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
+        crowded = self._is_crowded
+        return mailbox.meet(number, _CROWDED_POLLS if crowded else polls, crowded=crowded)
+
+    def _take_up(self, mailbox: Mailbox, row: bytearray) -> None:
+        """Leave the exchange that was begun with ``row`` to the collective as it always is."""
+        letter = mailbox.take_up(row)
+        self._talk.take_up(letter, letter.rows)
+
+
+def _failing(error: Exception) -> Steps:
+    yield from ()
+    raise error
+
+
+def at_once(in_flight: CollectiveInFlight | None) -> None:
+    """Record a collective that is done as soon as it is called."""
+    if in_flight is not None:
+        in_flight.done()
+        in_flight.blocked(in_flight.start)
