@@ -69,12 +69,7 @@ class MessageCollectives(StagedCollectives):
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """
-        mailbox = plan.mailbox
-        if mailbox is None:
-            matches = self._match_by_message(plan, call)
-        else:
-            matches = self._match_at_home(mailbox, call, array)
-        if not matches:
+        if self._needs_header(array) and not self._matches(plan, call, array):
             return None
         group = self._talk
         other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
@@ -136,10 +131,22 @@ class MessageCollectives(StagedCollectives):
 
     # ----------------------------------------------------------------------------------- headers
 
-    def _match_by_message(self, plan: MessagePlan, call: Call) -> bool:
-        """Whether the other rank calls the same, and soon; else its header is left to be read."""
-        if not self.check_collectives:
-            return True
+    def _matches(self, plan: MessagePlan, call: Call, array: Array) -> bool:
+        """Whether the other rank calls the same, and soon; else its header is left to be read.
+
+        Where its array lies does not matter, as ``array`` is this rank's own.
+        """
+        mailbox = plan.mailbox
+        if mailbox is None:
+            return self._matches_by_message(plan, call)
+        number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
+        if not self._meet(mailbox, number, COPY_POLLS):
+            self._take_up(mailbox, make_row(call, array))
+            return False
+        mailbox.have_read(number)
+        return True
+
+    def _matches_by_message(self, plan: MessagePlan, call: Call) -> bool:
         group, row = self._talk, plan.row(call.sequence)
         requests, rows = group.swap_headers(row)
         try:
@@ -151,17 +158,6 @@ class MessageCollectives(StagedCollectives):
             return True
         group.take_up(late or self._keep_all(requests, row, rows), rows)
         return False
-
-    def _match_at_home(self, mailbox: Mailbox, call: Call, array: Array) -> bool:
-        """As `_match_by_message`, of ranks that share memory: their arrays lie elsewhere."""
-        if not self._needs_header(array):
-            return True
-        number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
-        if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, AT_HOME):
-            self._take_up(mailbox, make_row(call, array))
-            return False
-        mailbox.have_read(number)
-        return True
 
     def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
         crowded = self._is_crowded

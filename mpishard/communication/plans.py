@@ -171,7 +171,7 @@ class MessagePlan:
     def _part(self, layout: ShardLayout, rank: int, low: int, length: int) -> Part:
         slices = []
         for one in (rank, 1 - rank):
-            start = layout.start(one) + min(low, layout.size(one))
+            start = layout.start(one) + low
             slices.append(slice(start, min(start + length, layout.slice(one).stop)))
         mine, others = slices
         own, theirs = (slice(s.start * self.itemsize, s.stop * self.itemsize) for s in slices)

@@ -136,13 +136,9 @@ class QuickCollectives(MessageCollectives):
 
     def _may_go(self, plan: Plan, array: Array, out: Array | None) -> bool:
         """Whether nothing else is to be seen to: other exchanges, shared memory, a wrong result."""
-        if plan.mailbox is None:
-            may = not self._regions.ever
-        else:
-            may = plan.mailbox.is_idle
-            if not isinstance(plan, InlinePlan):
-                into = out if isinstance(plan, MessagePlan) else None
-                may = may and self._places(array, into) == (PRIVATE, PRIVATE)
+        may = plan.mailbox is None or plan.mailbox.is_idle
+        if not isinstance(plan, InlinePlan):
+            may = may and self._regions.locate(array) == PRIVATE
         if not may or out is None or out is array:
             return may
         if type(out) is not np.ndarray or out.dtype != array.dtype or out.shape != array.shape:
@@ -161,8 +157,6 @@ class QuickCollectives(MessageCollectives):
                 return None
             return BouncePlan(mailbox, bounce, array, operation, self.rank)
         if not self._sends_pairwise or array.nbytes <= INLINE_BYTES:
-            return None
-        if mailbox is None and self._regions.ever:
             return None
         longest = ShardLayout(array.size, 2).size(0)
         length = self._message_length(longest, array.itemsize)

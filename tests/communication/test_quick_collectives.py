@@ -217,6 +217,44 @@ def test_long_arrays_in_any_order_and_any_way(in_parts):
         assert_same(work.wait(), expected)
 
 
+def test_long_results_that_overlap_the_array(in_parts):
+    for shift in (8, LONG // 8):
+        data = arrays(in_parts, shift, LONG)
+        memory = np.concatenate([data[in_parts.rank], np.zeros(shift)])
+        in_parts.all_reduce(memory[:LONG], out=memory[shift:])
+        assert_same(memory[shift:], tree_reduce(data, SUM))
+
+
+def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(in_parts, monkeypatch):
+    if in_parts.world_size != 2:
+        pytest.skip("needs two ranks")
+    data = arrays(in_parts, 0, LONG), arrays(in_parts, 1, LONG)
+    wanted = [tree_reduce(each, SUM) for each in data]
+    first, second = (each[in_parts.rank] for each in data)
+    in_parts.all_reduce(first.copy())
+    in_parts.barrier()
+    wait, drive = in_parts._await, in_parts._drive
+
+    def late_wait(requests, *keep):
+        time.sleep(0.02)
+        return wait(requests, *keep)
+
+    def interrupted_drive(work):
+        monkeypatch.setattr(in_parts, "_drive", drive)
+        raise KeyboardInterrupt
+
+    if in_parts.rank == 1:
+        monkeypatch.setattr(in_parts, "_await", late_wait)
+        in_parts.all_reduce(first)
+    else:
+        monkeypatch.setattr(in_parts, "_drive", interrupted_drive)
+        with pytest.raises(KeyboardInterrupt):
+            in_parts.all_reduce(first)
+    in_parts.all_reduce(second)
+    assert_same(first, wanted[0])
+    assert_same(second, wanted[1])
+
+
 def test_long_arrays_that_do_not_match(in_parts):
     def reduce_zeros():
         in_parts.all_reduce(np.zeros(LONG))
