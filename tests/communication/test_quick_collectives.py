@@ -215,6 +215,8 @@ def test_long_arrays_in_any_order_and_any_way(in_parts):
             under_way.clear()
     for work, expected in under_way:
         assert_same(work.wait(), expected)
+    buffers = in_parts._pool._free
+    assert len({id(buffer) for buffer in buffers}) == len(buffers), "two would write one"
 
 
 def test_long_results_that_overlap_the_array(in_parts):
@@ -225,34 +227,71 @@ def test_long_results_that_overlap_the_array(in_parts):
         assert_same(memory[shift:], tree_reduce(data, SUM))
 
 
-def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(in_parts, monkeypatch):
+@pytest.fixture
+def rank_1_is_late(in_parts, monkeypatch):
+    """`in_parts`, where rank 1 takes long before it waits for any of its messages."""
     if in_parts.world_size != 2:
         pytest.skip("needs two ranks")
-    data = arrays(in_parts, 0, LONG), arrays(in_parts, 1, LONG)
-    wanted = [tree_reduce(each, SUM) for each in data]
-    first, second = (each[in_parts.rank] for each in data)
-    in_parts.all_reduce(first.copy())
-    in_parts.barrier()
-    wait, drive = in_parts._await, in_parts._drive
+    wait = in_parts._await
 
     def late_wait(requests, *keep):
         time.sleep(0.02)
         return wait(requests, *keep)
 
-    def interrupted_drive(work):
-        monkeypatch.setattr(in_parts, "_drive", drive)
-        raise KeyboardInterrupt
-
     if in_parts.rank == 1:
         monkeypatch.setattr(in_parts, "_await", late_wait)
-        in_parts.all_reduce(first)
+    return in_parts
+
+
+def test_a_rank_is_done_when_the_other_has_what_it_sent(rank_1_is_late):
+    for number in range(3):
+        data = arrays(rank_1_is_late, number, LONG)
+        mine = data[rank_1_is_late.rank].copy()
+        rank_1_is_late.all_reduce(mine)
+        result = mine.copy()
+        mine[...] = np.nan
+        assert_same(result, tree_reduce(data, SUM))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(
+    rank_1_is_late, monkeypatch, checked
+):
+    world = rank_1_is_late
+    world.check_collectives = checked
+    data = arrays(world, 0, LONG), arrays(world, 1, LONG)
+    wanted = [tree_reduce(each, SUM) for each in data]
+    first, second = (each[world.rank] for each in data)
+    world.barrier()
+    drive = world._drive
+
+    def interrupted_drive(work):
+        monkeypatch.setattr(world, "_drive", drive)
+        raise KeyboardInterrupt
+
+    if world.rank == 1:
+        world.all_reduce(first)
     else:
-        monkeypatch.setattr(in_parts, "_drive", interrupted_drive)
+        monkeypatch.setattr(world, "_drive", interrupted_drive)
         with pytest.raises(KeyboardInterrupt):
-            in_parts.all_reduce(first)
-    in_parts.all_reduce(second)
+            world.all_reduce(first)
+    world.all_reduce(second)
     assert_same(first, wanted[0])
     assert_same(second, wanted[1])
+
+
+def test_long_arrays_that_all_share_are_not_sent(in_parts, monkeypatch):
+    shared = in_parts.allocate_shared(in_parts.world_size * LONG, np.float64)
+    if shared is None:
+        pytest.skip("these ranks share no memory")
+    sent = []
+    note_calls(monkeypatch, in_parts, "_steps_by_messages", sent)
+    data = arrays(in_parts, 0, LONG)
+    mine = shared[in_parts.rank * LONG :][:LONG]
+    mine[...] = data[in_parts.rank]
+    assert_same(in_parts.all_reduce(mine, out=np.empty(LONG)), tree_reduce(data, SUM))
+    assert not sent
+    in_parts.barrier()
 
 
 def test_long_arrays_that_do_not_match(in_parts):
