@@ -71,6 +71,7 @@ def is_loss(mpi: Any, error: Exception) -> bool:
         mpi.ERR_PROC_FAILED_PENDING,
         mpi.ERR_REVOKED,
         mpi.ERR_INTERN,  # of a nonblocking collective that was under way
+        mpi.ERR_IN_STATUS,  # of several messages that are asked for at once
     )
     return isinstance(error, mpi.Exception) and error.Get_error_class() in kinds
 

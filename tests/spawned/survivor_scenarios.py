@@ -170,6 +170,18 @@ def go_on(backend):
     print("came to its end in a world of", backend.world_size, flush=True)
 
 
+def between_messages(*_):
+    """Of two ranks that swap messages, one is killed when it has sent the first of its two."""
+    backend = ms.init(on_failure="shrink")
+    backend.check_collectives = False  # data come first, with no header before
+    if backend.rank == 1:
+        backend._await = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError, match="rank 1 of 2 is gone"):
+        backend.all_reduce(np.ones(500_000))
+    assert backend.shrink().all_reduce(np.ones(500_000))[0] == 1
+    print("came to its end", flush=True)
+
+
 def lost_in_shrink(*_):
     """Rank 1 is lost; rank 3 is lost while the others make the world of those that are left."""
     backend = ms.init(on_failure="shrink")

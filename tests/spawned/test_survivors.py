@@ -143,6 +143,12 @@ def test_every_call_raises_where_no_memory_is_shared():
     assert out.count("came to its end") == 2
 
 
+def test_a_loss_between_two_messages_of_a_collective():
+    code, out, error = job(2, "between_messages", MPISHARD_ARENA="off")
+    assert code == 0, error
+    assert out.count("came to its end") == 1
+
+
 @only_full
 def test_a_loss_while_the_others_shrink():
     code, out, error = job(4, "lost_in_shrink")
