@@ -143,8 +143,8 @@ def test_every_call_raises_where_no_memory_is_shared():
     assert out.count("came to its end") == 2
 
 
-def test_a_loss_between_two_messages_of_a_collective():
-    code, out, error = job(2, "between_messages", MPISHARD_ARENA="off")
+def test_a_loss_while_a_rank_waits_for_messages():
+    code, out, error = job(2, "among_messages", MPISHARD_ARENA="off")
     assert code == 0, error
     assert out.count("came to its end") == 1
 
