@@ -6,16 +6,19 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "BounceBuffers"]
+__all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "WHOLE_BYTES", "BounceBuffers"]
 
 BOUNCE_BYTES = 1 << 21
-"""The longest array that passes. What is longer is quicker as messages, which are copied once."""
+"""Of a row. What is longer is quicker as messages, which are copied once."""
+
+WHOLE_BYTES = 1 << 20
+"""The longest array that two ranks copy as a whole."""
 
 BOUNCE_SETS = 2
 
 
 class BounceBuffers:
-    """Two sets of a row for each rank, which it alone writes, and of one for a common result.
+    """Two sets of a row for each rank, which it fills, and of one for a common result.
 
     Collectives take the sets in turn: who writes a row has met all others in the collective
     before, and by then they had read what that row held.

@@ -134,6 +134,11 @@ class Group:
         """Let the next `post_header` find that its header was posted."""
         self._begun = posted, rows
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the header of the collective that is issued now was posted."""
+        return self._begun is not None
+
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""
         self._unread = [unread for unread in self._unread if unread[1] is not rows]

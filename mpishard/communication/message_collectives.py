@@ -1,7 +1,7 @@
 """All-reduces of two ranks by messages, on the spot: what both send comes soon, or is waited for.
 
-One part after the other goes there and back. What is received of it is combined, and goes on, while
-the cache has it, and scratch is one message long.
+What is received of a part is combined, and goes on, while the cache has it, and scratch is one
+message long.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ class MessageCollectives(StagedCollectives):
     def _is_crowded(self) -> bool:
         """Whether the node has more ranks than cores."""
 
-    def _reduce_by_messages(
+    def _at_once_or_issued(
         self,
-        plan: MessagePlan,
+        steps: Steps,
         call: Call,
         array: Array,
         out: Array,
         in_flight: CollectiveInFlight | None,
     ) -> Any:
-        steps = self._steps_by_messages(plan, call, array, out)
+        """The result of ``steps``, which begin when nothing else is under way.
+
+        Where they have to wait they go on as any collective; where they come to None, having done
+        no more than post a header, `_steps_all_reduce` takes it up.
+        """
         try:
             late = next(steps)
         except StopIteration as stop:
@@ -63,9 +67,8 @@ class MessageCollectives(StagedCollectives):
         return self._issue(call, steps, in_flight).wait()
 
     def _steps_by_messages(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
-        """As `_steps_all_reduce`, where nothing else is under way; it yields where it has to wait.
+        """For `_at_once_or_issued`: one part after the other goes there and back.
 
-        None where the headers do not come soon, or differ: then it has done no more than post one.
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """

@@ -153,7 +153,8 @@ class MPIReductions(PairwiseCollectives):
                 bounce = yield from self._bounce(call, first, headers, array)
                 if bounce is not None:
                     second.release()
-                    yield from self._bounced_all_reduce(first, bounce, call.operation, result)
+                    flat = result if array is out else array.reshape(-1)
+                    yield from self._bounced_all_reduce(first, bounce, call.operation, flat, result)
                     self._count_all_reduce(call, sizes)
                     return out
             if _overlap_askew(array, out):

@@ -20,7 +20,7 @@ from mpishard.communication.reduction import (
 )
 from mpishard.layout import ShardLayout
 
-__all__ = ["BouncePlan", "InlinePlan", "MessagePlan", "is_one_step"]
+__all__ = ["BouncePlan", "HalvesPlan", "InlinePlan", "MessagePlan", "is_one_step"]
 
 _SEQUENCE = struct.Struct("q")  # with which a header begins
 
@@ -113,6 +113,52 @@ class BouncePlan:
         """Combine the rows of a set."""
         left, right = self._rows[turn]
         self._combine(left, right, out=out)
+
+
+class HalvesPlan:
+    """What an all_reduce by halves through bounce buffers needs each time it is called.
+
+    Parameters
+    ----------
+    mailbox : Mailbox
+        Through which the two ranks say so.
+    bounce : BounceBuffers
+        Where the halves will stand.
+    array : Array
+        One like theirs.
+    operation : ReductionOperation
+        How to combine.
+    rank : int
+        This rank.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        bounce: BounceBuffers,
+        array: Array,
+        operation: ReductionOperation,
+        rank: int,
+    ) -> None:
+        self.mailbox, self.bounce = mailbox, bounce
+        self.call = Call.describe(0, Kind.ALL_REDUCE, array, operation=operation)
+        self.bytes_sent = _bytes_sent(array, 2, rank)
+        layout, other = ShardLayout(array.size, 2), 1 - rank
+        self.mine, self.theirs = layout.slice(rank), layout.slice(other)
+        self.own_rows, self.met_rows = (
+            [bounce.rows(array.dtype, layout.size(half), turn)[row] for turn in range(BOUNCE_SETS)]
+            for row, half in ((rank, other), (other, rank))
+        )
+        """Of each set: what this rank copies, and what the other one has copied for it."""
+        self._combine = quiet_combiner(operation, array.dtype)
+        self._is_first = rank == 0
+
+    def combine(self, own: Array, met: Array) -> None:
+        """Combine this rank's half and the other's into ``met``, in the order of ranks."""
+        if self._is_first:
+            self._combine(own, met, out=met)
+        else:
+            self._combine(met, own, out=met)
 
 
 class Part(NamedTuple):

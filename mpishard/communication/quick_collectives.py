@@ -19,15 +19,22 @@ from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import COPIED, INLINE_BYTES, Readiness, make_row
 from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.message_collectives import COPY_POLLS, MessageCollectives, at_once
-from mpishard.communication.plans import BouncePlan, InlinePlan, MessagePlan, is_one_step
+from mpishard.communication.plans import (
+    BouncePlan,
+    HalvesPlan,
+    InlinePlan,
+    MessagePlan,
+    is_one_step,
+)
 from mpishard.communication.reduction import ReductionOperation, check_reducible
+from mpishard.communication.work import Steps
 from mpishard.layout import ShardLayout
 
 __all__ = ["QuickCollectives"]
 
 _PLANS_KEPT = 64
 
-Plan = InlinePlan | BouncePlan | MessagePlan
+Plan = InlinePlan | BouncePlan | HalvesPlan | MessagePlan
 
 
 class QuickCollectives(MessageCollectives):
@@ -57,8 +64,11 @@ class QuickCollectives(MessageCollectives):
         call = self._repeat(plan.call)
         in_flight = self._record(call)
         if isinstance(plan, MessagePlan):
-            result: Array = self._reduce_by_messages(plan, call, array, out, in_flight)
-            return result
+            steps = self._steps_by_messages(plan, call, array, out)
+            return self._at_once_or_issued(steps, call, array, out, in_flight)
+        if isinstance(plan, HalvesPlan):
+            steps = self._steps_by_halves(plan, call, array, out)
+            return self._at_once_or_issued(steps, call, array, out, in_flight)
         if isinstance(plan, BouncePlan):
             done = self._reduce_bounced(plan, call, array, out)
         else:
@@ -91,6 +101,30 @@ class QuickCollectives(MessageCollectives):
         mailbox.have_read(number)
         bounce.end_turn()
         return True
+
+    def _steps_by_halves(self, plan: HalvesPlan, call: Call, array: Array, out: Array) -> Steps:
+        """For `_at_once_or_issued`: as `_bounced_all_reduce` of what goes by halves."""
+        mailbox, bounce = plan.mailbox, plan.bounce
+        own, met = plan.own_rows[bounce.turn], plan.met_rows[bounce.turn]
+        flat, result = array.reshape(-1), out.reshape(-1)
+        own[...] = flat[plan.theirs]
+        number = mailbox.post_at_once(call.sequence, call.description, COPIED)
+        if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, COPIED):
+            self._take_up(mailbox, make_row(call, array, readiness=Readiness.COPIED))
+            return None
+        mailbox.have_read(number)
+        plan.combine(flat[plan.mine], met)
+        result[plan.mine] = met
+        fence = mailbox.fence()
+        for _ in range(1 if self._is_crowded else COPY_POLLS):
+            if fence.test():
+                break
+        else:
+            yield fence
+        result[plan.theirs] = own
+        bounce.end_turn()
+        self._count(plan.bytes_sent)
+        return out
 
     def barrier(self) -> None:
         mailbox = self._idle_mailbox()
@@ -143,7 +177,7 @@ class QuickCollectives(MessageCollectives):
             return may
         if type(out) is not np.ndarray or out.dtype != array.dtype or out.shape != array.shape:
             return False
-        is_apart = isinstance(plan, BouncePlan) or not np.may_share_memory(array, out)
+        is_apart = isinstance(plan, (BouncePlan, HalvesPlan)) or not np.may_share_memory(array, out)
         return is_apart and out.flags.carray
 
     def _make_plan(self, array: Array, operation: ReductionOperation) -> Plan | None:
@@ -155,7 +189,8 @@ class QuickCollectives(MessageCollectives):
         if mailbox is not None and self._is_to_bounce(array.nbytes):
             if bounce is None:
                 return None
-            return BouncePlan(mailbox, bounce, array, operation, self.rank)
+            kind = HalvesPlan if self._goes_by_halves(array.nbytes) else BouncePlan
+            return kind(mailbox, bounce, array, operation, self.rank)
         if not self._sends_pairwise or array.nbytes <= INLINE_BYTES:
             return None
         longest = ShardLayout(array.size, 2).size(0)

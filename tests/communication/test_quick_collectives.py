@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
-from mpishard.communication.bounce import BOUNCE_BYTES
+from mpishard.communication.bounce import BOUNCE_BYTES, WHOLE_BYTES
+from mpishard.communication.plans import HalvesPlan
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
@@ -15,7 +16,7 @@ from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 pytestmark = pytest.mark.mpi
 
 SUM = ReductionOperation.SUM
-LONG = BOUNCE_BYTES // 8 + 8
+LONG = BOUNCE_BYTES // 4 + 8
 """Elements of an array that is too long to bounce."""
 
 
@@ -61,7 +62,8 @@ def test_what_is_short_enough_sends_no_message(bouncing, monkeypatch):
     exchanged = []
     for method in ("_exchange", "_steps_by_messages"):
         note_calls(monkeypatch, bouncing, method, exchanged)
-    for length, bounces in ((17, True), (BOUNCE_BYTES // 8, True), (BOUNCE_BYTES // 8 + 1, False)):
+    longest = BOUNCE_BYTES // 4 if bouncing.world_size == 2 else BOUNCE_BYTES // 8
+    for length, bounces in ((17, True), (longest, True), (longest + 1, False)):
         for repeat in range(3):
             data = arrays(bouncing, repeat, length)
             out = np.empty(length)
@@ -217,6 +219,50 @@ def test_long_arrays_in_any_order_and_any_way(in_parts):
         assert_same(work.wait(), expected)
     buffers = in_parts._pool._free
     assert len({id(buffer) for buffer in buffers}) == len(buffers), "two would write one"
+
+
+@pytest.mark.parametrize("nbytes", [WHOLE_BYTES, WHOLE_BYTES + 8, 2 * BOUNCE_BYTES])
+def test_rows_and_halves_when_a_rank_is_late(bouncing, nbytes):
+    """Whoever is late for the quick way takes the other, and copies nothing a second time."""
+    draw = np.random.default_rng(bouncing.rank)
+    length = nbytes // 8
+    for number in range(25):
+        data = [np.full(length, float(rank + number)) for rank in range(bouncing.world_size)]
+        out = np.empty(length)
+        if draw.integers(2):
+            time.sleep(1e-2 * draw.random())
+        if draw.integers(4) == 0:
+            bouncing.all_reduce_async(data[bouncing.rank], out=out).wait()
+        else:
+            bouncing.all_reduce(data[bouncing.rank], out=out)
+        assert (out == sum(array[0] for array in data)).all()
+
+
+@pytest.mark.parametrize("operation", ReductionOperation)
+@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
+def test_halves_of_every_operation(bouncing, monkeypatch, operation, dtype):
+    monkeypatch.setattr("mpishard.communication.bounce_collectives.WHOLE_BYTES", 300)
+    for length in (400, 401, 402):
+        data = [(40 * a).astype(dtype) for a in arrays(bouncing, length, length)]
+        wanted = tree_reduce(data, operation)
+        for _ in range(3):
+            mine = data[bouncing.rank].copy()
+            assert_same(bouncing.all_reduce(mine, operation, out=np.empty_like(mine)), wanted)
+            assert_same(bouncing.all_reduce(mine, operation), wanted)
+        if bouncing.world_size == 2 and dtype is np.float64:
+            is_quick = operation is not ReductionOperation.AVERAGE
+            plans = [plan for plan in bouncing._plans.values() if isinstance(plan, HalvesPlan)]
+            assert len(plans) == is_quick * (length - 399)
+
+
+def test_halves_that_overlap(bouncing, monkeypatch):
+    monkeypatch.setattr("mpishard.communication.bounce_collectives.WHOLE_BYTES", 300)
+    for shift in (1, 100, 300):
+        for number in range(3):
+            data = arrays(bouncing, number, 601)
+            memory = np.concatenate([data[bouncing.rank], np.zeros(shift)])
+            bouncing.all_reduce(memory[:601], out=memory[shift:])
+            assert_same(memory[shift:], tree_reduce(data, SUM))
 
 
 def test_long_results_that_overlap_the_array(in_parts):
