@@ -136,15 +136,17 @@ def test_results_that_overlap_the_array(world):
         assert_same(memory[100:], tree_reduce(data, SUM))
 
 
-def test_a_shared_array_on_one_rank_alone(bouncing):
-    shared = bouncing.allocate_shared(500, np.float64)
+@pytest.mark.parametrize("length", [500, WHOLE_BYTES // 8 + 8, LONG])
+def test_a_shared_array_on_one_rank_alone(bouncing, length):
+    shared = bouncing.allocate_shared(length, np.float64)
     if shared is None:
         pytest.skip("these ranks share no memory")
+    bouncing.all_reduce(np.zeros(length))  # makes the rows
     for number in range(4):
-        data = arrays(bouncing, number, 500)
-        mine = shared if bouncing.rank == number % bouncing.world_size else np.empty(500)
+        data = arrays(bouncing, number, length)
+        mine = shared if bouncing.rank == number % bouncing.world_size else np.empty(length)
         mine[...] = data[bouncing.rank]
-        assert_same(bouncing.all_reduce(mine, out=np.empty(500)), tree_reduce(data, SUM))
+        assert_same(bouncing.all_reduce(mine, out=np.empty(length)), tree_reduce(data, SUM))
         bouncing.barrier()
 
 
@@ -353,18 +355,6 @@ def test_long_arrays_that_do_not_match(in_parts):
             (in_parts.barrier if in_parts.rank else reduce_zeros)()
         out = in_parts.all_reduce(data[in_parts.rank].copy())
         assert_same(out, tree_reduce(data, SUM))
-
-
-def test_a_long_array_is_shared_on_one_rank_alone(in_parts):
-    shared = in_parts.allocate_shared(LONG, np.float64)
-    if shared is None:
-        pytest.skip("these ranks share no memory")
-    for number in range(3):
-        data = arrays(in_parts, number, LONG)
-        mine = shared if in_parts.rank == number % in_parts.world_size else np.empty(LONG)
-        mine[...] = data[in_parts.rank]
-        assert_same(in_parts.all_reduce(mine, out=np.empty(LONG)), tree_reduce(data, SUM))
-        in_parts.barrier()
 
 
 def test_groups_have_their_own(world):
