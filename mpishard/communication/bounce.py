@@ -11,7 +11,7 @@ __all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "WHOLE_BYTES", "BounceBuffers"]
 BOUNCE_BYTES = 1 << 21
 """Of a row. What is longer is quicker as messages, which are copied once."""
 
-WHOLE_BYTES = 1 << 20
+WHOLE_BYTES = 1 << 15
 """The longest array that two ranks copy as a whole."""
 
 BOUNCE_SETS = 2
