@@ -9,7 +9,7 @@ from mpishard.arrays import Array
 __all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "WHOLE_BYTES", "BounceBuffers"]
 
 BOUNCE_BYTES = 1 << 21
-"""Of a row. What is longer is quicker as messages, which are copied once."""
+"""Of a row. Arrays longer than one, of two ranks than two, are quicker as messages."""
 
 WHOLE_BYTES = 1 << 15
 """The longest array that two ranks copy as a whole."""

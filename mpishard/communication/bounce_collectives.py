@@ -56,14 +56,14 @@ class BounceCollectives(SharedCollectives):
         """Whether of so many bytes that bounce the rows take half, and each rank combines one."""
         return self.world_size == 2 and nbytes > WHOLE_BYTES
 
-    def _copy_ahead(self, turn: Turn, array: Array, places: Places) -> Readiness:
+    def _copy_ahead(self, call: Call, turn: Turn, array: Array, places: Places) -> Readiness:
         """Copy ``array`` to this rank's row, if that may be done before its header is sent."""
         if is_device_array(array):
             return Readiness.ON_DEVICE
         bounce = self._talk.bounce
         if bounce is None or not self._is_to_bounce(array.nbytes):
             return Readiness.AT_HOME
-        if self._talk.has_begun:  # copied before, and others may have left a result there
+        if self._talk.has_begun(call):  # copied before, and others may have left a result there
             return Readiness.COPIED
         if places[0] != PRIVATE or not turn.test():
             return Readiness.AT_HOME
@@ -77,7 +77,7 @@ class BounceCollectives(SharedCollectives):
         bounce.own_row(part.dtype, part.size)[...] = part
 
     def _bounce(self, call: Call, turn: Turn, headers: Headers, array: Array) -> Steps:
-        """See that every rank's ``array`` stands in its row; return the `BounceBuffers`.
+        """See that every rank's ``array``, or half, stands in its row; return the `BounceBuffers`.
 
         None, on all ranks, where messages are to be sent: there is no memory for more, or it is
         GPUs that send them.
@@ -132,6 +132,6 @@ class BounceCollectives(SharedCollectives):
         met = bounce.rows(out.dtype, layout.size(self.rank))[other]
         halves = [array[mine], met] if self.rank == 0 else [met, array[mine]]
         self._reducer.reduce(halves, operation, met)
-        out[mine] = met
         yield from self._fence(turn)
+        out[mine] = met  # not before: the other may have read its array there
         out[theirs] = bounce.own_row(out.dtype, layout.size(other))

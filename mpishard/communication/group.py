@@ -22,7 +22,7 @@ from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.patience import yield_processor
 from mpishard.communication.survival import is_loss
 from mpishard.communication.work import Waitable
-from mpishard.errors import PeerError
+from mpishard.errors import CommunicationError
 
 __all__ = ["Group"]
 
@@ -43,7 +43,7 @@ class Group:
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
         A communicator that belongs to this group alone. It carries point to point, and headers
-        where there is no mailbox.
+        where there is no mailbox; those of two ranks go on a lane.
     mailbox : Mailbox, optional
         What carries headers, where the ranks share memory.
     """
@@ -69,13 +69,15 @@ class Group:
         self.expected: set[Expected] = set()
         """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
-        self.broken: PeerError | None = None
+        self.broken: CommunicationError | None = None
+        """Why nothing can be called here any more."""
+        self._kept: list[object] = []
         self._unread: list[tuple[Waitable, bytearray, Call]] = []  # headers under way
         self._answered_leave = False
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
         self._leaving: Waitable | None = None
-        self._begun: tuple[Waitable, bytearray] | None = None
+        self._begun: tuple[int, Waitable, bytearray] | None = None
         self._leave_call: Call | None = None
         self._leave_rows = bytearray()
         self._left = False
@@ -95,7 +97,12 @@ class Group:
 
     def post_header(self, row: bytearray, own: Call) -> tuple[Waitable, bytearray]:
         """Send the header of ``own``; the rows are complete when the request is."""
-        posted, rows = self._post_row(row)
+        if self.has_begun(own):
+            assert self._begun is not None
+            _, posted, rows = self._begun
+        else:
+            posted, rows = self._post_row(row)
+        self._begun = None
         self.expect(posted, rows, own)
         return posted, rows
 
@@ -104,15 +111,12 @@ class Group:
         self._unread.append((posted, rows, own))
 
     def _post_row(self, row: bytearray) -> tuple[Waitable, bytearray]:
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            return begun
         if self.mailbox is not None:
             letter = self.mailbox.post(row)
             return letter, letter.rows
         if self.world_size == 2:
             requests, rows = self.swap_headers(row)
-            return PendingAll(self.mpi, requests, self.in_flight, row, rows), rows
+            return PendingAll(self.mpi, requests, self.in_flight, row, rows, tries=1), rows
         rows = bytearray(self.world_size * ROW_BYTES)
         kind = self.mpi.BYTE
         request = self.comm.Iallgather([row, ROW_BYTES, kind], [rows, ROW_BYTES, kind])
@@ -130,14 +134,18 @@ class Group:
         theirs = memoryview(rows)[other * ROW_BYTES : (1 + other) * ROW_BYTES]
         return [sent, comm.Irecv([theirs, ROW_BYTES, kind], other, _HEADER_TAG)], rows
 
-    def take_up(self, posted: Waitable, rows: bytearray) -> None:
-        """Let the next `post_header` find that its header was posted."""
-        self._begun = posted, rows
+    def take_up(self, own: Call, posted: Waitable, rows: bytearray) -> None:
+        """Let the `post_header` of ``own`` find that its header was posted."""
+        self._begun = own.sequence, posted, rows
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the header of the collective that is issued now was posted."""
-        return self._begun is not None
+    def has_begun(self, own: Call) -> bool:
+        """Whether the header of ``own`` was posted, and is to be taken up."""
+        return self._begun is not None and self._begun[0] == own.sequence
+
+    def break_off(self, error: CommunicationError, *keep: object) -> None:
+        """Refuse with ``error`` what is called from now on; MPI may use what is to be kept."""
+        self.broken = error
+        self._kept.extend(keep)
 
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""

@@ -31,7 +31,7 @@ class Readiness(IntEnum):
     AT_HOME = 0
     """Nothing."""
     COPIED = 1
-    """It stands in the rank's row of the bounce buffers."""
+    """What others need of it stands in the rank's row of the bounce buffers."""
     ON_DEVICE = 2
     """It lies on a GPU, and goes from there."""
 
@@ -40,7 +40,7 @@ COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
 """What stands in a header instead of a private array that was copied."""
 
 AT_HOME = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.AT_HOME)
-"""What stands in a header instead of a private array that was not, and goes to a private one."""
+"""What stands in a header instead of a private array that was not."""
 
 
 def make_row(

@@ -298,8 +298,9 @@ class Job(Ending):
         """What a rank raises that heard ``error`` ``where``: MPI's own words name no rank."""
         if self.survival is None or not is_loss(self.mpi, error):
             return error
-        explained = self.survival.explain(where)
-        self._break(explained)
+        explained = self.survival.explain(where, error)
+        if isinstance(explained, PeerError):
+            self._break(explained)
         return explained
 
     def _break(self, error: PeerError) -> None:

@@ -81,20 +81,29 @@ class Pending(Waitable):
 
 
 class PendingAll(Pending):
-    """Several MPI requests under way: true when all are complete."""
+    """Several MPI requests under way: true when all are complete.
 
-    __slots__ = ("_mpi",)
+    MPICH moves what a message has of a few pages at each call, and a long one takes many: so
+    ``tries`` are made at a time.
+    """
+
+    __slots__ = ("_mpi", "_tries")
 
     def __init__(
-        self, mpi: Any, requests: list[Any], in_flight: set[Pending], *keep: object
+        self,
+        mpi: Any,
+        requests: list[Any],
+        in_flight: set[Pending],
+        *keep: object,
+        tries: int = _TRIES,
     ) -> None:
         super().__init__(requests, in_flight, *keep)
         self._mpi = mpi
+        self._tries = tries
 
     def test(self) -> bool:
         testall, requests = self._mpi.Request.Testall, self._request
-        # MPICH moves what a message has of a few pages at each call: there are many to a message.
-        for _ in range(_TRIES):
+        for _ in range(self._tries):
             if testall(requests):
                 self._in_flight.discard(self)
                 return True

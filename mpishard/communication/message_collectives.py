@@ -1,7 +1,7 @@
 """All-reduces of two ranks by messages, on the spot: what both send comes soon, or is waited for.
 
 What is received of a part is combined, and goes on, while the cache has it, and scratch is one
-message long.
+message long. (That of a call which goes the generic way is as long as a rank's piece.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mpishard.communication.pairwise_collectives import DATA_TAG
 from mpishard.communication.plans import MessagePlan
 from mpishard.communication.recorder import CollectiveInFlight
 from mpishard.communication.staging import StagedCollectives
-from mpishard.communication.work import Steps, Waitable
+from mpishard.communication.work import Steps, Waitable, in_call
+from mpishard.errors import CommunicationError
 
 __all__ = ["COPY_POLLS", "MessageCollectives", "at_once"]
 
@@ -62,6 +63,9 @@ class MessageCollectives(StagedCollectives):
             steps = self._steps_all_reduce(call, array, out)
         except Exception as error:  # noqa: BLE001 - told as that of any collective
             steps = _failing(error)
+        except BaseException:
+            self._break_off(call, array, out)
+            raise
         else:
             steps = self._in_turn(late, steps)
         return self._issue(call, steps, in_flight).wait()
@@ -109,6 +113,15 @@ class MessageCollectives(StagedCollectives):
         self._count(plan.bytes_sent)
         return out
 
+    def _break_off(self, call: Call, *keep: object) -> None:
+        """Refuse what comes after ``call``, of which an interruption left out the rest."""
+        where = in_call(call, self.call_log.group)
+        error = CommunicationError(
+            f"rank {self.world_ranks[self.rank]} was interrupted {where}, and the others are "
+            "further than it is: nothing more can be called on this world; end the job"
+        )
+        self._talk.break_off(error, *keep)
+
     def _in_turn(self, late: Waitable, steps: Steps) -> Steps:
         """``steps``, which wait for ``late``: what is issued from now on posts behind them."""
         with self._turn(0), self._turn(1):
@@ -144,7 +157,7 @@ class MessageCollectives(StagedCollectives):
             return self._matches_by_message(plan, call)
         number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
         if not self._meet(mailbox, number, COPY_POLLS):
-            self._take_up(mailbox, make_row(call, array))
+            self._take_up(call, mailbox, make_row(call, array))
             return False
         mailbox.have_read(number)
         return True
@@ -159,17 +172,17 @@ class MessageCollectives(StagedCollectives):
             raise
         if late is None and plan.are_alike(rows):
             return True
-        group.take_up(late or self._keep_all(requests, row, rows), rows)
+        group.take_up(call, late or self._keep_all(requests, row, rows), rows)
         return False
 
     def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
         crowded = self._is_crowded
         return mailbox.meet(number, _CROWDED_POLLS if crowded else polls, crowded=crowded)
 
-    def _take_up(self, mailbox: Mailbox, row: bytearray) -> None:
+    def _take_up(self, call: Call, mailbox: Mailbox, row: bytearray) -> None:
         """Leave the exchange that was begun with ``row`` to the collective as it always is."""
         letter = mailbox.take_up(row)
-        self._talk.take_up(letter, letter.rows)
+        self._talk.take_up(call, letter, letter.rows)
 
 
 def _failing(error: Exception) -> Steps:

@@ -1,6 +1,6 @@
 """What every collective over MPI begins with, and the reductions.
 
-Each begins with one small all-gather, in which every rank says what it calls; arrays of up to
+Each begins with a small exchange, in which every rank says what it calls; arrays of up to
 `INLINE_BYTES` travel in it. On one node it goes through memory that the ranks share
 (`mpishard.communication.mailbox`), elsewhere as a message. Larger data follow as bytes, so that
 any dtype does, and are combined by `TreeReducer`: no reduction of the library is used, whose order
@@ -141,7 +141,7 @@ class MPIReductions(PairwiseCollectives):
             headers = None
             if self._is_to_bounce(array.nbytes) or self._needs_header(array):
                 places = self._places(array, out)
-                readiness = self._copy_ahead(first, array, places)
+                readiness = self._copy_ahead(call, first, array, places)
                 headers = yield from self._open(call, first, array, places, readiness)
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)

@@ -32,6 +32,7 @@ from mpishard.layout import ShardLayout
 
 __all__ = ["QuickCollectives"]
 
+_FENCE_POLLS = 2000
 _PLANS_KEPT = 64
 
 Plan = InlinePlan | BouncePlan | HalvesPlan | MessagePlan
@@ -70,7 +71,11 @@ class QuickCollectives(MessageCollectives):
             steps = self._steps_by_halves(plan, call, array, out)
             return self._at_once_or_issued(steps, call, array, out, in_flight)
         if isinstance(plan, BouncePlan):
-            done = self._reduce_bounced(plan, call, array, out)
+            try:
+                done = self._reduce_bounced(plan, call, array, out)
+            except BaseException:
+                self._break_off(call)
+                raise
         else:
             done = self._reduce_inline(plan, call, array, out)
         if done:
@@ -83,7 +88,7 @@ class QuickCollectives(MessageCollectives):
         mailbox = plan.mailbox
         number = mailbox.post_at_once(call.sequence, call.description, array.tobytes())
         if not self._meet(mailbox, number):
-            self._take_up(mailbox, make_row(call, array))
+            self._take_up(call, mailbox, make_row(call, array))
             return False
         plan.reducer(number).reduce(out)
         mailbox.have_read(number)
@@ -95,7 +100,7 @@ class QuickCollectives(MessageCollectives):
         plan.row(turn)[...] = array
         number = mailbox.post_at_once(call.sequence, call.description, COPIED)
         if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, COPIED):
-            self._take_up(mailbox, make_row(call, array, readiness=Readiness.COPIED))
+            self._take_up(call, mailbox, make_row(call, array, readiness=Readiness.COPIED))
             return False
         plan.combine(turn, out)
         mailbox.have_read(number)
@@ -110,17 +115,17 @@ class QuickCollectives(MessageCollectives):
         own[...] = flat[plan.theirs]
         number = mailbox.post_at_once(call.sequence, call.description, COPIED)
         if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, COPIED):
-            self._take_up(mailbox, make_row(call, array, readiness=Readiness.COPIED))
+            self._take_up(call, mailbox, make_row(call, array, readiness=Readiness.COPIED))
             return None
         mailbox.have_read(number)
         plan.combine(flat[plan.mine], met)
-        result[plan.mine] = met
         fence = mailbox.fence()
-        for _ in range(1 if self._is_crowded else COPY_POLLS):
+        for _ in range(1 if self._is_crowded else _FENCE_POLLS):
             if fence.test():
                 break
         else:
             yield fence
+        result[plan.mine] = met
         result[plan.theirs] = own
         bounce.end_turn()
         self._count(plan.bytes_sent)
@@ -138,7 +143,7 @@ class QuickCollectives(MessageCollectives):
             mailbox.have_read(number)
             at_once(in_flight)
             return
-        self._take_up(mailbox, make_row(call, None))
+        self._take_up(call, mailbox, make_row(call, None))
         self._issue(call, self._steps_barrier(call), in_flight).wait()
 
     def _idle_mailbox(self) -> Mailbox | None:
@@ -177,7 +182,7 @@ class QuickCollectives(MessageCollectives):
             return may
         if type(out) is not np.ndarray or out.dtype != array.dtype or out.shape != array.shape:
             return False
-        is_apart = isinstance(plan, (BouncePlan, HalvesPlan)) or not np.may_share_memory(array, out)
+        is_apart = isinstance(plan, BouncePlan | HalvesPlan) or not np.may_share_memory(array, out)
         return is_apart and out.flags.carray
 
     def _make_plan(self, array: Array, operation: ReductionOperation) -> Plan | None:

@@ -131,8 +131,12 @@ class Survival:
             )
         raise self.error
 
-    def explain(self, where: str) -> PeerError:
-        """What `look` raises, where MPI has raised that something is lost."""
+    def explain(self, where: str, raised: Any) -> Exception:
+        """What `look` raises, where MPI has ``raised`` that something is lost.
+
+        Of several messages it does not say what one of them failed of: that itself, where nothing
+        is lost.
+        """
         deadline = time.monotonic() + _LEARN_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -140,6 +144,9 @@ class Survival:
             except PeerError as error:
                 return error
             time.sleep(1e-3)
+        if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
+            itself: Exception = raised
+            return itself
         self.error = PeerError(
             f"MPI has given up this world, while rank {self._rank} waits {where}", -1
         )

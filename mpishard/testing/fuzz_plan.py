@@ -112,7 +112,7 @@ class _Drawing:
         self.steps: list[Step] = []
         self.free: dict[int, int] = {}  # the next free byte of each group's memory
         self.twins = self.generator.choice([0.0, 0.4, 0.9])
-        self.longest = int(self.generator.choice([6, 40, 3000]))
+        self.longest = int(self.generator.choice([6, 40, 3000, 9000]))
 
     def chance(self, probability: float) -> bool:
         return bool(self.generator.random() < probability)

@@ -9,7 +9,7 @@ import pytest
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES, WHOLE_BYTES
 from mpishard.communication.plans import HalvesPlan
-from mpishard.errors import CollectiveMismatchError
+from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 
@@ -255,6 +255,43 @@ def test_halves_of_every_operation(bouncing, monkeypatch, operation, dtype):
             is_quick = operation is not ReductionOperation.AVERAGE
             plans = [plan for plan in bouncing._plans.values() if isinstance(plan, HalvesPlan)]
             assert len(plans) == is_quick * (length - 399)
+
+
+def test_halves_that_wait_for_the_other_to_combine(bouncing, monkeypatch):
+    monkeypatch.setattr("mpishard.communication.quick_collectives._FENCE_POLLS", 0)
+    for number in range(10):
+        data = arrays(bouncing, number, 5000)
+        mine = data[bouncing.rank].copy()
+        if number % 3 == 2 and bouncing.rank == 1:
+            time.sleep(2e-3)
+        bouncing.all_reduce(mine)
+        assert_same(mine, tree_reduce(data, SUM))
+        assert not bouncing._pending
+
+
+@pytest.mark.parametrize("length", [1000, 5000])
+def test_one_that_is_interrupted_halfway_is_the_last(bouncing, monkeypatch, length):
+    """The other rank has used the rows that this one has not: no later result would be right."""
+    if bouncing.world_size != 2 or bouncing._talk.mailbox is None:
+        pytest.skip("needs two ranks, and memory that they share")
+    for _ in range(3):
+        bouncing.all_reduce(np.ones(length))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if bouncing.rank == 0:
+        where = "mpishard.communication.plans.BouncePlan.combine"
+        if length == 5000:
+            where = "mpishard.communication.lanes.Condition.test"
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                bouncing.all_reduce(np.ones(length))
+        with pytest.raises(CommunicationError, match="rank 0 was interrupted in collective 4, all"):
+            bouncing.all_reduce(np.ones(length))
+    else:
+        bouncing.all_reduce(np.ones(length))
 
 
 def test_halves_that_overlap(bouncing, monkeypatch):
