@@ -6,10 +6,13 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "WHOLE_BYTES", "BounceBuffers"]
+__all__ = ["BOUNCE_BYTES", "BOUNCE_SETS", "WHOLE_BYTES", "BounceBuffers", "longest_bounced"]
 
 BOUNCE_BYTES = 1 << 21
-"""Of a row. Arrays longer than one, of two ranks than two, are quicker as messages."""
+"""Of a row. Longer arrays are quicker as messages."""
+
+PAIR_BYTES = 1 << 22
+"""Of a row of two ranks, which takes half of an array."""
 
 WHOLE_BYTES = 1 << 15
 """The longest array that two ranks copy as a whole."""
@@ -17,8 +20,13 @@ WHOLE_BYTES = 1 << 15
 BOUNCE_SETS = 2
 
 
+def longest_bounced(world_size: int) -> int:
+    """Bytes of the longest array that passes."""
+    return 2 * PAIR_BYTES if world_size == 2 else BOUNCE_BYTES
+
+
 class BounceBuffers:
-    """Two sets of a row for each rank, which it fills, and of one for a common result.
+    """Two sets of a row for each rank, which it fills, and of one for a common result of several.
 
     Collectives take the sets in turn: who writes a row has met all others in the collective
     before, and by then they had read what that row held.
@@ -32,7 +40,7 @@ class BounceBuffers:
     """
 
     def __init__(self, memory: Array, world_size: int, rank: int) -> None:
-        self._sets = memory.reshape(BOUNCE_SETS, world_size + 1, BOUNCE_BYTES)
+        self._sets = memory.reshape(BOUNCE_SETS, *self._shape(world_size))
         self._world_size = world_size
         self._rank = rank
         self.turn = 0
@@ -41,7 +49,13 @@ class BounceBuffers:
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Bytes for so many ranks."""
-        return BOUNCE_SETS * (world_size + 1) * BOUNCE_BYTES
+        rows, nbytes = BounceBuffers._shape(world_size)
+        return BOUNCE_SETS * rows * nbytes
+
+    @staticmethod
+    def _shape(world_size: int) -> tuple[int, int]:
+        """Rows of a set, and the bytes of each."""
+        return (2, PAIR_BYTES) if world_size == 2 else (world_size + 1, BOUNCE_BYTES)
 
     @property
     def nbytes_each(self) -> int:

@@ -16,7 +16,7 @@ from abc import abstractmethod
 
 from mpishard.arrays import Array, is_device_array
 from mpishard.communication.arena import PRIVATE
-from mpishard.communication.bounce import BOUNCE_BYTES, WHOLE_BYTES, BounceBuffers
+from mpishard.communication.bounce import WHOLE_BYTES, BounceBuffers, longest_bounced
 from mpishard.communication.call import Call
 from mpishard.communication.group import Group
 from mpishard.communication.header import INLINE_BYTES, Headers, Readiness
@@ -49,7 +49,7 @@ class BounceCollectives(SharedCollectives):
 
     def _is_to_bounce(self, nbytes: int) -> bool:
         """Whether so many bytes may go this way; alike on all ranks."""
-        longest = 2 * BOUNCE_BYTES if self.world_size == 2 else BOUNCE_BYTES
+        longest = longest_bounced(self.world_size)
         return INLINE_BYTES < nbytes <= longest and self._talk.mailbox is not None
 
     def _goes_by_halves(self, nbytes: int) -> bool:

@@ -74,7 +74,7 @@ class Transport(TrafficBooking):
         all ranks. Under MPI it saves the header of `all_reduce` and `reduce_scatter` above 128
         bytes, and of `barrier` where headers are messages: one between each pair of ranks, and
         the wait for it. On one node headers go through shared memory, and cost a few
-        microseconds; an `all_reduce` up to 2 MiB (of two ranks, 4) keeps its header there, which
+        microseconds; an `all_reduce` up to 2 MiB (of two ranks, 8) keeps its header there, which
         says that the array is ready. The other collectives need it to learn lengths, and keep it
         and its checks. In memory there is no header: it saves nothing, and calls are compared all
         the same. Nor does it in a world of one, where nothing is compared.

@@ -165,7 +165,7 @@ def test_scratch_that_is_kept_is_told(backend):
     group = backend.split(0)
     assert group.scratch_bytes == 0
     before = backend.scratch_bytes
-    lengths = (600_000, 540_000, 600_000)  # that are too long for bounce buffers
+    lengths = (1_100_000, 1_060_000, 1_100_000)  # that are too long for bounce buffers
     for length in lengths:
         group.all_reduce_async(np.ones(length)).wait()  # all pieces at once, as several may be
     others = group.world_size - 1

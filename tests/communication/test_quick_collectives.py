@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
-from mpishard.communication.bounce import BOUNCE_BYTES, WHOLE_BYTES
+from mpishard.communication.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
 from mpishard.communication.plans import HalvesPlan
 from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
@@ -62,7 +62,7 @@ def test_what_is_short_enough_sends_no_message(bouncing, monkeypatch):
     exchanged = []
     for method in ("_exchange", "_steps_by_messages"):
         note_calls(monkeypatch, bouncing, method, exchanged)
-    longest = BOUNCE_BYTES // 4 if bouncing.world_size == 2 else BOUNCE_BYTES // 8
+    longest = longest_bounced(bouncing.world_size) // 8
     for length, bounces in ((17, True), (longest, True), (longest + 1, False)):
         for repeat in range(3):
             data = arrays(bouncing, repeat, length)
@@ -176,6 +176,7 @@ def test_without_checks(world):
 @pytest.fixture
 def in_parts(world, monkeypatch):
     """A world whose arrays of `LONG` elements and more go as messages of at most `LONG // 4`."""
+    monkeypatch.setattr("mpishard.communication.bounce.PAIR_BYTES", BOUNCE_BYTES)
     monkeypatch.setattr(world, "_message_length", lambda longest, itemsize: LONG // 4)
     return world
 
@@ -223,7 +224,7 @@ def test_long_arrays_in_any_order_and_any_way(in_parts):
     assert len({id(buffer) for buffer in buffers}) == len(buffers), "two would write one"
 
 
-@pytest.mark.parametrize("nbytes", [WHOLE_BYTES, WHOLE_BYTES + 8, 2 * BOUNCE_BYTES])
+@pytest.mark.parametrize("nbytes", [WHOLE_BYTES, WHOLE_BYTES + 8, 2 * PAIR_BYTES])
 def test_rows_and_halves_when_a_rank_is_late(bouncing, nbytes):
     """Whoever is late for the quick way takes the other, and copies nothing a second time."""
     draw = np.random.default_rng(bouncing.rank)
