@@ -34,6 +34,8 @@ class Readiness(IntEnum):
     """What others need of it stands in the rank's row of the bounce buffers."""
     ON_DEVICE = 2
     """It lies on a GPU, and goes from there."""
+    APART = 3
+    """Nothing, and its result lies elsewhere: the other rank's array may be received there."""
 
 
 COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
@@ -129,6 +131,11 @@ class Headers:
     def all_have_copied(self) -> bool:
         """Whether that is so of every rank."""
         return all(self.has_copied(rank) for rank in range(len(self.calls)))
+
+    @property
+    def all_apart(self) -> bool:
+        """Whether every rank's result may take another rank's array on the way."""
+        return all(self._readiness(rank) == Readiness.APART for rank in range(len(self.calls)))
 
     @property
     def any_on_device(self) -> bool:

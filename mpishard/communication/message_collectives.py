@@ -1,7 +1,9 @@
 """All-reduces of two ranks by messages, on the spot: what both send comes soon, or is waited for.
 
-What is received of a part is combined, and goes on, while the cache has it, and scratch is one
-message long. (That of a call which goes the generic way is as long as a rank's piece.)
+Short arrays are swapped whole where neither rank's result lies in its array: it takes the other's.
+Of others each rank combines a half, part after part: what is received of one is combined, and goes
+on, while the cache has it, and scratch is one message long. (That of a call which goes the generic
+way is as long as a rank's piece.)
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.call import Call
-from mpishard.communication.header import AT_HOME, make_row
+from mpishard.communication.call import HEADER_BYTES, Call
+from mpishard.communication.header import AT_HOME, ROW_BYTES, Readiness, make_row
 from mpishard.communication.lanes import PendingAll
 from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.pairwise_collectives import DATA_TAG
@@ -71,13 +73,38 @@ class MessageCollectives(StagedCollectives):
         return self._issue(call, steps, in_flight).wait()
 
     def _steps_by_messages(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
-        """For `_at_once_or_issued`: one part after the other goes there and back.
+        """For `_at_once_or_issued`."""
+        readiness: Readiness | None = Readiness.AT_HOME
+        if self._needs_header(array):
+            is_apart = plan.may_swap and out is not array
+            readiness = self._match(plan, call, array, is_apart=is_apart)
+        if readiness is None:
+            return None
+        way = self._steps_whole if readiness is Readiness.APART else self._steps_in_parts
+        yield from way(plan, array, out)
+        self._count(plan.bytes_sent)
+        return out
+
+    def _steps_whole(self, plan: MessagePlan, array: Array, out: Array) -> Steps:
+        """As `_swap_and_combine`."""
+        group = self._talk
+        comm, flat, result = group.lanes[0].comm, array.reshape(-1), out.reshape(-1)
+        size, element = flat.size, group.element(plan.itemsize)
+        requests = [
+            comm.Isend([flat.view(np.uint8), size, element], plan.other, DATA_TAG),
+            comm.Irecv([result.view(np.uint8), size, element], plan.other, DATA_TAG),
+        ]
+        late = self._await(requests, flat, result)
+        if late is not None:
+            yield late
+        plan.combine(flat, result, result)
+
+    def _steps_in_parts(self, plan: MessagePlan, array: Array, out: Array) -> Steps:
+        """One part after the other goes there and back.
 
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """
-        if self._needs_header(array) and not self._matches(plan, call, array):
-            return None
         group = self._talk
         other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
         scatter, gather = (lane.comm for lane in group.lanes)
@@ -110,8 +137,6 @@ class MessageCollectives(StagedCollectives):
             if late is not None:
                 yield late
         self._pool.give(buffer)
-        self._count(plan.bytes_sent)
-        return out
 
     def _break_off(self, call: Call, *keep: object) -> None:
         """Refuse what comes after ``call``, of which an interruption left out the rest."""
@@ -147,33 +172,42 @@ class MessageCollectives(StagedCollectives):
 
     # ----------------------------------------------------------------------------------- headers
 
-    def _matches(self, plan: MessagePlan, call: Call, array: Array) -> bool:
-        """Whether the other rank calls the same, and soon; else its header is left to be read.
+    def _match(
+        self, plan: MessagePlan, call: Call, array: Array, *, is_apart: bool
+    ) -> Readiness | None:
+        """What both ranks say of their arrays; AT_HOME where they differ.
 
+        None where the other does not call the same, and soon: its header is left to be read.
         Where its array lies does not matter, as ``array`` is this rank's own.
         """
         mailbox = plan.mailbox
         if mailbox is None:
-            return self._matches_by_message(plan, call)
+            return self._match_by_message(plan, call, is_apart=is_apart)
         number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
         if not self._meet(mailbox, number, COPY_POLLS):
             self._take_up(call, mailbox, make_row(call, array))
-            return False
+            return None
         mailbox.have_read(number)
-        return True
+        return Readiness.AT_HOME
 
-    def _matches_by_message(self, plan: MessagePlan, call: Call) -> bool:
-        group, row = self._talk, plan.row(call.sequence)
+    def _match_by_message(
+        self, plan: MessagePlan, call: Call, *, is_apart: bool
+    ) -> Readiness | None:
+        group, row = self._talk, plan.row(call.sequence, is_apart=is_apart)
         requests, rows = group.swap_headers(row)
         try:
             late = self._await(requests, row, rows)
         except BaseException:
             group.expect(self._keep_all(requests, row, rows), rows, call)
             raise
-        if late is None and plan.are_alike(rows):
-            return True
+        if late is None:
+            mine, theirs = rows[:ROW_BYTES], rows[ROW_BYTES:]
+            if mine == theirs:
+                return Readiness.APART if is_apart else Readiness.AT_HOME
+            if mine[:HEADER_BYTES] == theirs[:HEADER_BYTES]:
+                return Readiness.AT_HOME
         group.take_up(call, late or self._keep_all(requests, row, rows), rows)
-        return False
+        return None
 
     def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
         crowded = self._is_crowded

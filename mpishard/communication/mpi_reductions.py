@@ -142,6 +142,9 @@ class MPIReductions(PairwiseCollectives):
             if self._is_to_bounce(array.nbytes) or self._needs_header(array):
                 places = self._places(array, out)
                 readiness = self._copy_ahead(call, first, array, places)
+                if readiness is Readiness.AT_HOME and self._may_swap(array, call.operation):
+                    is_apart = not np.may_share_memory(array, out)
+                    readiness = Readiness.APART if is_apart else readiness
                 headers = yield from self._open(call, first, array, places, readiness)
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
@@ -157,6 +160,12 @@ class MPIReductions(PairwiseCollectives):
                     yield from self._bounced_all_reduce(first, bounce, call.operation, flat, result)
                     self._count_all_reduce(call, sizes)
                     return out
+            if headers is not None and headers.all_apart:
+                second.release()
+                flat = array.reshape(-1)
+                yield from self._swap_and_combine(first, flat, call.operation, result)
+                self._count_all_reduce(call, sizes)
+                return out
             if _overlap_askew(array, out):
                 array = array.copy()
             flat = result if array is out else array.reshape(-1)

@@ -22,15 +22,18 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, is_device_array, synchronize
 from mpishard.communication.bounce_collectives import BounceCollectives
 from mpishard.communication.lanes import LARGE_BYTES, Pending, PendingAll, Turn
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.reduction import ReductionOperation, is_one_step
 from mpishard.communication.shared_collectives import SCRATCH_BYTES, split_up
 from mpishard.communication.work import Steps
 
-__all__ = ["DATA_TAG", "PairwiseCollectives"]
+__all__ = ["DATA_TAG", "SWAP_BYTES", "PairwiseCollectives"]
 
 CHUNK_BYTES = 1 << 20
 """The longest message of a reduction of short pieces. All ranks cut alike, wherever their arrays
 lie."""
+
+SWAP_BYTES = 1 << 22
+"""The longest array that two ranks swap whole."""
 
 _SHORT = 2
 _LONG = 8
@@ -164,6 +167,31 @@ class PairwiseCollectives(BounceCollectives):
         if self.world_size == 2 and longest * itemsize > _SHORT * CHUNK_BYTES:
             nbytes *= _LONG
         return max(1, nbytes // itemsize)
+
+    def _may_swap(self, array: Array, operation: ReductionOperation) -> bool:
+        """Whether two ranks swap whole arrays such as ``array``, where their results lie apart.
+
+        Halves there and halves back are as many bytes, and a wait more. Of long arrays it costs
+        more to combine them whole on both ranks.
+        """
+        return (
+            self.world_size == 2
+            and self._sends_pairwise
+            and array.nbytes <= SWAP_BYTES
+            and is_one_step(array.dtype, operation)
+        )
+
+    def _swap_and_combine(
+        self, turn: Turn, array: Array, operation: ReductionOperation, result: Array
+    ) -> Steps:
+        """Combine flat ``array`` and the other rank's, which is received in ``result``."""
+        other = {1 - self.rank: array}
+        yield turn
+        exchange = self._exchange(turn, other, dict.fromkeys(other, result))
+        turn.release()
+        yield exchange
+        arrays = [array, result] if self.rank == 0 else [result, array]
+        self._reducer.reduce(arrays, operation, result)
 
     @staticmethod
     def _is_large(nbytes: int) -> bool:

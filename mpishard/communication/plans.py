@@ -9,26 +9,19 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.bounce import BOUNCE_SETS, BounceBuffers
-from mpishard.communication.call import HEADER_BYTES, Call, Kind
-from mpishard.communication.header import ROW_BYTES, make_row
+from mpishard.communication.call import Call, Kind
+from mpishard.communication.header import Readiness, make_row
 from mpishard.communication.mailbox import SLOTS, Mailbox
 from mpishard.communication.reduction import (
     FixedReducer,
     ReductionOperation,
-    accumulation_dtype,
     quiet_combiner,
 )
 from mpishard.layout import ShardLayout
 
-__all__ = ["BouncePlan", "HalvesPlan", "InlinePlan", "MessagePlan", "is_one_step"]
+__all__ = ["BouncePlan", "HalvesPlan", "InlinePlan", "MessagePlan"]
 
 _SEQUENCE = struct.Struct("q")  # with which a header begins
-
-
-def is_one_step(array: Array, operation: ReductionOperation) -> bool:
-    """Whether two arrays are combined in one step, which needs no memory."""
-    is_average = operation is ReductionOperation.AVERAGE
-    return not is_average and accumulation_dtype(array.dtype) == array.dtype
 
 
 class InlinePlan:
@@ -189,6 +182,8 @@ class MessagePlan:
         This rank.
     length : int
         Elements of the longest message.
+    may_swap : bool
+        Whether ranks whose results lie apart swap whole arrays.
     """
 
     def __init__(
@@ -198,11 +193,14 @@ class MessagePlan:
         operation: ReductionOperation,
         rank: int,
         length: int,
+        *,
+        may_swap: bool,
     ) -> None:
         self.mailbox = mailbox
         self.call = Call.describe(0, Kind.ALL_REDUCE, array, operation=operation)
         self.bytes_sent = _bytes_sent(array, 2, rank)
         self.other = 1 - rank
+        self.may_swap = may_swap
         self.itemsize = array.itemsize
         layout = ShardLayout(array.size, 2)
         self.parts = tuple(
@@ -210,7 +208,10 @@ class MessagePlan:
         )
         self.room = self.parts[0].own.stop - self.parts[0].own.start
         """Bytes of the longest part that comes from the other rank to be combined."""
-        self._described = bytes(make_row(self.call, array)[_SEQUENCE.size :])
+        self._described = [
+            bytes(make_row(self.call, array, readiness=readiness)[_SEQUENCE.size :])
+            for readiness in (Readiness.AT_HOME, Readiness.APART)
+        ]
         self._combine = quiet_combiner(operation, array.dtype)
         self._is_first = rank == 0
 
@@ -223,14 +224,9 @@ class MessagePlan:
         own, theirs = (slice(s.start * self.itemsize, s.stop * self.itemsize) for s in slices)
         return Part(mine, own, theirs, mine.stop - mine.start, others.stop - others.start)
 
-    def row(self, sequence: int) -> bytes:
-        """The header of collective ``sequence``."""
-        return _SEQUENCE.pack(sequence) + self._described
-
-    @staticmethod
-    def are_alike(rows: bytearray) -> bool:
-        """Whether the headers of two ranks are the same."""
-        return rows[:HEADER_BYTES] == rows[ROW_BYTES : ROW_BYTES + HEADER_BYTES]
+    def row(self, sequence: int, *, is_apart: bool) -> bytes:
+        """The first message of collective ``sequence``, whose result lies apart, or does not."""
+        return _SEQUENCE.pack(sequence) + self._described[is_apart]
 
     def combine(self, own: Array, received: Array, out: Array) -> None:
         """Combine this rank's elements and the other's, in the order of ranks."""

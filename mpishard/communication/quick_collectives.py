@@ -24,9 +24,12 @@ from mpishard.communication.plans import (
     HalvesPlan,
     InlinePlan,
     MessagePlan,
+)
+from mpishard.communication.reduction import (
+    ReductionOperation,
+    check_reducible,
     is_one_step,
 )
-from mpishard.communication.reduction import ReductionOperation, check_reducible
 from mpishard.communication.work import Steps
 from mpishard.layout import ShardLayout
 
@@ -189,7 +192,7 @@ class QuickCollectives(MessageCollectives):
         mailbox, bounce = self._talk.mailbox, self._talk.bounce
         if mailbox is not None and 0 < array.nbytes <= INLINE_BYTES:
             return InlinePlan(mailbox, array, operation, self.rank)
-        if self.world_size != 2 or not is_one_step(array, operation):
+        if self.world_size != 2 or not is_one_step(array.dtype, operation):
             return None
         if mailbox is not None and self._is_to_bounce(array.nbytes):
             if bounce is None:
@@ -200,7 +203,8 @@ class QuickCollectives(MessageCollectives):
             return None
         longest = ShardLayout(array.size, 2).size(0)
         length = self._message_length(longest, array.itemsize)
-        return MessagePlan(mailbox, array, operation, self.rank, length)
+        may_swap = mailbox is None and self._may_swap(array, operation)
+        return MessagePlan(mailbox, array, operation, self.rank, length, may_swap=may_swap)
 
     def _repeat(self, call: Call) -> Call:
         """Number and log ``call`` as made once more."""

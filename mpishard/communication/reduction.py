@@ -27,6 +27,7 @@ __all__ = [
     "accumulation_dtype",
     "check_reducible",
     "complete_subtrees",
+    "is_one_step",
     "quiet_combiner",
 ]
 
@@ -75,6 +76,11 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """float32 for the 16-bit floats, the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
+
+
+def is_one_step(dtype: np.dtype[Any], operation: ReductionOperation) -> bool:
+    """Whether two arrays are combined in one step, which needs no memory."""
+    return operation is not ReductionOperation.AVERAGE and accumulation_dtype(dtype) == dtype
 
 
 _UFUNCS = {

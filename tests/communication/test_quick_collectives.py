@@ -8,6 +8,7 @@ import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
+from mpishard.communication.pairwise_collectives import SWAP_BYTES
 from mpishard.communication.plans import HalvesPlan
 from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
@@ -197,6 +198,84 @@ def test_two_ranks_swap_part_after_part(in_parts, monkeypatch, more):
         if in_parts.world_size == 2:
             assert len(swapped) == 2 * number + 2
             assert sent == data[0].nbytes
+
+
+@pytest.fixture
+def swapping(backend, monkeypatch):
+    """A world of two ranks that talk by messages alone, and what its calls swap whole."""
+    if backend.world_size != 2:
+        pytest.skip("needs two ranks")
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+    with MPICommunicationBackend(backend._comm) as own:
+        swapped = []
+        for method in ("_steps_whole", "_swap_and_combine"):
+            note_calls(monkeypatch, own, method, swapped)
+        yield own, swapped
+
+
+@pytest.mark.parametrize("operation", ReductionOperation)
+@pytest.mark.parametrize("dtype", [np.float64, np.complex64, ml_dtypes.bfloat16])
+def test_results_that_lie_apart_take_the_other_array(swapping, operation, dtype):
+    world, swapped = swapping
+    ordered = operation in (ReductionOperation.MIN, ReductionOperation.MAX)
+    if np.dtype(dtype).kind == "c" and ordered:
+        pytest.skip("complex numbers have no order")
+    for length in (400, 9001, SWAP_BYTES // np.dtype(dtype).itemsize):
+        values = np.resize(np.array(ADVERSARIAL_VALUES, np.float64), length)
+        with np.errstate(all="ignore"):
+            data = [np.roll(values, 3 * rank).astype(dtype) for rank in range(2)]
+        wanted = tree_reduce(data, operation)
+        mine = data[world.rank].copy()
+        before = world.traffic.bytes_sent.total()
+        assert_same(world.all_reduce(mine, operation, out=np.empty_like(mine)), wanted)
+        assert world.traffic.bytes_sent.total() - before == mine.nbytes
+        work = world.all_reduce_async(mine, operation, out=np.empty_like(mine))
+        assert_same(work.wait(), wanted)
+        assert_same(mine, data[world.rank])
+    is_one_step = operation is not ReductionOperation.AVERAGE and dtype is not ml_dtypes.bfloat16
+    assert len(swapped) == 6 * is_one_step
+
+
+def test_what_is_not_swapped_whole(swapping):
+    """Where one result lies in its array, where they overlap, and where they are long."""
+    world, swapped = swapping
+    for number in range(4):
+        data = arrays(world, number, 5000)
+        mine = data[world.rank].copy()
+        out = mine if world.rank == number % 2 else np.empty_like(mine)
+        assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
+        memory = np.concatenate([data[world.rank], np.zeros(8)])
+        into = memory[8:] if world.rank == number % 2 else np.empty_like(mine)
+        assert_same(world.all_reduce(memory[:5000], out=into), tree_reduce(data, SUM))
+    long = np.full(SWAP_BYTES // 8 + 1, 1.0 + world.rank)
+    assert_same(world.all_reduce(long, out=np.empty_like(long)), np.full(long.size, 3.0))
+    assert not swapped
+
+
+def test_whole_arrays_in_any_order_and_any_way(swapping, monkeypatch):
+    """Blocking or not, early or late, with polls or without, apart on one rank or on both."""
+    world, swapped = swapping
+    monkeypatch.setattr("mpishard.communication.message_collectives._MESSAGE_POLLS", 3)
+    monkeypatch.setattr("mpishard.communication.message_collectives._CROWDED_MESSAGE_POLLS", 3)
+    draw = np.random.default_rng(world.rank)
+    under_way = []
+    for number in range(60):
+        data = arrays(world, number, (400, 20000, 5000)[number % 3])
+        wanted, mine = tree_reduce(data, SUM), data[world.rank]
+        out = np.empty_like(mine) if draw.integers(4) else mine
+        way = draw.integers(4)
+        if way == 0:
+            time.sleep(1e-3)
+        if way == 1:
+            under_way.append((world.all_reduce_async(mine, out=out), wanted))
+        else:
+            assert_same(world.all_reduce(mine, out=out), wanted)
+        while len(under_way) > 2:
+            work, expected = under_way.pop(0)
+            assert_same(work.wait(), expected)
+    for work, expected in under_way:
+        assert_same(work.wait(), expected)
+    assert len(swapped) > 15
 
 
 def test_long_arrays_in_any_order_and_any_way(in_parts):
