@@ -72,21 +72,13 @@ class MessageCollectives(StagedCollectives):
             steps = self._in_turn(late, steps)
         return self._issue(call, steps, in_flight).wait()
 
-    def _steps_by_messages(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
-        """For `_at_once_or_issued`."""
-        readiness: Readiness | None = Readiness.AT_HOME
-        if self._needs_header(array):
-            is_apart = plan.may_swap and out is not array
-            readiness = self._match(plan, call, array, is_apart=is_apart)
+    def _steps_whole(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
+        """For `_at_once_or_issued`, where ``out`` lies apart: as `_swap_and_combine`."""
+        readiness = self._match_by_message(plan, call, is_apart=True)
         if readiness is None:
             return None
-        way = self._steps_whole if readiness is Readiness.APART else self._steps_in_parts
-        yield from way(plan, array, out)
-        self._count(plan.bytes_sent)
-        return out
-
-    def _steps_whole(self, plan: MessagePlan, array: Array, out: Array) -> Steps:
-        """As `_swap_and_combine`."""
+        if readiness is not Readiness.APART:
+            return (yield from self._steps_in_parts(plan, call, array, out, has_matched=True))
         group = self._talk
         comm, flat, result = group.lanes[0].comm, array.reshape(-1), out.reshape(-1)
         size, element = flat.size, group.element(plan.itemsize)
@@ -98,13 +90,25 @@ class MessageCollectives(StagedCollectives):
         if late is not None:
             yield late
         plan.combine(flat, result, result)
+        self._count(plan.bytes_sent)
+        return out
 
-    def _steps_in_parts(self, plan: MessagePlan, array: Array, out: Array) -> Steps:
-        """One part after the other goes there and back.
+    def _steps_in_parts(
+        self,
+        plan: MessagePlan,
+        call: Call,
+        array: Array,
+        out: Array,
+        *,
+        has_matched: bool = False,
+    ) -> Steps:
+        """For `_at_once_or_issued`: one part after the other goes there and back.
 
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """
+        if not has_matched and self._needs_header(array) and not self._matches(plan, call, array):
+            return None
         group = self._talk
         other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
         scatter, gather = (lane.comm for lane in group.lanes)
@@ -137,6 +141,8 @@ class MessageCollectives(StagedCollectives):
             if late is not None:
                 yield late
         self._pool.give(buffer)
+        self._count(plan.bytes_sent)
+        return out
 
     def _break_off(self, call: Call, *keep: object) -> None:
         """Refuse what comes after ``call``, of which an interruption left out the rest."""
@@ -172,27 +178,25 @@ class MessageCollectives(StagedCollectives):
 
     # ----------------------------------------------------------------------------------- headers
 
-    def _match(
-        self, plan: MessagePlan, call: Call, array: Array, *, is_apart: bool
-    ) -> Readiness | None:
-        """What both ranks say of their arrays; AT_HOME where they differ.
+    def _matches(self, plan: MessagePlan, call: Call, array: Array) -> bool:
+        """Whether the other rank calls the same, and soon; else its header is left to be read.
 
-        None where the other does not call the same, and soon: its header is left to be read.
         Where its array lies does not matter, as ``array`` is this rank's own.
         """
         mailbox = plan.mailbox
         if mailbox is None:
-            return self._match_by_message(plan, call, is_apart=is_apart)
+            return self._match_by_message(plan, call, is_apart=False) is not None
         number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
         if not self._meet(mailbox, number, COPY_POLLS):
             self._take_up(call, mailbox, make_row(call, array))
-            return None
+            return False
         mailbox.have_read(number)
-        return Readiness.AT_HOME
+        return True
 
     def _match_by_message(
         self, plan: MessagePlan, call: Call, *, is_apart: bool
     ) -> Readiness | None:
+        """As `_matches`: what both say of their arrays, or AT_HOME; None where it is False."""
         group, row = self._talk, plan.row(call.sequence, is_apart=is_apart)
         requests, rows = group.swap_headers(row)
         try:

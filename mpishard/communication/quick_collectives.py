@@ -68,7 +68,8 @@ class QuickCollectives(MessageCollectives):
         call = self._repeat(plan.call)
         in_flight = self._record(call)
         if isinstance(plan, MessagePlan):
-            steps = self._steps_by_messages(plan, call, array, out)
+            swaps = plan.may_swap and out is not array and self._needs_header(array)
+            steps = (self._steps_whole if swaps else self._steps_in_parts)(plan, call, array, out)
             return self._at_once_or_issued(steps, call, array, out, in_flight)
         if isinstance(plan, HalvesPlan):
             steps = self._steps_by_halves(plan, call, array, out)

@@ -9,7 +9,7 @@ import pytest
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
 from mpishard.communication.pairwise_collectives import SWAP_BYTES
-from mpishard.communication.plans import HalvesPlan
+from mpishard.communication.plans import HalvesPlan, MessagePlan
 from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.mpi
 SUM = ReductionOperation.SUM
 LONG = BOUNCE_BYTES // 4 + 8
 """Elements of an array that is too long to bounce."""
+BY_MESSAGES = "_steps_whole", "_steps_in_parts"
+"""The quick ways that send some."""
 
 
 @pytest.fixture(params=["auto", "off"])
@@ -61,7 +63,7 @@ def note_calls(monkeypatch, world, method, calls):
 
 def test_what_is_short_enough_sends_no_message(bouncing, monkeypatch):
     exchanged = []
-    for method in ("_exchange", "_steps_by_messages"):
+    for method in ("_exchange", *BY_MESSAGES):
         note_calls(monkeypatch, bouncing, method, exchanged)
     longest = longest_bounced(bouncing.world_size) // 8
     for length, bounces in ((17, True), (longest, True), (longest + 1, False)):
@@ -185,7 +187,8 @@ def in_parts(world, monkeypatch):
 @pytest.mark.parametrize("more", [0, 1, 2, LONG // 2, LONG // 2 + 1])
 def test_two_ranks_swap_part_after_part(in_parts, monkeypatch, more):
     swapped = []
-    note_calls(monkeypatch, in_parts, "_steps_by_messages", swapped)
+    for method in BY_MESSAGES:
+        note_calls(monkeypatch, in_parts, method, swapped)
     length = LONG + more
     for number, operation in enumerate((SUM, ReductionOperation.MAX)):
         data = arrays(in_parts, number, length)
@@ -202,21 +205,31 @@ def test_two_ranks_swap_part_after_part(in_parts, monkeypatch, more):
 
 @pytest.fixture
 def swapping(backend, monkeypatch):
-    """A world of two ranks that talk by messages alone, and what its calls swap whole."""
+    """A world of two ranks that talk by messages alone, and how many elements it combines."""
     if backend.world_size != 2:
         pytest.skip("needs two ranks")
     monkeypatch.setenv("MPISHARD_ARENA", "off")
     with MPICommunicationBackend(backend._comm) as own:
-        swapped = []
-        for method in ("_steps_whole", "_swap_and_combine"):
-            note_calls(monkeypatch, own, method, swapped)
-        yield own, swapped
+        lengths = []
+        combine, reduce = MessagePlan.combine, own._reducer.reduce
+
+        def noting_combine(plan, mine, received, out):
+            lengths.append(out.size)
+            combine(plan, mine, received, out)
+
+        def noting_reduce(contributions, operation, out):
+            lengths.append(out.size)
+            reduce(contributions, operation, out)
+
+        monkeypatch.setattr(MessagePlan, "combine", noting_combine)
+        monkeypatch.setattr(own._reducer, "reduce", noting_reduce)
+        yield own, lengths
 
 
 @pytest.mark.parametrize("operation", ReductionOperation)
 @pytest.mark.parametrize("dtype", [np.float64, np.complex64, ml_dtypes.bfloat16])
 def test_results_that_lie_apart_take_the_other_array(swapping, operation, dtype):
-    world, swapped = swapping
+    world, lengths = swapping
     ordered = operation in (ReductionOperation.MIN, ReductionOperation.MAX)
     if np.dtype(dtype).kind == "c" and ordered:
         pytest.skip("complex numbers have no order")
@@ -227,18 +240,20 @@ def test_results_that_lie_apart_take_the_other_array(swapping, operation, dtype)
         wanted = tree_reduce(data, operation)
         mine = data[world.rank].copy()
         before = world.traffic.bytes_sent.total()
+        lengths.clear()
         assert_same(world.all_reduce(mine, operation, out=np.empty_like(mine)), wanted)
         assert world.traffic.bytes_sent.total() - before == mine.nbytes
         work = world.all_reduce_async(mine, operation, out=np.empty_like(mine))
         assert_same(work.wait(), wanted)
         assert_same(mine, data[world.rank])
-    is_one_step = operation is not ReductionOperation.AVERAGE and dtype is not ml_dtypes.bfloat16
-    assert len(swapped) == 6 * is_one_step
+        narrow = dtype is ml_dtypes.bfloat16
+        is_whole = operation is not ReductionOperation.AVERAGE and not narrow
+        assert (lengths == [length, length]) == is_whole
 
 
 def test_what_is_not_swapped_whole(swapping):
     """Where one result lies in its array, where they overlap, and where they are long."""
-    world, swapped = swapping
+    world, lengths = swapping
     for number in range(4):
         data = arrays(world, number, 5000)
         mine = data[world.rank].copy()
@@ -249,12 +264,13 @@ def test_what_is_not_swapped_whole(swapping):
         assert_same(world.all_reduce(memory[:5000], out=into), tree_reduce(data, SUM))
     long = np.full(SWAP_BYTES // 8 + 1, 1.0 + world.rank)
     assert_same(world.all_reduce(long, out=np.empty_like(long)), np.full(long.size, 3.0))
-    assert not swapped
+    assert lengths
+    assert not {5000, long.size}.intersection(lengths)
 
 
 def test_whole_arrays_in_any_order_and_any_way(swapping, monkeypatch):
     """Blocking or not, early or late, with polls or without, apart on one rank or on both."""
-    world, swapped = swapping
+    world, lengths = swapping
     monkeypatch.setattr("mpishard.communication.message_collectives._MESSAGE_POLLS", 3)
     monkeypatch.setattr("mpishard.communication.message_collectives._CROWDED_MESSAGE_POLLS", 3)
     draw = np.random.default_rng(world.rank)
@@ -275,7 +291,7 @@ def test_whole_arrays_in_any_order_and_any_way(swapping, monkeypatch):
             assert_same(work.wait(), expected)
     for work, expected in under_way:
         assert_same(work.wait(), expected)
-    assert len(swapped) > 15
+    assert len([length for length in lengths if length in (400, 20000, 5000)]) > 15
 
 
 def test_long_arrays_in_any_order_and_any_way(in_parts):
@@ -450,7 +466,8 @@ def test_long_arrays_that_all_share_are_not_sent(in_parts, monkeypatch):
     if shared is None:
         pytest.skip("these ranks share no memory")
     sent = []
-    note_calls(monkeypatch, in_parts, "_steps_by_messages", sent)
+    for method in BY_MESSAGES:
+        note_calls(monkeypatch, in_parts, method, sent)
     data = arrays(in_parts, 0, LONG)
     mine = shared[in_parts.rank * LONG :][:LONG]
     mine[...] = data[in_parts.rank]
