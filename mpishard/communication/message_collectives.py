@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.call import HEADER_BYTES, Call
-from mpishard.communication.header import AT_HOME, ROW_BYTES, Readiness, make_row
+from mpishard.communication.call import Call
+from mpishard.communication.header import AT_HOME, ROW_BYTES, make_row
 from mpishard.communication.lanes import PendingAll
 from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.pairwise_collectives import DATA_TAG
@@ -74,11 +74,8 @@ class MessageCollectives(StagedCollectives):
 
     def _steps_whole(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
         """For `_at_once_or_issued`, where ``out`` lies apart: as `_swap_and_combine`."""
-        readiness = self._match_by_message(plan, call, is_apart=True)
-        if readiness is None:
+        if not self._matches_by_message(plan, call, is_apart=True):
             return None
-        if readiness is not Readiness.APART:
-            return (yield from self._steps_in_parts(plan, call, array, out, has_matched=True))
         group = self._talk
         comm, flat, result = group.lanes[0].comm, array.reshape(-1), out.reshape(-1)
         size, element = flat.size, group.element(plan.itemsize)
@@ -93,21 +90,13 @@ class MessageCollectives(StagedCollectives):
         self._count(plan.bytes_sent)
         return out
 
-    def _steps_in_parts(
-        self,
-        plan: MessagePlan,
-        call: Call,
-        array: Array,
-        out: Array,
-        *,
-        has_matched: bool = False,
-    ) -> Steps:
+    def _steps_in_parts(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
         """For `_at_once_or_issued`: one part after the other goes there and back.
 
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """
-        if not has_matched and self._needs_header(array) and not self._matches(plan, call, array):
+        if self._needs_header(array) and not self._matches(plan, call, array):
             return None
         group = self._talk
         other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
@@ -185,7 +174,7 @@ class MessageCollectives(StagedCollectives):
         """
         mailbox = plan.mailbox
         if mailbox is None:
-            return self._match_by_message(plan, call, is_apart=False) is not None
+            return self._matches_by_message(plan, call, is_apart=False)
         number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
         if not self._meet(mailbox, number, COPY_POLLS):
             self._take_up(call, mailbox, make_row(call, array))
@@ -193,10 +182,8 @@ class MessageCollectives(StagedCollectives):
         mailbox.have_read(number)
         return True
 
-    def _match_by_message(
-        self, plan: MessagePlan, call: Call, *, is_apart: bool
-    ) -> Readiness | None:
-        """As `_matches`: what both say of their arrays, or AT_HOME; None where it is False."""
+    def _matches_by_message(self, plan: MessagePlan, call: Call, *, is_apart: bool) -> bool:
+        """As `_matches`, and whether its result lies apart where this rank's does."""
         group, row = self._talk, plan.row(call.sequence, is_apart=is_apart)
         requests, rows = group.swap_headers(row)
         try:
@@ -204,14 +191,10 @@ class MessageCollectives(StagedCollectives):
         except BaseException:
             group.expect(self._keep_all(requests, row, rows), rows, call)
             raise
-        if late is None:
-            mine, theirs = rows[:ROW_BYTES], rows[ROW_BYTES:]
-            if mine == theirs:
-                return Readiness.APART if is_apart else Readiness.AT_HOME
-            if mine[:HEADER_BYTES] == theirs[:HEADER_BYTES]:
-                return Readiness.AT_HOME
+        if late is None and rows[:ROW_BYTES] == rows[ROW_BYTES:]:
+            return True
         group.take_up(call, late or self._keep_all(requests, row, rows), rows)
-        return None
+        return False
 
     def _meet(self, mailbox: Mailbox, number: int, polls: int = _POLLS) -> bool:
         crowded = self._is_crowded

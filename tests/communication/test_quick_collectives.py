@@ -252,7 +252,7 @@ def test_results_that_lie_apart_take_the_other_array(swapping, operation, dtype)
 
 
 def test_what_is_not_swapped_whole(swapping):
-    """Where one result lies in its array, where they overlap, and where they are long."""
+    """Where one result lies in its array or overlaps it, without headers, and what is long."""
     world, lengths = swapping
     for number in range(4):
         data = arrays(world, number, 5000)
@@ -262,6 +262,12 @@ def test_what_is_not_swapped_whole(swapping):
         memory = np.concatenate([data[world.rank], np.zeros(8)])
         into = memory[8:] if world.rank == number % 2 else np.empty_like(mine)
         assert_same(world.all_reduce(memory[:5000], out=into), tree_reduce(data, SUM))
+    world.check_collectives = False
+    data = arrays(world, 4, 5000)
+    mine = data[world.rank].copy()
+    out = mine if world.rank == 0 else np.empty_like(mine)
+    assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
+    world.check_collectives = True
     long = np.full(SWAP_BYTES // 8 + 1, 1.0 + world.rank)
     assert_same(world.all_reduce(long, out=np.empty_like(long)), np.full(long.size, 3.0))
     assert lengths
