@@ -37,7 +37,6 @@ from mpishard.communication.rank_record import RankRecord, records_of_files
 
 __all__ = ["CallBoard", "FileJournal"]
 
-_PLACES_KEPT = 1024
 _LOCK = "report.lock"
 
 _numbers = itertools.count()
@@ -271,15 +270,11 @@ class FileJournal(Journal):
     def __init__(self, file: CallFile) -> None:
         super().__init__()
         self.file = file
-        self._places: dict[tuple[str, int, str, str], bytes] = {}
 
-    def record(self, call: Call, group: str) -> None:
-        key = call.filename, call.line, call.method, group
-        place = self._places.get(key)
-        if place is None:
-            if len(self._places) == _PLACES_KEPT:
-                self._places.clear()
-            place = self._places[key] = encode_place(call, group)
+    def place(self, call: Call, group: str) -> bytes:
+        return encode_place(call, group)
+
+    def record(self, call: Call, place: bytes) -> None:
         call.number = self.file.record(call.sequence, call.description, place)
 
     def wait(self, what: Call | MessageWait) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 from mpishard import settings
 from mpishard.communication.call import Call
@@ -36,10 +37,17 @@ class Journal:
         """What the rank waits for."""
         self._since = 0.0
 
-    def record(self, call: Call, group: str) -> None:
-        """Write down ``call``, made on the world that reports call ``group``, and number it."""
+    def place(self, call: Call, group: str) -> Any:
+        """What `record` takes of a call made where ``call`` was, on the world ``group``.
+
+        That is what reports call the world. Worth keeping for the next time.
+        """
+        return group
+
+    def record(self, call: Call, place: Any) -> None:
+        """Write down ``call``, made at ``place``, and number it."""
         self._count = call.number = self._count + 1
-        self._calls.append((call.number, call, group, time.time()))
+        self._calls.append((call.number, call, place, time.time()))
 
     def wait(self, what: Call | MessageWait) -> None:
         """Say what the rank waits for from now on. A wait that is over soon need not be told."""
@@ -88,7 +96,7 @@ class CallLog:
         self.journal = journal
         self.group = group
         self._calls: deque[Call] = deque(maxlen=settings.CALL_LOG_LENGTH)
-        self._places: dict[object, tuple[object, str, int, str]] = {}
+        self._places: dict[object, tuple[object, str, int, str, Any]] = {}
 
     def __iter__(self) -> Iterator[Call]:
         return iter(tuple(self._calls))
@@ -114,17 +122,21 @@ class CallLog:
             # To count lines takes long; the codes are kept, so that their ids stay their own.
             code = frame.f_code
             inner = None if called is None else called.f_code
-            key = id(code), frame.f_lasti, id(inner)
+            key = id(code), frame.f_lasti, id(inner), self.group
             place = self._places.get(key)
             if place is None:
                 if len(self._places) == _PLACES_KEPT:
                     self._places.clear()
-                method = "" if called is None else _method(called)
-                place = (code, inner), code.co_filename, frame.f_lineno, method
+                call.filename, call.line = code.co_filename, frame.f_lineno
+                call.method = "" if called is None else _method(called)
+                written = self.journal.place(call, self.group)
+                place = (code, inner), call.filename, call.line, call.method, written
                 self._places[key] = place
-            _, call.filename, call.line, call.method = place
+            _, call.filename, call.line, call.method, written = place
+        else:
+            written = self.journal.place(call, self.group)
         self._calls.append(call)
-        self.journal.record(call, self.group)
+        self.journal.record(call, written)
 
     def tail(self, count: int = 3) -> str:
         """The last ``count`` calls, one a line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,16 @@ __all__ = ["BouncePlan", "HalvesPlan", "InlinePlan", "MessagePlan"]
 _SEQUENCE = struct.Struct("q")  # with which a header begins
 
 
-class InlinePlan:
+class AllReducePlan:
+    """Which arrays a plan is for."""
+
+    is_for_private: ClassVar[bool] = True
+    """Whether an array that ranks share is left to the collective as it always is."""
+    may_overlap: ClassVar[bool] = True
+    """Whether a result may overlap the array."""
+
+
+class InlinePlan(AllReducePlan):
     """What an all_reduce of an array that travels in headers needs each time it is called.
 
     Parameters
@@ -38,6 +47,8 @@ class InlinePlan:
     rank : int
         This rank.
     """
+
+    is_for_private = False
 
     def __init__(
         self, mailbox: Mailbox, array: Array, operation: ReductionOperation, rank: int
@@ -63,7 +74,7 @@ class InlinePlan:
         return reducer
 
 
-class BouncePlan:
+class BouncePlan(AllReducePlan):
     """What an all_reduce through the bounce buffers of two ranks needs each time it is called.
 
     Parameters
@@ -108,7 +119,7 @@ class BouncePlan:
         self._combine(left, right, out=out)
 
 
-class HalvesPlan:
+class HalvesPlan(AllReducePlan):
     """What an all_reduce by halves through bounce buffers needs each time it is called.
 
     Parameters
@@ -167,7 +178,7 @@ class Part(NamedTuple):
     """Elements; 0 where one piece is longer than the other."""
 
 
-class MessagePlan:
+class MessagePlan(AllReducePlan):
     """What an all_reduce by messages between two ranks needs each time it is called.
 
     Parameters
@@ -185,6 +196,8 @@ class MessagePlan:
     may_swap : bool
         Whether ranks whose results lie apart swap whole arrays.
     """
+
+    may_overlap = False
 
     def __init__(
         self,

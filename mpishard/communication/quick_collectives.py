@@ -179,15 +179,19 @@ class QuickCollectives(MessageCollectives):
 
     def _may_go(self, plan: Plan, array: Array, out: Array | None) -> bool:
         """Whether nothing else is to be seen to: other exchanges, shared memory, a wrong result."""
-        may = plan.mailbox is None or plan.mailbox.is_idle
-        if not isinstance(plan, InlinePlan):
-            may = may and self._regions.locate(array) == PRIVATE
-        if not may or out is None or out is array:
-            return may
-        if type(out) is not np.ndarray or out.dtype != array.dtype or out.shape != array.shape:
+        if plan.mailbox is not None and not plan.mailbox.is_idle:
             return False
-        is_apart = isinstance(plan, BouncePlan | HalvesPlan) or not np.may_share_memory(array, out)
-        return is_apart and out.flags.carray
+        if self._regions.ever and plan.is_for_private and self._regions.locate(array) != PRIVATE:
+            return False
+        if out is None or out is array:
+            return True
+        return (
+            type(out) is np.ndarray
+            and out.dtype == array.dtype
+            and out.shape == array.shape
+            and out.flags.carray
+            and (plan.may_overlap or not np.may_share_memory(array, out))
+        )
 
     def _make_plan(self, array: Array, operation: ReductionOperation) -> Plan | None:
         mailbox, bounce = self._talk.mailbox, self._talk.bounce

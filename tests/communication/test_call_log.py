@@ -480,6 +480,15 @@ def test_a_long_path_keeps_its_end():
     assert rank_table([journal.record_of(0, 0.0)], 0.0).endswith("/train.py:1")
 
 
+def test_a_world_that_is_named_later_is_called_so_from_then_on():
+    journal = FileJournal(CallFile.unshared(0, 1))
+    log = CallLog(journal)
+    for group in ("", "a row"):
+        log.group = group
+        log.record(a_call(1), sys._getframe())
+    assert [logged.group for logged in journal.file.calls()] == ["", "a row"]
+
+
 @pytest.mark.mpi
 def test_processes_read_each_other(backend):
     assert backend.world_ranks == tuple(range(backend.world_size))
@@ -517,5 +526,5 @@ def test_the_log_holds_exactly_the_last_256(count):
     assert run_in_threads(2, body) == [kept, kept]
     journal = FileJournal(CallFile.unshared(0, 1))
     for number in range(1, count + 1):
-        journal.record(a_call(number), "")
+        journal.record(a_call(number), journal.place(a_call(number), ""))
     assert [logged.call.sequence for logged in journal.file.calls()] == kept
