@@ -22,6 +22,7 @@ __all__ = [
     "chunk_length",
     "copy_into",
     "is_device_array",
+    "is_own",
     "reuse_freed_memory",
     "synchronize",
     "to_device",
@@ -73,6 +74,16 @@ def to_device(array: np.ndarray[Any, Any]) -> Array:
 def address(array: Array) -> int:
     """Where ``array`` begins, in host or GPU memory."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def is_own(array: Array) -> bool:
+    """Whether ``array`` surely lies in memory that no other process has.
+
+    NumPy allocated it. What was mapped, shared or brought by another library may be anywhere.
+    """
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.base is None and bool(array.flags.owndata)
 
 
 def beside(array: Array, other: Array) -> Array:

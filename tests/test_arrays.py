@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import platform
 import resource
 
@@ -39,6 +40,19 @@ def test_a_chunk_is_as_many_bytes_for_every_dtype():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_own_is_what_numpy_allocated(tmp_path):
+    own = np.zeros(12)
+    for array in (own, own[2:], own.reshape(3, 4)[1:], own.view(np.uint8)[8:]):
+        assert arrays.is_own(array)
+    path = tmp_path / "mapped"
+    own.tofile(path)
+    mapped = np.memmap(path, np.float64, "r+")
+    brought = np.frombuffer(bytearray(96))
+    anonymous = np.frombuffer(mmap.mmap(-1, 96))
+    for array in (mapped, mapped.view(np.ndarray)[2:], brought, brought.reshape(3, 4), anonymous):
+        assert not arrays.is_own(array)
+
+
 def test_freed_memory_is_used_again_without_the_kernel():
     def pages() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,7 +13,16 @@ from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import HEADER_BYTES, Call
 from mpishard.communication.sharing import Places
 
-__all__ = ["AT_HOME", "COPIED", "INLINE_BYTES", "ROW_BYTES", "Headers", "Readiness", "make_row"]
+__all__ = [
+    "APART",
+    "AT_HOME",
+    "COPIED",
+    "INLINE_BYTES",
+    "ROW_BYTES",
+    "Headers",
+    "Readiness",
+    "make_row",
+]
 
 INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second message."""
@@ -35,7 +44,7 @@ class Readiness(IntEnum):
     ON_DEVICE = 2
     """It lies on a GPU, and goes from there."""
     APART = 3
-    """Nothing, and its result lies elsewhere: the other rank's array may be received there."""
+    """Nothing, and its result lies in this process's own memory, not in the array."""
 
 
 COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
@@ -43,6 +52,9 @@ COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
 
 AT_HOME = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.AT_HOME)
 """What stands in a header instead of a private array that was not."""
+
+APART = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.APART)
+"""What stands in a header instead of a private array whose result lies apart."""
 
 
 def make_row(
@@ -134,7 +146,7 @@ class Headers:
 
     @property
     def all_apart(self) -> bool:
-        """Whether every rank's result may take another rank's array on the way."""
+        """Whether every rank's result lies apart."""
         return all(self._readiness(rank) == Readiness.APART for rank in range(len(self.calls)))
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.call import Call
-from mpishard.communication.header import AT_HOME, ROW_BYTES, make_row
+from mpishard.communication.header import APART, AT_HOME, ROW_BYTES, Readiness, make_row
 from mpishard.communication.lanes import PendingAll
 from mpishard.communication.mailbox import Mailbox
 from mpishard.communication.pairwise_collectives import DATA_TAG
@@ -74,7 +74,7 @@ class MessageCollectives(StagedCollectives):
 
     def _steps_whole(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
         """For `_at_once_or_issued`, where ``out`` lies apart: as `_swap_and_combine`."""
-        if not self._matches_by_message(plan, call, is_apart=True):
+        if not self._matches(plan, call, array, is_apart=True):
             return None
         group = self._talk
         comm, flat, result = group.lanes[0].comm, array.reshape(-1), out.reshape(-1)
@@ -90,13 +90,15 @@ class MessageCollectives(StagedCollectives):
         self._count(plan.bytes_sent)
         return out
 
-    def _steps_in_parts(self, plan: MessagePlan, call: Call, array: Array, out: Array) -> Steps:
+    def _steps_in_parts(
+        self, plan: MessagePlan, call: Call, array: Array, out: Array, *, is_apart: bool
+    ) -> Steps:
         """For `_at_once_or_issued`: one part after the other goes there and back.
 
         Each rank sends before it receives: a message that is there already may be copied by the
         call that asks for it, and the other rank would wait for that.
         """
-        if self._needs_header(array) and not self._matches(plan, call, array):
+        if self._needs_header(array) and not self._matches(plan, call, array, is_apart=is_apart):
             return None
         group = self._talk
         other, element = (plan.other, DATA_TAG), group.element(plan.itemsize)
@@ -107,9 +109,11 @@ class MessageCollectives(StagedCollectives):
         if out is not array:
             result = out if out.ndim == 1 else out.reshape(-1)
             incoming = result.view(np.uint8)
-        buffer = self._pool.take(plan.room)
-        received = buffer[: plan.room].view(flat.dtype)
-        for part in plan.parts:
+        parts = plan.parts(is_apart=is_apart)
+        room = parts[0].own.stop - parts[0].own.start
+        buffer = self._pool.take(room)
+        received = buffer[:room].view(flat.dtype)
+        for part in parts:
             own, theirs = part.own_size, part.their_size
             requests = []
             if theirs:
@@ -167,23 +171,25 @@ class MessageCollectives(StagedCollectives):
 
     # ----------------------------------------------------------------------------------- headers
 
-    def _matches(self, plan: MessagePlan, call: Call, array: Array) -> bool:
-        """Whether the other rank calls the same, and soon; else its header is left to be read.
+    def _matches(self, plan: MessagePlan, call: Call, array: Array, *, is_apart: bool) -> bool:
+        """Whether the other rank calls the same, and soon, and its result lies apart or does not.
 
-        Where its array lies does not matter, as ``array`` is this rank's own.
+        Else its header is left to be read.
         """
         mailbox = plan.mailbox
         if mailbox is None:
-            return self._matches_by_message(plan, call, is_apart=False)
-        number = mailbox.post_at_once(call.sequence, call.description, AT_HOME)
-        if not self._meet(mailbox, number, COPY_POLLS):
-            self._take_up(call, mailbox, make_row(call, array))
+            return self._matches_by_message(plan, call, is_apart=is_apart)
+        payload = APART if is_apart else AT_HOME
+        number = mailbox.post_at_once(call.sequence, call.description, payload)
+        if not self._meet(mailbox, number, COPY_POLLS) or mailbox.differs(number, payload):
+            readiness = Readiness.APART if is_apart else Readiness.AT_HOME
+            self._take_up(call, mailbox, make_row(call, array, readiness=readiness))
             return False
         mailbox.have_read(number)
         return True
 
     def _matches_by_message(self, plan: MessagePlan, call: Call, *, is_apart: bool) -> bool:
-        """As `_matches`, and whether its result lies apart where this rank's does."""
+        """As `_matches`."""
         group, row = self._talk, plan.row(call.sequence, is_apart=is_apart)
         requests, rows = group.swap_headers(row)
         try:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, synchronize
+from mpishard.arrays import Array, is_own, synchronize
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import Call
 from mpishard.communication.call_file import PLACE_BYTES, MessageWait, decode_place, encode_place
@@ -142,9 +142,9 @@ class MPIReductions(PairwiseCollectives):
             if self._is_to_bounce(array.nbytes) or self._needs_header(array):
                 places = self._places(array, out)
                 readiness = self._copy_ahead(call, first, array, places)
-                if readiness is Readiness.AT_HOME and self._may_swap(array, call.operation):
-                    is_apart = not np.may_share_memory(array, out)
-                    readiness = Readiness.APART if is_apart else readiness
+                is_apart = is_own(out) and not np.may_share_memory(array, out)
+                if readiness is Readiness.AT_HOME and is_apart:
+                    readiness = Readiness.APART
                 headers = yield from self._open(call, first, array, places, readiness)
                 if headers.all_inline:
                     self._combine_inline(headers, call.operation, result)
@@ -160,7 +160,8 @@ class MPIReductions(PairwiseCollectives):
                     yield from self._bounced_all_reduce(first, bounce, call.operation, flat, result)
                     self._count_all_reduce(call, sizes)
                     return out
-            if headers is not None and headers.all_apart:
+            is_apart = headers is not None and headers.all_apart
+            if is_apart and self._may_swap(array, call.operation):
                 second.release()
                 flat = array.reshape(-1)
                 yield from self._swap_and_combine(first, flat, call.operation, result)
@@ -172,7 +173,7 @@ class MPIReductions(PairwiseCollectives):
             piece = result[starts_of(sizes)[self.rank] :][: sizes[self.rank]]
             if self._sends_pairwise or self._is_large(array.nbytes):
                 yield from self._pairwise_reduce(
-                    first, flat, sizes, call.operation, piece, (second, result)
+                    first, flat, sizes, call.operation, piece, (second, result), is_apart=is_apart
                 )
             else:
                 yield from self._combine_pieces(first, flat, sizes, call.operation, piece)

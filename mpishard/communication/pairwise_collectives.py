@@ -96,19 +96,22 @@ class PairwiseCollectives(BounceCollectives):
         operation: ReductionOperation,
         piece: Array,
         gather: tuple[Turn, Array] | None = None,
+        *,
+        is_apart: bool = False,
     ) -> Steps:
         """Send each rank its piece of flat ``array``, and combine those that come into ``piece``.
 
         ``piece`` may lie in ``array``, where this rank's own is. With ``gather``, a turn and a
         flat result, each part is sent on to all as soon as it is combined, and theirs are received
         in the result; that may be ``array`` itself, for where a part goes was sent before.
+        ``is_apart`` says that it is another on all ranks.
         """
         pieces = split_up(array, sizes)
         wholes = pieces
         if gather is not None and gather[1] is not array:
             wholes = split_up(gather[1], sizes)
         others, length = self._others, max(sizes)
-        chunk = self._message_length(length, array.itemsize)
+        chunk = self._message_length(length, array.itemsize, is_apart=is_apart)
         step = chunk * max(1, SCRATCH_BYTES // (chunk * array.itemsize * self.world_size))
         gathering = []
         yield turn
@@ -161,10 +164,13 @@ class PairwiseCollectives(BounceCollectives):
         outgoing = dict.fromkeys(others, pieces[self.rank])
         yield from self._transfer(turn, outgoing, {rank: pieces[rank] for rank in others})
 
-    def _message_length(self, longest: int, itemsize: int) -> int:
-        """Elements of the longest message of a reduction whose longest piece has ``longest``."""
+    def _message_length(self, longest: int, itemsize: int, *, is_apart: bool = False) -> int:
+        """Elements of the longest message of a reduction whose longest piece has ``longest``.
+
+        ``is_apart`` says that on both ranks the result overwrites nothing that the other read.
+        """
         nbytes = CHUNK_BYTES
-        if self.world_size == 2 and longest * itemsize > _SHORT * CHUNK_BYTES:
+        if self.world_size == 2 and not is_apart and longest * itemsize > _SHORT * CHUNK_BYTES:
             nbytes *= _LONG
         return max(1, nbytes // itemsize)
 

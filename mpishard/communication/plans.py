@@ -25,9 +25,9 @@ _SEQUENCE = struct.Struct("q")  # with which a header begins
 
 
 class AllReducePlan:
-    """Which arrays a plan is for."""
+    """What is laid out for one dtype, shape and operation, and which arrays it is for."""
 
-    is_for_private: ClassVar[bool] = True
+    is_for_private_alone: ClassVar[bool] = True
     """Whether an array that ranks share is left to the collective as it always is."""
     may_overlap: ClassVar[bool] = True
     """Whether a result may overlap the array."""
@@ -48,7 +48,7 @@ class InlinePlan(AllReducePlan):
         This rank.
     """
 
-    is_for_private = False
+    is_for_private_alone = False
 
     def __init__(
         self, mailbox: Mailbox, array: Array, operation: ReductionOperation, rank: int
@@ -191,8 +191,8 @@ class MessagePlan(AllReducePlan):
         How to combine.
     rank : int
         This rank.
-    length : int
-        Elements of the longest message.
+    lengths : tuple of int
+        Elements of the longest message, and of that between ranks whose results lie apart.
     may_swap : bool
         Whether ranks whose results lie apart swap whole arrays.
     """
@@ -205,7 +205,7 @@ class MessagePlan(AllReducePlan):
         array: Array,
         operation: ReductionOperation,
         rank: int,
-        length: int,
+        lengths: tuple[int, int],
         *,
         may_swap: bool,
     ) -> None:
@@ -216,11 +216,10 @@ class MessagePlan(AllReducePlan):
         self.may_swap = may_swap
         self.itemsize = array.itemsize
         layout = ShardLayout(array.size, 2)
-        self.parts = tuple(
-            self._part(layout, rank, low, length) for low in range(0, max(layout.sizes), length)
-        )
-        self.room = self.parts[0].own.stop - self.parts[0].own.start
-        """Bytes of the longest part that comes from the other rank to be combined."""
+        self._parts = [
+            tuple(self._part(layout, rank, low, n) for low in range(0, max(layout.sizes), n))
+            for n in lengths
+        ]
         self._described = [
             bytes(make_row(self.call, array, readiness=readiness)[_SEQUENCE.size :])
             for readiness in (Readiness.AT_HOME, Readiness.APART)
@@ -237,8 +236,12 @@ class MessagePlan(AllReducePlan):
         own, theirs = (slice(s.start * self.itemsize, s.stop * self.itemsize) for s in slices)
         return Part(mine, own, theirs, mine.stop - mine.start, others.stop - others.start)
 
+    def parts(self, *, is_apart: bool) -> tuple[Part, ...]:
+        """What is swapped one after the other; the first is the longest."""
+        return self._parts[is_apart]
+
     def row(self, sequence: int, *, is_apart: bool) -> bytes:
-        """The first message of collective ``sequence``, whose result lies apart, or does not."""
+        """The header of collective ``sequence``; ``is_apart`` says so of its result."""
         return _SEQUENCE.pack(sequence) + self._described[is_apart]
 
     def combine(self, own: Array, received: Array, out: Array) -> None:

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array
+from mpishard.arrays import Array, is_own
 from mpishard.communication.arena import PRIVATE
 from mpishard.communication.call import DTYPES, Call, Kind
 from mpishard.communication.header import COPIED, INLINE_BYTES, Readiness, make_row
@@ -68,8 +68,12 @@ class QuickCollectives(MessageCollectives):
         call = self._repeat(plan.call)
         in_flight = self._record(call)
         if isinstance(plan, MessagePlan):
-            swaps = plan.may_swap and out is not array and self._needs_header(array)
-            steps = (self._steps_whole if swaps else self._steps_in_parts)(plan, call, array, out)
+            # Without headers no rank knows of the other's result.
+            is_apart = out is not array and is_own(out) and self._needs_header(array)
+            if is_apart and plan.may_swap:
+                steps = self._steps_whole(plan, call, array, out)
+            else:
+                steps = self._steps_in_parts(plan, call, array, out, is_apart=is_apart)
             return self._at_once_or_issued(steps, call, array, out, in_flight)
         if isinstance(plan, HalvesPlan):
             steps = self._steps_by_halves(plan, call, array, out)
@@ -181,7 +185,11 @@ class QuickCollectives(MessageCollectives):
         """Whether nothing else is to be seen to: other exchanges, shared memory, a wrong result."""
         if plan.mailbox is not None and not plan.mailbox.is_idle:
             return False
-        if self._regions.ever and plan.is_for_private and self._regions.locate(array) != PRIVATE:
+        if (
+            self._regions.ever
+            and plan.is_for_private_alone
+            and self._regions.locate(array) != PRIVATE
+        ):
             return False
         if out is None or out is array:
             return True
@@ -207,9 +215,12 @@ class QuickCollectives(MessageCollectives):
         if not self._sends_pairwise or array.nbytes <= INLINE_BYTES:
             return None
         longest = ShardLayout(array.size, 2).size(0)
-        length = self._message_length(longest, array.itemsize)
-        may_swap = mailbox is None and self._may_swap(array, operation)
-        return MessagePlan(mailbox, array, operation, self.rank, length, may_swap=may_swap)
+        lengths = (
+            self._message_length(longest, array.itemsize),
+            self._message_length(longest, array.itemsize, is_apart=True),
+        )
+        may_swap = self._may_swap(array, operation)
+        return MessagePlan(mailbox, array, operation, self.rank, lengths, may_swap=may_swap)
 
     def _repeat(self, call: Call) -> Call:
         """Number and log ``call`` as made once more."""

@@ -203,8 +203,8 @@ class TreeReducer:
         # and is copied out; a chunk stays in cache, so that costs little.
         is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
         direct = is_apart and out.dtype == dtype
-        is_one_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
-        if is_one_step and direct and not narrow:
+        is_last_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
+        if is_last_step and direct and not narrow:
             left, right = (subtrees[key] for key in sorted(subtrees))
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 combine(left, right, out=out)

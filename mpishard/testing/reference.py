@@ -24,9 +24,9 @@ __all__ = [
 SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
 
 ADVERSARIAL_VALUES = (
-    1e16, 1.0, -1e16, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 0.1, -0.0, 3.0, np.nan, np.inf,
+    1e16, 1.0, -1e16, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 0.1, -0.0, 0.0, 3.0, np.nan, np.inf,
 )  # fmt: skip
-"""Numbers whose sum depends on the order in which they are added."""
+"""Numbers whose sum, or least or largest, depends on the order in which they are combined."""
 
 
 def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array:

@@ -8,7 +8,7 @@ import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
 from mpishard.communication.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
-from mpishard.communication.pairwise_collectives import SWAP_BYTES
+from mpishard.communication.pairwise_collectives import CHUNK_BYTES, SWAP_BYTES
 from mpishard.communication.plans import HalvesPlan, MessagePlan
 from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
@@ -54,9 +54,9 @@ def note_calls(monkeypatch, world, method, calls):
     """Let ``calls`` grow by one where ``method`` is called."""
     original = getattr(world, method)
 
-    def noting(*arguments):
+    def noting(*arguments, **named):
         calls.append(method)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     monkeypatch.setattr(world, method, noting)
 
@@ -131,12 +131,13 @@ def test_adversarial_values(world):
         assert_same(world.all_reduce(mine), tree_reduce(data, SUM))
 
 
-def test_results_that_overlap_the_array(world):
+@pytest.mark.parametrize(("length", "shift"), [(12, 5), (600, 100)])
+def test_results_that_overlap_the_array(world, length, shift):
     for number in range(4):
-        data = arrays(world, number, 600)
-        memory = np.concatenate([data[world.rank], np.zeros(100)])
-        world.all_reduce(memory[:600], out=memory[100:])
-        assert_same(memory[100:], tree_reduce(data, SUM))
+        data = arrays(world, number, length)
+        memory = np.concatenate([data[world.rank], np.zeros(shift)])
+        world.all_reduce(memory[:length], out=memory[shift:])
+        assert_same(memory[shift:], tree_reduce(data, SUM))
 
 
 @pytest.mark.parametrize("length", [500, WHOLE_BYTES // 8 + 8, LONG])
@@ -180,7 +181,7 @@ def test_without_checks(world):
 def in_parts(world, monkeypatch):
     """A world whose arrays of `LONG` elements and more go as messages of at most `LONG // 4`."""
     monkeypatch.setattr("mpishard.communication.bounce.PAIR_BYTES", BOUNCE_BYTES)
-    monkeypatch.setattr(world, "_message_length", lambda longest, itemsize: LONG // 4)
+    monkeypatch.setattr(world, "_message_length", lambda *_, **__: LONG // 4)
     return world
 
 
@@ -236,7 +237,7 @@ def test_results_that_lie_apart_take_the_other_array(swapping, operation, dtype)
     for length in (400, 9001, SWAP_BYTES // np.dtype(dtype).itemsize):
         values = np.resize(np.array(ADVERSARIAL_VALUES, np.float64), length)
         with np.errstate(all="ignore"):
-            data = [np.roll(values, 3 * rank).astype(dtype) for rank in range(2)]
+            data = [np.roll(values, rank).astype(dtype) for rank in range(2)]
         wanted = tree_reduce(data, operation)
         mine = data[world.rank].copy()
         before = world.traffic.bytes_sent.total()
@@ -268,10 +269,47 @@ def test_what_is_not_swapped_whole(swapping):
     out = mine if world.rank == 0 else np.empty_like(mine)
     assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
     world.check_collectives = True
-    long = np.full(SWAP_BYTES // 8 + 1, 1.0 + world.rank)
-    assert_same(world.all_reduce(long, out=np.empty_like(long)), np.full(long.size, 3.0))
-    assert lengths
-    assert not {5000, long.size}.intersection(lengths)
+    assert max(lengths) == 2500
+
+
+def test_what_is_long_goes_in_short_messages_where_results_lie_apart(swapping):
+    world, lengths = swapping
+    array = np.full(SWAP_BYTES // 8 + 1, 1.0 + world.rank)
+    half = array.size // 2 + (world.rank == 0)
+    for is_blocking in (True, False):
+        out = np.empty_like(array)
+        lengths.clear()
+        if is_blocking:
+            world.all_reduce(array, out=out)
+        else:
+            world.all_reduce_async(array, out=out).wait()
+        assert (out == 3).all()
+        combined = [length for length in lengths if length]
+        assert combined == [CHUNK_BYTES // 8] * 2 + [1] * (world.rank == 0)
+    lengths.clear()
+    world.all_reduce(array)
+    assert lengths == [half]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_results_in_memory_that_both_ranks_have(swapping, tmp_path, is_view):
+    """None may see there what is no result: of a file that they map, nobody knows but they."""
+    world, lengths = swapping
+    path = world._comm.bcast(str(tmp_path / "result") if world.rank == 0 else None)
+    if world.rank == 0:
+        np.zeros(40000).tofile(path)
+    world.barrier()
+    out = np.memmap(path, np.float64, "r+")
+    out = out.view(np.ndarray)[:20000] if is_view else out
+    for number in range(20):
+        mine = np.full(out.size, 1.0 + world.rank + number)
+        if number % 2:
+            world.all_reduce(mine, out=out)
+        else:
+            world.all_reduce_async(mine, out=out).wait()
+        assert (out == 3.0 + 2 * number).all()
+        world.barrier()
+    assert out.size not in lengths
 
 
 def test_whole_arrays_in_any_order_and_any_way(swapping, monkeypatch):
@@ -430,25 +468,27 @@ def rank_1_is_late(in_parts, monkeypatch):
     return in_parts
 
 
-def test_a_rank_is_done_when_the_other_has_what_it_sent(rank_1_is_late):
+@pytest.mark.parametrize(("length", "is_apart"), [(LONG, False), (LONG, True), (5000, True)])
+def test_a_rank_is_done_when_the_other_has_what_it_sent(rank_1_is_late, length, is_apart):
     for number in range(3):
-        data = arrays(rank_1_is_late, number, LONG)
+        data = arrays(rank_1_is_late, number, length)
         mine = data[rank_1_is_late.rank].copy()
-        rank_1_is_late.all_reduce(mine)
-        result = mine.copy()
+        result = rank_1_is_late.all_reduce(mine, out=np.empty(length) if is_apart else mine).copy()
         mine[...] = np.nan
         assert_same(result, tree_reduce(data, SUM))
 
 
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(("length", "is_apart"), [(LONG, False), (5000, True)])
 def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(
-    rank_1_is_late, monkeypatch, checked
+    rank_1_is_late, monkeypatch, checked, length, is_apart
 ):
     world = rank_1_is_late
     world.check_collectives = checked
-    data = arrays(world, 0, LONG), arrays(world, 1, LONG)
+    data = arrays(world, 0, length), arrays(world, 1, length)
     wanted = [tree_reduce(each, SUM) for each in data]
-    first, second = (each[world.rank] for each in data)
+    mine = [each[world.rank] for each in data]
+    results = [np.empty(length) if is_apart else array for array in mine]
     world.barrier()
     drive = world._drive
 
@@ -457,14 +497,24 @@ def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(
         raise KeyboardInterrupt
 
     if world.rank == 1:
-        world.all_reduce(first)
+        world.all_reduce(mine[0], out=results[0])
     else:
         monkeypatch.setattr(world, "_drive", interrupted_drive)
         with pytest.raises(KeyboardInterrupt):
-            world.all_reduce(first)
-    world.all_reduce(second)
-    assert_same(first, wanted[0])
-    assert_same(second, wanted[1])
+            world.all_reduce(mine[0], out=results[0])
+    world.all_reduce(mine[1], out=results[1])
+    for result, expected in zip(results, wanted, strict=True):
+        assert_same(result, expected)
+
+
+def test_long_arrays_whose_result_lies_apart_on_one_rank(world, monkeypatch):
+    """Messages are as long as both ranks can know."""
+    monkeypatch.setattr("mpishard.communication.bounce.PAIR_BYTES", BOUNCE_BYTES)
+    for number in range(6):
+        data = arrays(world, number, LONG)
+        mine = data[world.rank].copy()
+        out = np.empty_like(mine) if (world.rank + number) % 3 else mine
+        assert_same(world.all_reduce(mine, out=out), tree_reduce(data, SUM))
 
 
 def test_long_arrays_that_all_share_are_not_sent(in_parts, monkeypatch):
@@ -516,8 +566,14 @@ def test_no_memory_for_it(bouncing, monkeypatch):
         return None
         yield
 
+    shared = bouncing.allocate_shared(30000, np.float64)
     monkeypatch.setattr(bouncing, "_steps_share", no_memory)
-    for number in range(3):
-        data = arrays(bouncing, number, 300)
-        assert_same(bouncing.all_reduce(data[bouncing.rank].copy()), tree_reduce(data, SUM))
+    for number in range(6):
+        data = arrays(bouncing, number, 30000)
+        wanted = tree_reduce(data, SUM)
+        assert_same(bouncing.all_reduce(data[bouncing.rank], out=np.empty(30000)), wanted)
+        if shared is not None:
+            assert_same(bouncing.all_reduce(data[bouncing.rank], out=shared), wanted)
+            bouncing.barrier()
+        assert_same(bouncing.all_reduce(data[bouncing.rank]), wanted)
     assert bouncing._talk.bounce is None
