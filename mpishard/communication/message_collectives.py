@@ -22,8 +22,7 @@ from mpishard.communication.pairwise_collectives import DATA_TAG
 from mpishard.communication.plans import MessagePlan
 from mpishard.communication.recorder import CollectiveInFlight
 from mpishard.communication.staging import StagedCollectives
-from mpishard.communication.work import Steps, Waitable, in_call
-from mpishard.errors import CommunicationError
+from mpishard.communication.work import Steps, Waitable
 
 __all__ = ["COPY_POLLS", "MessageCollectives", "at_once"]
 
@@ -136,15 +135,6 @@ class MessageCollectives(StagedCollectives):
         self._pool.give(buffer)
         self._count(plan.bytes_sent)
         return out
-
-    def _break_off(self, call: Call, *keep: object) -> None:
-        """Refuse what comes after ``call``, of which an interruption left out the rest."""
-        where = in_call(call, self.call_log.group)
-        error = CommunicationError(
-            f"rank {self.world_ranks[self.rank]} was interrupted {where}, and the others are "
-            "further than it is: nothing more can be called on this world; end the job"
-        )
-        self._talk.break_off(error, *keep)
 
     def _in_turn(self, late: Waitable, steps: Steps) -> Steps:
         """``steps``, which wait for ``late``: what is issued from now on posts behind them."""
