@@ -4,7 +4,8 @@ On a node a message is a copy, and what a collective costs is copies and waits. 
 nonblocking collectives go through schedules of their own, which took 1.2 to 3.5 times as long as
 the messages that they consist of (1 MiB, 2 ranks, MPICH 5.0.2 and Open MPI 5.0.11). Here the
 messages are posted as they are, a large piece as several: while one is combined the next ones come,
-and what is combined goes on to the others while it is still in the cache.
+and what is combined goes on to the others while it is still in the cache. Short arrays of two ranks
+are swapped whole, where they are not to be overwritten.
 
 Between nodes a message is the network's, and a piece would travel once to each rank of the other
 node: there `mpishard.communication.mpi_collectives` leaves it to the library, which knows the way,
