@@ -34,12 +34,6 @@ def test_a_machine_that_does_not_tell_its_caches(tmp_path, caches):
     assert arrays._l2_bytes(caches) is None
 
 
-def test_a_chunk_is_as_many_bytes_for_every_dtype():
-    single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
-    assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_own_is_what_numpy_allocated(tmp_path):
     own = np.zeros(12)
     for array in (own, own[2:], own.reshape(3, 4)[1:], own.view(np.uint8)[8:]):
@@ -53,6 +47,12 @@ def test_own_is_what_numpy_allocated(tmp_path):
         assert not arrays.is_own(array)
 
 
+def test_a_chunk_is_as_many_bytes_for_every_dtype():
+    single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
+    assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_freed_memory_is_used_again_without_the_kernel():
     def pages() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

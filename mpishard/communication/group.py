@@ -142,19 +142,10 @@ class Group:
         """Whether the header of ``own`` was posted, and is to be taken up."""
         return self._begun is not None and self._begun[0] == own.sequence
 
-    def break_off(self, call: Call, error: CommunicationError, *keep: object) -> None:
-        """Refuse with ``error`` what is called from now on; MPI may use what is to be kept.
-
-        Others that wait in ``call`` are told that this rank has done the one before it, and left.
-        """
+    def break_off(self, error: CommunicationError, *keep: object) -> None:
+        """Refuse with ``error`` what is called from now on; MPI may use what is to be kept."""
         self.broken = error
-        self.sequence = min(self.sequence, call.sequence - 1)
         self._kept.extend(keep)
-        try:
-            self._send_notices()
-        except self.mpi.Exception as lost:
-            if not is_loss(self.mpi, lost):
-                raise
 
     def read_headers(self, rows: bytearray, own: Call) -> Headers:
         """The headers that have come."""
@@ -210,11 +201,7 @@ class Group:
 
     def notify(self) -> None:
         """Tell the others, wherever they wait, that this rank has left. Idempotent."""
-        if not self._left and self._leaving is not None:
-            self._send_notices()
-
-    def _send_notices(self) -> None:
-        if self._notified:
+        if self._notified or self._left or self._leaving is None:
             return
         self._notified = True
         notice = np.array([self.sequence], np.int64)

@@ -275,13 +275,6 @@ class InMemoryCommunicationBackend(MemoryCollectives):
     def _parting(self, sequence: int) -> str:
         return parting(self._joined().records(), self.call_log.group, upto=sequence)
 
-    def _break_off(self, call: Call, *keep: object) -> None:
-        world = self._joined()
-        with world.changed:
-            rank, text = world.global_ranks[self._rank], str(self._interrupted_error(call))
-            world.failures.append(Failure(rank, text))
-            world.changed.notify_all()
-
     def _admit(self, kind: Kind, sequence: int) -> None:
         world = self._joined()
         if world.failures:

@@ -1,9 +1,9 @@
 """All-reduces of two ranks by messages, on the spot: what both send comes soon, or is waited for.
 
-Short arrays are swapped whole where neither rank's result lies in its array: it takes the other's.
-Of others each rank combines a half, part after part: what is received of one is combined, and goes
-on, while the cache has it, and scratch is one message long. (That of a call which goes the generic
-way is as long as a rank's piece.)
+Short arrays are swapped whole where both results lie apart, in memory that NumPy allocated: each
+takes the other's array. Of others each rank combines a half, part after part: what is received of
+one is combined, and goes on, while the cache has it, and scratch is one message long. (That of a
+call which goes the generic way is as long as a rank's piece.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mpishard.communication.pairwise_collectives import DATA_TAG
 from mpishard.communication.plans import MessagePlan
 from mpishard.communication.recorder import CollectiveInFlight
 from mpishard.communication.staging import StagedCollectives
-from mpishard.communication.work import Steps, Waitable
+from mpishard.communication.work import Steps, Waitable, in_call
+from mpishard.errors import CommunicationError
 
 __all__ = ["COPY_POLLS", "MessageCollectives", "at_once"]
 
@@ -135,6 +136,15 @@ class MessageCollectives(StagedCollectives):
         self._pool.give(buffer)
         self._count(plan.bytes_sent)
         return out
+
+    def _break_off(self, call: Call, *keep: object) -> None:
+        """Refuse what comes after ``call``, of which an interruption left out the rest."""
+        where = in_call(call, self.call_log.group)
+        error = CommunicationError(
+            f"rank {self.world_ranks[self.rank]} was interrupted {where}, and the others are "
+            "further than it is: nothing more can be called on this world; end the job"
+        )
+        self._talk.break_off(error, *keep)
 
     def _in_turn(self, late: Waitable, steps: Steps) -> Steps:
         """``steps``, which wait for ``late``: what is issued from now on posts behind them."""

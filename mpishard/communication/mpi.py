@@ -219,9 +219,6 @@ class MPICommunicationBackend(ShrinkingWorld):
         assert self._job is not None
         return self._job, self._talk
 
-    def _break_off(self, call: Call, *keep: object) -> None:
-        self._talk.break_off(call, self._interrupted_error(call), *keep)
-
     def _admit(self, kind: Kind, sequence: int) -> None:
         group = self._talk
         if group.broken is not None:

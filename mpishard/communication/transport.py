@@ -27,7 +27,7 @@ from mpishard.communication.recording import stop_recording
 from mpishard.communication.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.sharing import Places, same_everywhere, shared_by_node
 from mpishard.communication.traffic_booking import TrafficBooking
-from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work, in_call
+from mpishard.communication.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.errors import CommunicationError, NotInitializedError
 
 __all__ = ["Transport"]
@@ -61,7 +61,6 @@ class Transport(TrafficBooking):
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._heir = None
-        self._interrupted: CommunicationError | None = None  # why nothing can be called any more
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
@@ -115,7 +114,6 @@ class Transport(TrafficBooking):
             raise self._not_ready_error()
         if not self._initialized:
             settings.check()
-            self._interrupted = None
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
@@ -371,22 +369,6 @@ class Transport(TrafficBooking):
 
     def _admit(self, kind: Kind, sequence: int) -> None:
         """Hear of a collective before it is called; raise where nothing can be called any more."""
-        if self._interrupted is not None:
-            raise self._interrupted
-
-    def _break_off(self, call: Call, *keep: object) -> None:
-        """Refuse what comes after ``call``, of which an interruption left out the rest.
-
-        ``keep`` is what a library may still read and write.
-        """
-        self._interrupted = self._interrupted_error(call)
-
-    def _interrupted_error(self, call: Call) -> CommunicationError:
-        where = in_call(call, self.call_log.group)
-        return CommunicationError(
-            f"rank {self.world_ranks[self.rank]} was interrupted {where}, and the others are "
-            "further than it is: nothing more can be called on this world; end the job"
-        )
 
     def _ready(self) -> None:
         if not self._initialized:

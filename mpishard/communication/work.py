@@ -44,8 +44,6 @@ class Driver(Protocol):
 
     def _drive(self, work: Work) -> None: ...
 
-    def _break_off(self, call: Call) -> None: ...
-
     def _explain(self, error: Exception, where: str) -> Exception: ...
 
 
@@ -91,16 +89,11 @@ class Work(ABC):
         return self._waitable
 
     def advance(self) -> bool:
-        """Go on as far as is possible without blocking; return whether it is complete.
-
-        Ctrl-C strikes whichever is advanced just then. One that it strikes while it asks what it
-        waits for goes on at the next call; one of which it leaves out a step is over.
-        """
+        """Go on as far as is possible without blocking; return whether it is complete."""
         while not self._done:
             try:
                 if self._waitable is not None and not self._waitable.test():
                     return False
-                self._waitable = None
                 self._waitable = next(self._steps)
             except StopIteration as stop:
                 self._done, self._result, self._waitable = True, stop.value, None
@@ -108,9 +101,8 @@ class Work(ABC):
                 explained = self._driver._explain(error, self.where)
                 self._done, self._error, self._waitable = True, explained, None
             except BaseException as error:
-                if self._waitable is None:
-                    self._done, self._error = True, error
-                    self._break_off()
+                # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
+                self._done, self._error, self._waitable = True, error, None
                 raise
             if self._done:
                 self._record_end()
@@ -150,9 +142,6 @@ class Work(ABC):
         finally:
             in_flight.blocked(since)
 
-    def _break_off(self) -> None:
-        """Hear that an interruption has left out the rest."""
-
     def _record_end(self) -> None:
         if self._in_flight is not None:
             self._in_flight.done(self._error, self._result)
@@ -182,9 +171,6 @@ class CollectiveWork(Work):
     @property
     def awaited(self) -> Call:
         return self.call
-
-    def _break_off(self) -> None:
-        self._driver._break_off(self.call)
 
 
 def in_call(call: Call, group: str) -> str:

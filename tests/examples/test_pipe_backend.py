@@ -207,24 +207,6 @@ def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleTy
     assert on_threads(pipes, 3, body) == [text, None, text]
 
 
-def test_a_rank_that_is_interrupted_in_a_step_calls_no_more(pipes: ModuleType) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def body(backend: Any) -> None:
-        if backend.rank == 1:
-            backend._reducer.reduce = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                backend.all_reduce(np.ones(3))
-            with pytest.raises(CommunicationError, match="rank 1 was interrupted in collective 1"):
-                backend.barrier()
-        else:
-            with pytest.raises(PeerError, match="rank 1 left after collective 1 of world"):
-                backend.all_reduce(np.ones(3))  # of which rank 1 was to combine a piece
-
-    assert on_threads(pipes, 2, body) == [None, None]
-
-
 def test_groups_end_with_their_world(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         group = backend.split(0)
