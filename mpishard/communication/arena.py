@@ -83,8 +83,8 @@ class Regions:
         """
         if self._regions and isinstance(array, np.ndarray):
             address = _address(array)
-            # A copy: another thread, or the garbage collector, may let a region go meanwhile.
-            for number, (start, size, _) in tuple(self._regions.items()):
+            # A copy, made at once: another thread, or the collector, may let a region go meanwhile.
+            for number, (start, size, _) in self._regions.copy().items():
                 if start <= address and address + array.nbytes <= start + size:
                     return number, address - start
         return PRIVATE

@@ -298,6 +298,29 @@ def test_regions_know_their_arrays_until_the_last_is_gone():
     assert regions._count == 2, "numbers are not used again: ranks collect garbage at other times"
 
 
+@pytest.mark.parametrize("after", range(1, 40))
+def test_regions_may_be_found_garbage_meanwhile(after):
+    """Whichever allocation of `locate` it is at which the collector comes."""
+    regions, kept, thresholds = Regions(), [], gc.get_threshold()
+    gc.disable()
+    try:
+        for number in range(40):
+            memory = np.zeros(64, np.uint8)
+            regions.add(memory)
+            kept.append(memory)
+            if number % 2:
+                cycle = [kept.pop()]
+                cycle.append(cycle)
+        del memory, cycle
+        gc.set_threshold(gc.get_count()[0] + after, 1, 1)
+        gc.enable()
+        assert regions.locate(np.zeros(5)) == PRIVATE
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert regions.locate(kept[-1])[1] == 0
+
+
 def test_regions_may_go_in_another_thread_meanwhile():
     regions, array = Regions(), np.ones(3)
     stop = threading.Event()
