@@ -54,7 +54,7 @@ from _pytest.doctest import DoctestModule
 from mpishard import settings
 from mpishard.cli.launcher import usable_cores
 from mpishard.communication import MPICommunicationBackend
-from mpishard.communication.patience import yield_processor
+from mpishard.communication.contract.backoff import yield_processor
 from mpishard.devices import Device, load_cupy
 from mpishard.errors import DeviceUnavailableError, PeerError
 from mpishard.testing.cupy_stand_in import installed

@@ -10,7 +10,7 @@ hierarchy has, these are left out on purpose:
   and ``wrapped_model``;
 * ``_num_ops``, ``INumericOperations``: a dtype;
 * ``_run_*_step`` of optimizers: one engine makes all steps;
-* ``_apply_reduction_operation``: one tree (mpishard/communication/reduction.py);
+* ``_apply_reduction_operation``: one tree (mpishard/communication/contract/reduction.py);
 * ``DistributedStrategy.None``: who distributes nothing does not ask for it.
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.adapters.torch_module import check_module, trainable_parameters
 from mpishard.arrays import Array
-from mpishard.communication.start import blas_threads
+from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry

@@ -16,7 +16,7 @@ import numpy as np
 from mpishard.checkpoint.coverage import check_coverage
 from mpishard.checkpoint.metadata import spelled, unspelled
 from mpishard.checkpoint.tensor_file import BLOCK_BYTES
-from mpishard.communication.call import DTYPES
+from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry

@@ -27,7 +27,7 @@ from mpishard.checkpoint.content import Content, RankFile, StagingBuffer, assemb
 from mpishard.checkpoint.manifest import MANIFEST
 from mpishard.checkpoint.metadata import as_json
 from mpishard.checkpoint.target import Target
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
 __all__ = ["PendingSave", "require_room"]

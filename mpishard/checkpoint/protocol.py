@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mpishard.checkpoint.consensus import all_texts, share_text, together
 from mpishard.checkpoint.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.reader import CheckpointReader
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
 __all__ = ["newest_first", "newest_valid"]

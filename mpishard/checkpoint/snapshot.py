@@ -17,7 +17,7 @@ from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint, find_single
 from mpishard.checkpoint.resume import newest_valid
 from mpishard.checkpoint.target import Target
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
 __all__ = ["begin_save", "load", "load_states", "reserve", "save", "save_async", "save_states"]

@@ -12,7 +12,7 @@ from mpishard.checkpoint.content import Content
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import Pieces
 from mpishard.checkpoint.target import Target
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.sharding.table import ParameterEntry
 
 __all__ = ["write_checkpoint"]

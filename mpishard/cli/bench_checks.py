@@ -15,8 +15,8 @@ from mpishard import nn
 from mpishard.cli.tables import figures_table
 from mpishard.cli.wording import counted, milliseconds
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.call import Call
-from mpishard.communication.call_log import CallLog, Journal
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.call_log import CallLog, Journal
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing, time_alternately, time_chain
 from mpishard.optimizers import AdamW

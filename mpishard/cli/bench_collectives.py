@@ -13,7 +13,7 @@ from mpishard.cli.bench_peers import GlooGroup
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
-from mpishard.communication.library import load_mpi
+from mpishard.communication.mpi.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 

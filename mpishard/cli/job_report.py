@@ -10,9 +10,9 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
-from mpishard.communication.call_file import RankState
-from mpishard.communication.naming import who
-from mpishard.communication.rank_table import call_text
+from mpishard.communication.contract.call_file import RankState
+from mpishard.communication.contract.naming import who
+from mpishard.communication.diagnostics.table import call_text
 
 __all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mpishard.communication.call_file import CallFile
+from mpishard.communication.contract.call_file import CallFile
 
 __all__ = ["mapped_files", "remove_shared_memory"]
 

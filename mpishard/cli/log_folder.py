@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from mpishard.communication.call_file import call_files
+from mpishard.communication.contract.call_file import call_files
 
 __all__ = [
     "CALLS",

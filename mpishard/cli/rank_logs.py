@@ -8,8 +8,8 @@ from datetime import datetime
 from itertools import groupby
 from typing import Self
 
-from mpishard.communication.call_file import CallFile, LoggedCall, RankState
-from mpishard.communication.rank_table import call_text
+from mpishard.communication.contract.call_file import CallFile, LoggedCall, RankState
+from mpishard.communication.diagnostics.table import call_text
 
 __all__ = ["RankLogs"]
 

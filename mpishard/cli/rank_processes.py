@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from mpishard.communication import marks
-from mpishard.communication.call_file import CallFile, call_files
+from mpishard.communication.contract.call_file import CallFile, call_files
+from mpishard.communication.failure import marks
 
 __all__ = ["RankProcess", "RankProcesses", "held_pipes"]
 

@@ -25,9 +25,9 @@ from mpishard.cli.log_folder import CALLS
 from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
-from mpishard.communication import marks
-from mpishard.communication.call_file import RankState, call_files
-from mpishard.communication.naming import who
+from mpishard.communication.contract.call_file import RankState, call_files
+from mpishard.communication.contract.naming import who
+from mpishard.communication.failure import marks
 
 __all__ = ["Supervisor"]
 

@@ -1,16 +1,16 @@
 """How ranks talk: the contract, threads in memory, MPI."""
 
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import Call
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.point_to_point import refuse_other_message
+from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.work import Waitable, Work
+from mpishard.communication.init import init
 from mpishard.communication.manager import CommunicationManager
-from mpishard.communication.memory import InMemoryCommunicationBackend
 from mpishard.communication.mesh import ProcessMesh
-from mpishard.communication.mpi import MPICommunicationBackend
-from mpishard.communication.point_to_point import refuse_other_message
-from mpishard.communication.reduction import ReductionOperation
-from mpishard.communication.start import init
-from mpishard.communication.threads import run_in_threads
-from mpishard.communication.work import Waitable, Work
+from mpishard.communication.mpi.backend import MPICommunicationBackend
+from mpishard.communication.threads.backend import InMemoryCommunicationBackend
+from mpishard.communication.threads.run import run_in_threads
 
 __all__ = [
     "Call",

@@ -7,8 +7,8 @@ from contextvars import ContextVar
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CommunicationError, NotInitializedError
 
 __all__ = ["CommunicationManager"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mpishard.arguments import as_integer
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["AXES", "Axis", "ProcessMesh"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpishard.arrays import Array
 from mpishard.communication import ReductionOperation
-from mpishard.communication.reduction import TreeReducer
+from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.models.gradient_store import GradientStore, ScatteredGradients
 from mpishard.models.gradient_wires import GradientWires
 from mpishard.models.sharded_gradients import ShardedGradients

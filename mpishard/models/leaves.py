@@ -1,8 +1,8 @@
 """A global batch in leaves, so that worlds of different sizes walk through the same bits.
 
 A world of P ranks has V leaves to compute, P at a time: rank r computes the leaves r, r + P, .. .
-What is summed over leaves is summed in the tree of `mpishard.communication.reduction` over V
-slots, whatever P is: gradients in `LeafGradients`, loss and weight here. Norms, which are sums
+What is summed over leaves is summed in the tree of `mpishard.communication.contract.reduction` over
+V slots, whatever P is: gradients in `LeafGradients`, loss and weight here. Norms, which are sums
 over parameters, are made of the same terms in every world: see `mpishard.sharding.cells_of`.
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.communication import CommunicationBackend, init
-from mpishard.communication.recorder import Row, Span, current_recorder
-from mpishard.communication.recording import start_recording, stop_recording
+from mpishard.communication.tracing.recorder import Row, Span, current_recorder
+from mpishard.communication.tracing.session import start_recording, stop_recording
 
 __all__ = ["span", "step_span", "trace"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpishard.communication.trace_file import (
+from mpishard.communication.tracing.file import (
     TRACE_FORMAT,
     TRACE_VERSION,
     encode,

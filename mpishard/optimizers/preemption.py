@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.communication import CommunicationBackend, ReductionOperation, marks
-from mpishard.communication.making_room import order_to_make_room
-from mpishard.communication.signals import is_free
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.failure import marks
+from mpishard.communication.failure.preemption import order_to_make_room
+from mpishard.communication.failure.signals import is_free
 
 __all__ = ["PREEMPTING_SIGNALS", "Preemption"]
 
@@ -28,7 +29,7 @@ class Preemption:
     """Hears `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
 
     A SIGUSR1 that came before, to a rank that a launcher started, counts where nobody has heeded it
-    (`mpishard.communication.making_room`).
+    (`mpishard.communication.failure.preemption`).
 
     One rank that hears a signal is enough: all learn of it in `is_asked`. A second SIGTERM, which
     comes more than a second after the first, is for whoever would have heard it without this. So

@@ -13,8 +13,8 @@ from numpy.typing import DTypeLike
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.work import Transfer
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
 from mpishard.pipeline.checker import check_schedule
 from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.threads import run_in_threads
+from mpishard.communication.threads.run import run_in_threads
 
 __all__ = ["TensorParallelInference"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.work import Work
+from mpishard.communication.contract.work import Work
 from mpishard.nn.layer import Context, Parameters
 from mpishard.tensor.layer import TensorParallelLayer
 from mpishard.tensor.split import DimSplit

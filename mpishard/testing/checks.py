@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.communication.call import DTYPES
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.reference import shapes
 
 __all__ = ["CommunicationChecks", "operations"]

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.movement import MovementChecks
 from mpishard.testing.reductions import ReductionChecks
 from mpishard.testing.reference import assert_same, bounds, even_sizes, tree_reduce, values

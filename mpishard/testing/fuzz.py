@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
 from mpishard.testing.reference import assert_same, bounds, tree_reduce, values

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import DTYPES
-from mpishard.communication.reduction import ReductionOperation, accumulation_dtype
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.testing.checks import operations
 from mpishard.testing.reference import ADVERSARIAL_VALUES, bounds, even_sizes, tree_reduce
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.testing.reference import assert_same
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.testing.checks import CommunicationChecks
 from mpishard.testing.reference import assert_same, bounds, even_sizes, values
 

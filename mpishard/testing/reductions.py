@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import DTYPES
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.checks import CommunicationChecks, operations
 from mpishard.testing.reference import (
     ADVERSARIAL_VALUES,

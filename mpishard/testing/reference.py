@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.reduction import ReductionOperation
 
 __all__ = [
     "ADVERSARIAL_VALUES",

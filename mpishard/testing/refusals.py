@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.checks import CommunicationChecks
 from mpishard.testing.mismatches import COLLECTIVES, MISMATCHES, Arguments, refusal

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CommunicationError
 from mpishard.testing.checks import CommunicationChecks
 from mpishard.testing.reference import assert_raises, assert_same, values

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.communication.threads import run_in_threads
+from mpishard.communication.threads.run import run_in_threads
 
 __all__ = ["in_worlds"]
 

@@ -22,7 +22,7 @@ from mpishard.cli.doctor_finding import Verdict
 from mpishard.cli.doctor_mpi import MPIInstallation, look_at_mpi
 from mpishard.cli.doctor_probe import Answer, answer_line, ask, python_command
 from mpishard.cli.launcher import Launcher, MPIFamily, MPILibrary
-from mpishard.communication import arena
+from mpishard.communication.mpi import node_memory as arena
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
-from mpishard.communication import marks
-from mpishard.communication.call_file import CallFile
+from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.failure import marks
 
 pytestmark = [
     pytest.mark.spawned,

@@ -10,7 +10,7 @@ from mpishard.cli import supervisor as module
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.notice import Notice
 from mpishard.cli.supervisor import Supervisor
-from mpishard.communication import marks
+from mpishard.communication.failure import marks
 
 
 class Rank:

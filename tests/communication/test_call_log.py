@@ -14,13 +14,13 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads, settings
-from mpishard.communication import call_board, mapped_files
-from mpishard.communication.call import Call, Kind
-from mpishard.communication.call_board import CallBoard, FileJournal
-from mpishard.communication.call_file import CallFile, MessageWait, RankState, call_files
-from mpishard.communication.call_log import CallLog
-from mpishard.communication.naming import who
-from mpishard.communication.rank_table import rank_table
+from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call_file import CallFile, MessageWait, RankState, call_files
+from mpishard.communication.contract.call_log import CallLog
+from mpishard.communication.contract.naming import who
+from mpishard.communication.diagnostics.table import rank_table
+from mpishard.communication.mpi import call_board, mapped_files
+from mpishard.communication.mpi.call_board import CallBoard, FileJournal
 
 
 class Node:
@@ -451,7 +451,7 @@ def test_a_journal_says_how_its_rank_stands():
 def test_only_files_with_a_library_s_name_are_its_own():
     script = (
         "import mmap, os, sys\n"
-        "from mpishard.communication.mapped_files import library_files\n"
+        "from mpishard.communication.mpi.mapped_files import library_files\n"
         "for name in sys.argv[1:]:\n"
         "    with open(name, 'wb+') as f:\n"
         "        f.truncate(4096)\n"

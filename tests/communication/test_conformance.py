@@ -10,14 +10,12 @@ from mpishard.communication import (
     InMemoryCommunicationBackend,
     MPICommunicationBackend,
     ReductionOperation,
-    lanes,
-    mpi_collectives,
-    mpi_reductions,
-    pairwise_collectives,
-    shared_collectives,
 )
-from mpishard.communication.call import DTYPES
-from mpishard.communication.job import Job
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi import collectives as mpi_collectives
+from mpishard.communication.mpi import lanes, pairwise_collectives, shared_collectives
+from mpishard.communication.mpi import reductions as mpi_reductions
+from mpishard.communication.mpi.job import Job
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -131,9 +129,9 @@ def test_the_reference_tree_is_the_documented_one():
 @in_worlds(2, 3)
 def test_long_pieces_go_in_rounds(backend, monkeypatch):
     """The scratch of a reduction is bounded; a small bound here makes many rounds."""
-    for module in ("mpi_reductions", "pairwise_collectives"):
-        monkeypatch.setattr(f"mpishard.communication.{module}.SCRATCH_BYTES", 100)
-    monkeypatch.setattr("mpishard.communication.pairwise_collectives.CHUNK_BYTES", 40)
+    for module in ("reductions", "pairwise_collectives"):
+        monkeypatch.setattr(f"mpishard.communication.mpi.{module}.SCRATCH_BYTES", 100)
+    monkeypatch.setattr("mpishard.communication.mpi.pairwise_collectives.CHUNK_BYTES", 40)
     checks = CommunicationConformance(DTYPES if FULL else SAMPLE)
     checks.check_all_reduce(backend)
     checks.check_reduce_scatter(backend)
@@ -181,7 +179,8 @@ def test_scratch_that_is_kept_is_told(backend):
 def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "mpishard.communication.transport.check_calls", lambda *given: compared.append(given)
+        "mpishard.communication.contract.transport.check_calls",
+        lambda *given: compared.append(given),
     )
     with InMemoryCommunicationBackend(0, 1, "compared with nobody") as backend:
         backend.all_reduce(np.ones(3))

@@ -7,20 +7,20 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads
-from mpishard.communication.call import Call, Kind
-from mpishard.communication.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.diagnosis import (
+from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
+from mpishard.communication.contract.matching import check_calls
+from mpishard.communication.contract.naming import group_label, group_members, ranks_text
+from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.diagnostics.stall import (
     describe_stall,
     longest_waiting,
     parting,
     unfinished,
     verdict,
 )
-from mpishard.communication.matching import check_calls
-from mpishard.communication.naming import group_label, group_members, ranks_text
-from mpishard.communication.rank_record import RankRecord
-from mpishard.communication.rank_table import rank_table
-from mpishard.communication.reduction import ReductionOperation
+from mpishard.communication.diagnostics.table import rank_table
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication import threads
+from mpishard.communication.threads import run as threads
 from mpishard.errors import PeerError
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication import exit_call as exit_call_module
-from mpishard.communication.call import Call, Kind
-from mpishard.communication.call_file import CallFile, LoggedCall, MessageWait, RankState
-from mpishard.communication.departure import Departure
-from mpishard.communication.exit_call import exit_call, watch_exit
-from mpishard.communication.failure_report import failure_report
-from mpishard.communication.rank_record import RankRecord, records_of_files
+from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call_file import CallFile, LoggedCall, MessageWait, RankState
+from mpishard.communication.contract.rank_record import RankRecord, records_of_files
+from mpishard.communication.diagnostics.departure import Departure
+from mpishard.communication.failure import exit_call as exit_call_module
+from mpishard.communication.failure.exit_call import exit_call, watch_exit
+from mpishard.communication.failure.report import failure_report
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import InMemoryCommunicationBackend, run_in_threads
-from mpishard.communication import memory
+from mpishard.communication.threads import backend as memory
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

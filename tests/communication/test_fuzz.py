@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.reduction import TreeReducer
-from mpishard.communication.transport import Transport
+from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.communication.contract.transport import Transport
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz import fuzz_sequence
 from mpishard.testing.fuzz_plan import draw_plan, spoil

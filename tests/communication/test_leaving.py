@@ -5,7 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from mpishard.communication import MPICommunicationBackend, job
+from mpishard.communication import MPICommunicationBackend
+from mpishard.communication.mpi import job
 
 pytestmark = pytest.mark.mpi
 

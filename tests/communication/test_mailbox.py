@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.communication import MPICommunicationBackend, ReductionOperation, mailbox
-from mpishard.communication.call import DTYPES, Call, Kind
-from mpishard.communication.header import INLINE_BYTES, ROW_BYTES, Headers, make_row
-from mpishard.communication.mailbox import NO_RING, SLOTS, Mailbox, PostOffice
-from mpishard.communication.reduction import FixedReducer
+from mpishard.communication import MPICommunicationBackend, ReductionOperation
+from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.reduction import FixedReducer
+from mpishard.communication.mpi import rings as mailbox
+from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
+from mpishard.communication.mpi.rings import NO_RING, SLOTS, Mailbox, PostOffice
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce

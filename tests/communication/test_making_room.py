@@ -6,10 +6,11 @@ import signal
 
 import pytest
 
-from mpishard.communication import making_room, marks
-from mpishard.communication.making_room import OrderToMakeRoom
-from mpishard.communication.memory import InMemoryCommunicationBackend
-from mpishard.communication.signals import is_free
+from mpishard.communication.failure import marks
+from mpishard.communication.failure import preemption as making_room
+from mpishard.communication.failure.preemption import OrderToMakeRoom
+from mpishard.communication.failure.signals import is_free
+from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.optimizers.preemption import Preemption
 
 

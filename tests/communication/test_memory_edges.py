@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication import run_in_threads
-from mpishard.communication.memory_collectives import _overlap_askew
+from mpishard.communication.threads.collectives import _overlap_askew
 from mpishard.errors import PeerError
 from mpishard.testing.worlds import in_worlds
 

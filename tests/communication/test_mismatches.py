@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.call import Kind
+from mpishard.communication.contract.call import Kind
 from mpishard.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 from mpishard.testing.mismatches import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
 from mpishard.testing.worlds import in_worlds

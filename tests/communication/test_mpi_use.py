@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mpishard.communication import group
+from mpishard.communication.mpi import group
 from mpishard.errors import CommunicationError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.movement import MovementChecks

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation, ShardLayout
-from mpishard.communication import mpi_reductions, pairwise_collectives
-from mpishard.communication.call import DTYPES
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi import pairwise_collectives
+from mpishard.communication.mpi import reductions as mpi_reductions
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import tree_reduce
 

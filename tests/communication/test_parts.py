@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard import settings
-from mpishard.communication.backend import CommunicationBackend
-from mpishard.communication.call import DTYPES, Call, Kind
-from mpishard.communication.header import INLINE_BYTES, ROW_BYTES, Headers, make_row
-from mpishard.communication.job import _cores_per_rank
-from mpishard.communication.lanes import Lane, ScratchPool
-from mpishard.communication.patience import Patience
-from mpishard.communication.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.backoff import Patience
+from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
+from mpishard.communication.mpi.job import _cores_per_rank
+from mpishard.communication.mpi.lanes import Lane, ScratchPool
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpishard import MPICommunicationBackend, ReductionOperation
-from mpishard.communication.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
-from mpishard.communication.pairwise_collectives import CHUNK_BYTES, SWAP_BYTES
-from mpishard.communication.plans import HalvesPlan, MessagePlan
+from mpishard.communication.mpi.bounce import BOUNCE_BYTES, PAIR_BYTES, WHOLE_BYTES, longest_bounced
+from mpishard.communication.mpi.pairwise_collectives import CHUNK_BYTES, SWAP_BYTES
+from mpishard.communication.mpi.plans import HalvesPlan, MessagePlan
 from mpishard.errors import CollectiveMismatchError, CommunicationError
 from mpishard.testing import reference
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
@@ -180,7 +180,7 @@ def test_without_checks(world):
 @pytest.fixture
 def in_parts(world, monkeypatch):
     """A world whose arrays of `LONG` elements and more go as messages of at most `LONG // 4`."""
-    monkeypatch.setattr("mpishard.communication.bounce.PAIR_BYTES", BOUNCE_BYTES)
+    monkeypatch.setattr("mpishard.communication.mpi.bounce.PAIR_BYTES", BOUNCE_BYTES)
     monkeypatch.setattr(world, "_message_length", lambda *_, **__: LONG // 4)
     return world
 
@@ -315,8 +315,8 @@ def test_results_in_memory_that_both_ranks_have(swapping, tmp_path, is_view):
 def test_whole_arrays_in_any_order_and_any_way(swapping, monkeypatch):
     """Blocking or not, early or late, with polls or without, apart on one rank or on both."""
     world, lengths = swapping
-    monkeypatch.setattr("mpishard.communication.message_collectives._MESSAGE_POLLS", 3)
-    monkeypatch.setattr("mpishard.communication.message_collectives._CROWDED_MESSAGE_POLLS", 3)
+    monkeypatch.setattr("mpishard.communication.mpi.message_collectives._MESSAGE_POLLS", 3)
+    monkeypatch.setattr("mpishard.communication.mpi.message_collectives._CROWDED_MESSAGE_POLLS", 3)
     draw = np.random.default_rng(world.rank)
     under_way = []
     for number in range(60):
@@ -383,7 +383,7 @@ def test_rows_and_halves_when_a_rank_is_late(bouncing, nbytes):
 @pytest.mark.parametrize("operation", ReductionOperation)
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
 def test_halves_of_every_operation(bouncing, monkeypatch, operation, dtype):
-    monkeypatch.setattr("mpishard.communication.bounce_collectives.WHOLE_BYTES", 300)
+    monkeypatch.setattr("mpishard.communication.mpi.bounce_collectives.WHOLE_BYTES", 300)
     for length in (400, 401, 402):
         data = [(40 * a).astype(dtype) for a in arrays(bouncing, length, length)]
         wanted = tree_reduce(data, operation)
@@ -398,7 +398,7 @@ def test_halves_of_every_operation(bouncing, monkeypatch, operation, dtype):
 
 
 def test_halves_that_wait_for_the_other_to_combine(bouncing, monkeypatch):
-    monkeypatch.setattr("mpishard.communication.quick_collectives._FENCE_POLLS", 0)
+    monkeypatch.setattr("mpishard.communication.mpi.quick_collectives._FENCE_POLLS", 0)
     for number in range(10):
         data = arrays(bouncing, number, 5000)
         mine = data[bouncing.rank].copy()
@@ -415,8 +415,8 @@ def test_one_that_is_interrupted_halfway_is_the_last(bouncing, monkeypatch, leng
     if bouncing.world_size != 2 or bouncing._talk.mailbox is None:
         pytest.skip("needs two ranks, and memory that they share")
     # However late the other is, this is done on the spot.
-    monkeypatch.setattr("mpishard.communication.message_collectives._CROWDED_POLLS", 1 << 40)
-    monkeypatch.setattr("mpishard.communication.quick_collectives.COPY_POLLS", 1 << 40)
+    monkeypatch.setattr("mpishard.communication.mpi.message_collectives._CROWDED_POLLS", 1 << 40)
+    monkeypatch.setattr("mpishard.communication.mpi.quick_collectives.COPY_POLLS", 1 << 40)
     for _ in range(3):
         bouncing.all_reduce(np.ones(length))
 
@@ -424,9 +424,9 @@ def test_one_that_is_interrupted_halfway_is_the_last(bouncing, monkeypatch, leng
         raise KeyboardInterrupt
 
     if bouncing.rank == 0:
-        where = "mpishard.communication.plans.BouncePlan.combine"
+        where = "mpishard.communication.mpi.plans.BouncePlan.combine"
         if length == 5000:
-            where = "mpishard.communication.lanes.Condition.test"
+            where = "mpishard.communication.mpi.lanes.Condition.test"
         with monkeypatch.context() as patch:
             patch.setattr(where, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -438,7 +438,7 @@ def test_one_that_is_interrupted_halfway_is_the_last(bouncing, monkeypatch, leng
 
 
 def test_halves_that_overlap(bouncing, monkeypatch):
-    monkeypatch.setattr("mpishard.communication.bounce_collectives.WHOLE_BYTES", 300)
+    monkeypatch.setattr("mpishard.communication.mpi.bounce_collectives.WHOLE_BYTES", 300)
     for shift in (1, 100, 300):
         for number in range(3):
             data = arrays(bouncing, number, 601)
@@ -512,7 +512,7 @@ def test_one_that_is_interrupted_goes_on_and_comes_before_the_next(
 
 def test_long_arrays_whose_result_lies_apart_on_one_rank(world, monkeypatch):
     """Messages are as long as both ranks can know."""
-    monkeypatch.setattr("mpishard.communication.bounce.PAIR_BYTES", BOUNCE_BYTES)
+    monkeypatch.setattr("mpishard.communication.mpi.bounce.PAIR_BYTES", BOUNCE_BYTES)
     for number in range(6):
         data = arrays(world, number, LONG)
         mine = data[world.rank].copy()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mpishard import ReductionOperation, ShardLayout, run_in_threads
-from mpishard.communication import arena
-from mpishard.communication.arena import PRIVATE, Regions, anonymous_memory
-from mpishard.communication.reduction import TreeReducer, complete_subtrees
-from mpishard.communication.sharing import Nodes, same_everywhere, shared_by_node
+from mpishard.communication.contract.nodes import Nodes, same_everywhere, shared_by_node
+from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
+from mpishard.communication.mpi import node_memory as arena
+from mpishard.communication.mpi.node_memory import PRIVATE, Regions, anonymous_memory
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -90,7 +90,7 @@ def test_many_at_once(backend, path):
 @pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
-    monkeypatch.setattr("mpishard.communication.shared_collectives.SCRATCH_BYTES", 400)
+    monkeypatch.setattr("mpishard.communication.mpi.shared_collectives.SCRATCH_BYTES", 400)
     length = 1003
     mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
     part = ShardLayout(length, backend.world_size).slice(backend.rank)

@@ -7,8 +7,8 @@ import pytest
 
 import mpishard as ms
 from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.communication import memory
-from mpishard.communication.survival import check_survivable
+from mpishard.communication.mpi.ulfm import check_survivable
+from mpishard.communication.threads import backend as memory
 from mpishard.errors import (
     CollectiveTimeoutError,
     CommunicationError,

@@ -1,3 +1,4 @@
+import importlib
 import os
 import socket
 
@@ -5,11 +6,12 @@ import pytest
 
 import mpishard
 from mpishard import run_in_threads, settings
-from mpishard.communication import exit_hooks, start
-from mpishard.communication.launcher import check_launched_world, launcher_name
-from mpishard.communication.rank_process import claim_rank, is_helper
+from mpishard.communication.failure import hooks as exit_hooks
+from mpishard.communication.failure.rank_process import claim_rank, is_helper
+from mpishard.communication.mpi.launcher import check_launched_world, launcher_name
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
+start = importlib.import_module("mpishard.communication.init")  # the function has its name, too
 LAUNCHERS = ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS")
 
 

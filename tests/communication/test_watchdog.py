@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from mpishard.communication import ending as ending_module
-from mpishard.communication.ending import Ending
-from mpishard.communication.signals import SignalPipe
-from mpishard.communication.tracebacks import short_traceback
-from mpishard.communication.watchdog import Watchdog
+from mpishard.communication.failure import abort as ending_module
+from mpishard.communication.failure.abort import Ending
+from mpishard.communication.failure.signals import SignalPipe
+from mpishard.communication.failure.tracebacks import short_traceback
+from mpishard.communication.failure.watchdog import Watchdog
 
 
 class Heard(Ending):
@@ -430,7 +430,7 @@ def test_of_this_package_the_last_frame_is_shown(monkeypatch):
     assert text.count("threads.py") == 0
     assert "raised on" not in text
     monkeypatch.setenv("MPISHARD_LOG", "debug")
-    assert "threads.py" in short_traceback(caught.value)
+    assert "run.py" in short_traceback(caught.value)
 
 
 def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(ended, monkeypatch):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.communication.call import DTYPES, Call, Kind
+from mpishard.communication.contract.call import DTYPES, Call, Kind
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.testing import CommunicationConformance
 

@@ -14,7 +14,7 @@ from catalogue import FAULTS
 from jobs import thread_complaints
 
 import mpishard
-from mpishard.communication import library
+from mpishard.communication.mpi import library
 
 NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 

@@ -11,7 +11,7 @@ import pytest
 
 from mpishard import nn
 from mpishard.communication import InMemoryCommunicationBackend, run_in_threads
-from mpishard.communication.reduction import complete_subtrees
+from mpishard.communication.contract.reduction import complete_subtrees
 from mpishard.models.engine import Engine
 from mpishard.models.gradient_store import NodeGradients
 from mpishard.models.parameter_store import NodeParameters, ShardedParameters

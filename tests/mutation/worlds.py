@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
-from mpishard.communication.work import CollectiveWork
+from mpishard.communication.contract.work import CollectiveWork
 from mpishard.devices import Device
 from mpishard.models import offload
 

@@ -12,7 +12,7 @@ import pytest
 import mpishard as ms
 from mpishard import checkpoint
 from mpishard.checkpoint.plain import named_bytes
-from mpishard.communication.threads import run_in_threads
+from mpishard.communication.threads.run import run_in_threads
 from mpishard.errors import CheckpointError, StructureOnlyError
 from mpishard.nn import (
     MSE,

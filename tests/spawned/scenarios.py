@@ -10,7 +10,7 @@ from contextlib import suppress
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
-from mpishard.communication.call import DTYPES
+from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES

@@ -16,7 +16,7 @@ import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
 from mpishard import settings
-from mpishard.communication import library
+from mpishard.communication.mpi import library
 
 LONG = 60
 RANK = settings.launched_rank()

@@ -1,0 +1,1 @@
+"""What every backend fulfils: collectives, calls, works, the one tree of reductions."""

@@ -1,0 +1,208 @@
+"""Whether the ranks' calls belong together, and who is the odd one out where they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.naming import of_group, who
+from mpishard.errors import CollectiveMismatchError, PeerError
+
+__all__ = ["advice_on_leaving", "check_calls", "differing_calls", "differing_methods"]
+
+_ONE_EACH = 8
+"""Up to so many ranks have a line each in what `check_calls` says."""
+_MOST_LINES = 40
+
+
+def check_calls(
+    calls: Sequence[Call],
+    ranks: Sequence[int] | None = None,
+    group: str = "",
+    parting: Callable[[int], str] = lambda sequence: "",
+) -> None:
+    """Refuse calls, one per rank in rank order, that do not belong together.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+        What each rank of one world calls.
+    ranks : sequence of int, optional
+        What messages call these ranks: their numbers in the root world. Default: 0, 1, ..
+    group : str
+        What messages call this world, where it was split off another.
+    parting : callable
+        What is known of where the ranks went different ways, up to the collective of this number.
+
+    Raises
+    ------
+    PeerError
+        Where a rank has left.
+    CollectiveMismatchError
+        Where kinds differ, or what the collective says must match does. The message names the odd
+        ones out, where most ranks agree, and lists each rank's call.
+    ValueError
+        Where the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
+    """
+    numbers = range(len(calls)) if ranks is None else ranks
+    first = calls[0]
+    if all(c is first or _is_alike(c, first) for c in calls) and first.out_rows < 0:
+        return
+    by_rank = dict(zip(numbers, calls, strict=True))
+    for rank, call in by_rank.items():
+        if call.kind is Kind.LEAVE and any(c.kind is not Kind.LEAVE for c in calls):
+            waiting = next(c for c in calls if c.kind is not Kind.LEAVE)
+            raise PeerError(
+                f"rank {rank} left after collective {call.sequence - 1}{of_group(group)}, while "
+                f"others wait for it in collective {waiting.sequence}, {waiting}. "
+                f"{advice_on_leaving(waiting, rank)}",
+                rank,
+            )
+    what = _difference(calls)[0]
+    if what:
+        sentences = [parting(first.sequence), differing_calls(by_rank)]
+        if what == "kind or order" and not sentences[0]:
+            sentences[0] = differing_methods(by_rank)
+        more = "".join(f". {text[0].upper()}{text[1:]}" for text in sentences if text)
+        raise CollectiveMismatchError(
+            f"the ranks' collectives{of_group(group)} do not match in {what}; no data was mixed"
+            f"{more}:\n{_listed(by_rank)}"
+        )
+    if first.kind is Kind.ALL_GATHER:
+        rows = [call.shape[0] for call in calls if call.shape]
+        for rank, call in by_rank.items():
+            if call.out_rows not in (-1, sum(rows)):
+                raise ValueError(
+                    f"all_gather{of_group(group)}: out on rank {rank} has {call.out_rows} rows; "
+                    f"the ranks send {rows}, {sum(rows)} in all"
+                )
+
+
+def _is_alike(call: Call, other: Call) -> bool:
+    """Whether two ranks' calls are the same in all that travels."""
+    return (
+        call.kind is other.kind
+        and call.sequence == other.sequence
+        and call.shape == other.shape
+        and call.dtype == other.dtype
+        and call.operation is other.operation
+        and call.root == other.root
+        and call.counts_hash == other.counts_hash
+        and call.out_rows == other.out_rows
+    )
+
+
+def advice_on_leaving(waiting: Call, rank: int) -> str:
+    """What to look for where ``rank`` left and others wait for it in ``waiting``."""
+    if waiting.method:
+        return (
+            f"{waiting.method} is collective: look for a loop or a branch in which rank {rank} "
+            "calls it less often"
+        )
+    return (
+        "A collective is called by every rank: look for a loop or a branch that ends earlier on "
+        f"rank {rank}"
+    )
+
+
+def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
+    """Which functions of this package ranks called for the same collective, where they differ.
+
+    Parameters
+    ----------
+    calls : mapping of int to Call
+        By world rank.
+    seen : Counter of str, optional
+        How often each function was called before: of two that equally many ranks called, the
+        rarer one is the odd one.
+
+    Returns
+    -------
+    str
+        A sentence without its end, or nothing. What fewest ranks called comes first.
+    """
+    by_method: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        by_method.setdefault(call.method, []).append(rank)
+    if len(by_method) < 2:
+        return ""
+    before = seen or Counter()
+    rarest = min(filter(None, by_method), key=lambda m: (len(by_method[m]), before[m]))
+    others = [
+        f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
+        f"at {calls[ranks[0]].site}"
+        for method, ranks in by_method.items()
+        if method != rarest
+    ]
+    ranks = by_method[rarest]
+    return (
+        f"{rarest} is collective: {who(ranks)} called it at {calls[ranks[0]].site}, "
+        + ", ".join(others)
+    )
+
+
+def differing_calls(calls: Mapping[int, Call]) -> str:
+    """Whose call is not as most ranks' are; empty where they match, or no majority agrees."""
+    what, values = _difference(list(calls.values()))
+    if not what:
+        return ""
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return ""
+    odd = {rank: v for rank, v in zip(calls, values, strict=True) if v != most}
+    given = ", ".join(dict.fromkeys(odd.values()))
+    rest = [rank for rank in calls if rank not in odd]
+    is_odd = "is the odd one out" if len(odd) == 1 else "are the odd ones out"
+    if what == "counts":  # of which only a number is known
+        return f"{who(list(odd))} {is_odd}"
+    return f"{who(list(odd))} {is_odd}: {given}, where {who(rest)} gave {most}"
+
+
+def _listed(calls: Mapping[int, Call]) -> str:
+    """A line for each rank; for many, one for those that do the same."""
+    alike: dict[tuple[str, int], list[int]] = {}
+    for rank, call in calls.items():
+        text = f"collective {call.sequence}, {call}"
+        text += f" at {call.place}" if call.filename else ""
+        alike.setdefault((text, rank if len(calls) <= _ONE_EACH else -1), []).append(rank)
+    lines = [f"  {who(ranks)}: {text}" for (text, _), ranks in alike.items()]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return "\n".join(lines)
+
+
+def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
+    """The first thing that differs and must not, or an empty string; and what each rank has."""
+    first = calls[0]
+    if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
+        return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
+    for what, values in _compared(first.kind, calls):
+        if len(set(values)) > 1:
+            return what, [str(value) for value in values]
+    return "", []
+
+
+_OF_ONE_DTYPE = (
+    Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL,
+    Kind.ALLOCATE_SHARED,
+)  # fmt: skip
+
+
+def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
+    """What must be the same on all ranks, and what each has."""
+    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
+        yield "operation", [c.operation and c.operation.name for c in calls]
+        yield "shape", [c.shape for c in calls]
+        yield "counts", [c.counts_hash for c in calls]
+    if kind in _OF_ONE_DTYPE:
+        yield "dtype", [c.dtype and c.dtype.name for c in calls]
+    if kind in (Kind.ALL_GATHER, Kind.GATHER):
+        yield "trailing dims", [(c.shape or ())[1:] for c in calls]
+    yield "root", [c.root for c in calls]
+    if kind is Kind.BROADCAST:
+        sent = calls[calls[0].root]
+        yield (
+            "shape or dtype of the arrays that receive",
+            [(sent if c.shape is None else c).array_text for c in calls],
+        )

@@ -1,0 +1,236 @@
+"""A collective or a message under way: a generator that says what it waits for, and its handle.
+
+A collective is a generator: it yields whenever it needs the other ranks, and returns its result.
+The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; there is one
+implementation of each collective per backend, whether it blocks or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.call_file import MessageWait
+from mpishard.communication.contract.call_log import CallLog
+from mpishard.communication.contract.naming import of_group
+from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
+from mpishard.errors import CommunicationError
+
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
+
+
+class Waitable(ABC):
+    """Something a collective waits for: peers that have not arrived, a message under way."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether it has happened. Never blocks; raises where it can no longer happen."""
+
+
+Steps = Generator[Waitable, None, Any]
+"""A collective under way: yields what it waits for, returns its result."""
+
+
+class Driver(Protocol):
+    """Who advances collectives: the backend that issued them."""
+
+    call_log: CallLog
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """As `Topology.world_ranks`."""
+
+    def _drive(self, work: Work) -> None: ...
+
+    def _explain(self, error: Exception, where: str) -> Exception: ...
+
+
+class Work(ABC):
+    """A collective or a message that was issued and may not be complete.
+
+    `wait` returns the result, and may be called once or often. Arrays that were passed in must
+    not be changed, and ``out`` not be read, before it returns.
+    """
+
+    def __init__(self, driver: Driver, steps: Steps, in_flight: InFlight | None) -> None:
+        self._driver = driver
+        self._steps = steps
+        self._waitable: Waitable | None = None
+        self._done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._in_flight = in_flight  # where a trace is recorded
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """What a rank does that waits for it: "rank 1 waits .."."""
+
+    @property
+    @abstractmethod
+    def awaited(self) -> Call | MessageWait:
+        """What a rank that waits for it says in its journal."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Does not drive it."""
+        return self._done
+
+    @property
+    def waitable(self) -> Waitable | None:
+        """What it waits for now; None when it is complete."""
+        return self._waitable
+
+    def advance(self) -> bool:
+        """Go on as far as is possible without blocking; return whether it is complete."""
+        while not self._done:
+            try:
+                if self._waitable is not None and not self._waitable.test():
+                    return False
+                self._waitable = next(self._steps)
+            except StopIteration as stop:
+                self._done, self._result, self._waitable = True, stop.value, None
+            except Exception as error:  # noqa: BLE001 - wait() raises it
+                explained = self._driver._explain(error, self.where)
+                self._done, self._error, self._waitable = True, explained, None
+            except BaseException as error:
+                # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
+                self._done, self._error, self._waitable = True, error, None
+                raise
+            if self._done:
+                self._record_end()
+        return True
+
+    def wait(self) -> Any:
+        """Block until it is complete and return its result.
+
+        Raises
+        ------
+        CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
+            As the blocking call does.
+        """
+        if not self._done:
+            self._drive()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def fail(self, error: Exception) -> None:
+        """Never go on: `wait` raises ``error``."""
+        self._done, self._error, self._waitable = True, error, None
+
+    def begun(self) -> None:
+        """Hear that it was issued, and went as far as it could."""
+        if self._in_flight is not None:
+            self._in_flight.blocked(self._in_flight.start)
+
+    def _drive(self) -> None:
+        in_flight = self._in_flight
+        if in_flight is None:
+            self._driver._drive(self)
+            return
+        since = in_flight.now()
+        try:
+            self._driver._drive(self)
+        finally:
+            in_flight.blocked(since)
+
+    def _record_end(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.done(self._error, self._result)
+
+
+class CollectiveWork(Work):
+    """A collective under way."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        call: Call,
+        in_flight: CollectiveInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
+        self.call = call
+
+    @property
+    def name(self) -> str:
+        return _name(self.call, self._driver.call_log.group)
+
+    @property
+    def where(self) -> str:
+        return in_call(self.call, self._driver.call_log.group)
+
+    @property
+    def awaited(self) -> Call:
+        return self.call
+
+
+def in_call(call: Call, group: str) -> str:
+    """Where a rank waits that waits in ``call`` on the world that reports call ``group``."""
+    return f"in {_name(call, group)} called at {call.place}"
+
+
+def _name(call: Call, group: str) -> str:
+    of = of_group(group)
+    return f"collective {call.sequence}, {call},{of and of + ','}"
+
+
+class Transfer(Work):
+    """A message under way, to or from ``peer``, a rank of the world that it is sent in."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        steps: Steps,
+        peer: int,
+        tag: int,
+        *,
+        is_send: bool,
+        in_flight: MessageInFlight | None = None,
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
+        self.peer = peer
+        self.tag = tag
+        self.is_send = is_send
+
+    @property
+    def name(self) -> str:
+        way = "send to" if self.is_send else "receive from"
+        group = self._driver.call_log.group
+        inside = f" in {group}," if group else ""
+        return f"{way} rank {self._driver.world_ranks[self.peer]}, tag {self.tag},{inside}"
+
+    @property
+    def where(self) -> str:
+        return str(self.awaited)
+
+    @property
+    def awaited(self) -> MessageWait:
+        peer = self._driver.world_ranks[self.peer]
+        return MessageWait(peer, self.tag, self.is_send, self._driver.call_log.group)
+
+    def cancel(self) -> None:
+        """Give up a receive: the message, come or not, is the next receive's. Idempotent.
+
+        `wait` then raises `CommunicationError`. Nothing happens where it is complete.
+
+        Raises
+        ------
+        ValueError
+            For a send, which nobody can take back.
+        """
+        if self.is_send:
+            raise ValueError(f"{self.name} is a send, which cannot be taken back")
+        if not self._done:
+            self._steps.close()
+            self._done, self._waitable = True, None
+            self._error = CommunicationError(f"{self.name} was cancelled")
+            self._record_end()

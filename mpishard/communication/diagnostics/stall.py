@@ -1,0 +1,312 @@
+"""Why ranks wait: who is the odd one out, and what it does instead.
+
+Pure functions of `RankRecord`. A rank that waits waits *for* ranks: those of its group that have
+not called the same collective, or the other end of a message. Followed from rank to rank this
+ends at one that waits for nobody, which is the odd one out, or goes round in a circle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
+from mpishard.communication.contract.matching import differing_calls, differing_methods
+from mpishard.communication.contract.naming import of_group, who
+from mpishard.communication.contract.rank_record import RankRecord, Watched, members_of
+from mpishard.communication.diagnostics.table import call_text, exit_text, rank_table, seconds_text
+
+__all__ = [
+    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+]  # fmt: skip
+
+_SENTENCES = 3
+_AGO = "{ago}"
+"""Stands for a time that differs between ranks that otherwise do the same."""
+
+
+def describe_stall(watched: Watched) -> str:
+    """What a job does that does not go on: who waits for whom, and a table of all ranks.
+
+    Parameters
+    ----------
+    watched : Watched
+        A `CallBoard`, or the root world of thread-ranks. Nobody's help is needed to read them, so
+        that a signal handler or a thread of a stuck rank may ask.
+
+    Returns
+    -------
+    str
+        The verdict of one or a few sentences, a line "What each rank does, and its last
+        collectives:", and the table; no line break at the end.
+    """
+    records, now = watched.records(), time.time()
+    return (
+        f"{verdict(records, now)}\nWhat each rank does, and its last collectives:\n"
+        f"{rank_table(records, now)}"
+    )
+
+
+def longest_waiting(records: Sequence[RankRecord]) -> int | None:
+    """The rank that has waited for the longest: who may speak for all. None where none waits."""
+    waiting = [record for record in records if record.waited]
+    return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
+
+
+def verdict(records: Sequence[RankRecord], now: float) -> str:
+    """Which ranks are the odd ones out, and what they do instead, in a few sentences.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank of the root world.
+    now : float
+        Seconds since the epoch.
+    """
+    by_rank = {record.rank: record for record in records}
+    waiting = [record for record in records if record.waits is not None]
+    waits_for = {record.rank: _waits_for(record, records) for record in waiting}
+    wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    odd = [
+        record
+        for record in records
+        if record.is_known
+        and record.waits is None
+        and (record.rank in wanted or (not record.is_alive and not record.has_left))
+    ]
+    if odd:
+        names = {record.rank for record in odd}
+        those = [r for r in waiting if names & set(waits_for[r.rank])] or waiting
+        sentences = [*_waits(those), *_odd(odd, those, now)]
+    elif waiting:
+        circle = _circle(waits_for)
+        sentences = _circle_text(circle, by_rank) if circle else _all_called(waiting, records)
+    else:
+        sentences = ["No rank is known to wait for another."]
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+
+
+def unfinished(records: Sequence[RankRecord], now: float) -> str:
+    """Whom the ranks that have finished wait for, and what those do, in a few sentences.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank of the root world.
+    now : float
+        Seconds since the epoch.
+    """
+    late = [record for record in records if record.is_known and not record.has_left]
+    if not late:
+        return "for ranks of other nodes, of which nothing is known here"
+    waiting = [record for record in late if record.waits is not None]
+    others = [record for record in late if record.waits is None]
+    sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
+    told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+    return f"for {who([record.rank for record in late])}. {told}"
+
+
+def circle_of(records: Sequence[RankRecord]) -> str:
+    """The ranks that wait for each other, and why, in two sentences; empty where none do."""
+    by_rank = {record.rank: record for record in records}
+    circle = _circle({r.rank: _waits_for(r, records) for r in records if r.waits is not None})
+    return " ".join(_circle_text(circle, by_rank)) if circle else ""
+
+
+def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
+    """Where the ranks of ``group`` first called different functions; empty where they did not.
+
+    Collectives of one kind and shape go together whatever they are for: ranks that have parted
+    may go on for a while before the difference shows.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank of the root world.
+    group : str
+        The world's name.
+    upto : int, optional
+        Look only at collectives of numbers up to this one.
+    """
+    histories = {
+        record.rank: {logged.call.sequence: logged.call for logged in record.calls_of(group)}
+        for record in members_of(group, records)
+        if record.is_known
+    }
+    histories = {rank: calls for rank, calls in histories.items() if calls}
+    if len(histories) < 2:
+        return ""
+    common = set.intersection(*(set(calls) for calls in histories.values()))
+    seen = Counter(call.method for calls in histories.values() for call in calls.values())
+    for sequence in sorted(common):
+        if upto is not None and sequence > upto:
+            break
+        at_once = {rank: calls[sequence] for rank, calls in histories.items()}
+        sentence = differing_methods(at_once, seen)
+        if sentence:
+            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
+    return ""
+
+
+def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
+    wait = record.waits
+    if isinstance(wait, MessageWait):
+        return [wait.peer]
+    assert wait is not None
+    others = [r for r in members_of(wait.group, records) if r.is_known and r.rank != record.rank]
+    late = [r.rank for r in others if r.last_of(wait.group) < wait.call.sequence]
+    if late:
+        return late
+    # They have called it, and its data need them to go on with it: by waiting, or progress().
+    return [r.rank for r in others if r.waits is None and not r.waited and not r.has_left]
+
+
+def _wait_text(record: RankRecord) -> str:
+    wait = record.waits
+    assert wait is not None
+    return str(wait) if isinstance(wait, MessageWait) else f"in {call_text(wait)}"
+
+
+def _waits(waiting: Sequence[RankRecord]) -> list[str]:
+    """Who waits where: those that most do first."""
+    alike: dict[str, list[RankRecord]] = {}
+    for record in waiting:
+        alike.setdefault(_wait_text(record), []).append(record)
+    groups = sorted(alike.items(), key=lambda item: -len(item[1]))
+    return [
+        f"{_subject(same, 'wait')} {text}, for {seconds_text(r.waited for r in same)}."
+        for text, same in groups[:_SENTENCES]
+    ]
+
+
+def _subject(records: Sequence[RankRecord], verb: str) -> str:
+    return f"{who([r.rank for r in records])} {verb if len(records) > 1 else verb + 's'}"
+
+
+def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
+    """What the odd ones out do, and what follows from it."""
+    waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
+    alike: dict[str, list[RankRecord]] = {}
+    for record in odd:
+        alike.setdefault(_instead(record, waits), []).append(record)
+    sentences = []
+    for text, same in list(alike.items())[:_SENTENCES]:
+        ago = seconds_text(max(0.0, now - r.calls[-1].time) if r.calls else 0.0 for r in same)
+        sentences.append(f"{who([r.rank for r in same])}{text.replace(_AGO, ago)}.")
+    return [*sentences, _advice(odd, waits, waiting)]
+
+
+def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
+    """What one odd rank does, behind its name: the same text for those that do the same."""
+    last = record.calls[-1] if record.calls else None
+    after = "before any collective" if last is None else f"after {call_text(last)}"
+    if not record.is_alive and not record.has_left:
+        return ": gone, killed (out of memory?) or ended without leaving"
+    if record.state is None:
+        return ": not yet come to init"
+    if record.state is RankState.STARTED:
+        return ": still in init"
+    if record.has_left:
+        return f" left {after}{exit_text(record)}"
+    if record.state is RankState.REPORTED:
+        return f" reported why the job ends, {after}"
+    if last is None:
+        return ": has called no collective yet: computing, asleep or stuck"
+    behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
+    missing = f", {behind} collectives behind" if behind > 1 else ""
+    done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
+    return (
+        f": in no collective since {call_text(last)}, {_AGO} ago{done}{missing}: computing, asleep "
+        "or stuck"
+    )
+
+
+def _advice(
+    odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
+) -> str:
+    """What the ranks ought to have called, where a function of this package was called."""
+    records = sorted([*odd, *waiting], key=lambda record: record.rank)
+    for group in dict.fromkeys(wait.group for wait in waits):
+        sentence = parting(records, group)
+        if sentence:
+            return f"{sentence}."
+    method = waits[0].call.method if waits else ""
+    left = all(record.has_left for record in odd)
+    if not method or not (left or any(_last_method(record) != method for record in odd)):
+        return ""
+    return f"{method} is collective: every rank calls it, equally often."
+
+
+def _last_method(record: RankRecord) -> str:
+    return record.calls[-1].call.method if record.calls else ""
+
+
+def _circle(waits_for: dict[int, list[int]]) -> list[int]:
+    """Ranks of which each waits for the next, and the last for the first; empty if there are none.
+
+    Followed from each rank over all that it waits for, as deep as it goes.
+    """
+    finished: set[int] = set()
+    for start, first in waits_for.items():
+        path = [start]
+        branches = [iter(first)]
+        while branches:
+            following = next((r for r in branches[-1] if r in waits_for), None)
+            if following is None:
+                finished.add(path.pop())
+                branches.pop()
+            elif following in path:
+                return path[path.index(following) :]
+            elif following not in finished:
+                path.append(following)
+                branches.append(iter(waits_for[following]))
+    return []
+
+
+def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
+    waits = [by_rank[rank].waits for rank in circle]
+    edges = [
+        f"rank {rank} waits {_wait_text(by_rank[rank])}"
+        + ("" if isinstance(by_rank[rank].waits, MessageWait) else f", for rank {following}")
+        for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    shown = edges if len(edges) <= _SENTENCES + 1 else [*edges[:_SENTENCES], "and so on"]
+    sentences = [f"{'; '.join(shown)}."]
+    calls = [wait for wait in waits if isinstance(wait, LoggedCall)]
+    if len(calls) == len(waits):
+        sentences.append(
+            "These ranks call the collectives of different groups in different orders: call them "
+            "in one order on all ranks."
+        )
+    elif calls:
+        sentences.append(
+            "These ranks call a collective and exchange messages in different orders: one that "
+            "waits for a message does not come to the collective that its sender is in."
+        )
+    else:
+        sentences.append(
+            "Each waits for a message that another would send later: send before you receive, or "
+            "use receive_async."
+        )
+    return sentences
+
+
+def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
+    """Nobody is missing: the calls do not fit together, or what carries the data is stuck."""
+    sentences = _waits(waiting)
+    for wait in (r.waits for r in waiting if isinstance(r.waits, LoggedCall)):
+        calls = {
+            record.rank: logged.call
+            for record in members_of(wait.group, records)
+            for logged in record.calls_of(wait.group)
+            if logged.call.sequence == wait.call.sequence
+        }
+        difference = differing_methods(calls) or differing_calls(calls)
+        if difference:
+            return [*sentences, f"These do not belong together: {difference}."]
+    unknown = [record.rank for record in records if not record.is_known]
+    if unknown:
+        return [*sentences, f"Nothing is known of {who(unknown)}, on other nodes."]
+    stuck = "its data are under way, or what carries them is stuck"
+    return [*sentences, f"Every rank has called what it waits for: {stuck}."]

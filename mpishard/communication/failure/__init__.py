@@ -1,0 +1,1 @@
+"""How a job ends: abort, time limits, hooks, reports, preemption."""

@@ -1,0 +1,175 @@
+"""The backend of this process: found out, made, and set up once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from typing import Literal
+
+import threadpoolctl
+
+from mpishard import settings
+from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.failure import hooks as exit_hooks
+from mpishard.communication.failure.preemption import order_to_make_room
+from mpishard.communication.failure.rank_process import is_helper
+from mpishard.communication.mpi.backend import MPICommunicationBackend
+from mpishard.communication.mpi.launcher import launcher_name, not_launched_error
+from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
+from mpishard.communication.threads.backend import InMemoryCommunicationBackend
+from mpishard.communication.threads.run import current_backend
+from mpishard.communication.tracing.session import record_if_asked
+from mpishard.errors import CommunicationError
+
+__all__ = ["blas_threads", "init", "is_launched", "refuse_worlds_of_one"]
+
+_logger = logging.getLogger("mpishard")
+
+# One process is one rank of one MPI world: this is a fact of the process and not of a thread.
+_process_backend: CommunicationBackend | None = None
+_blas_threads: int | None = None
+
+exit_hooks.install_before_init()
+if settings.launcher_variable() is not None and not is_helper():
+    order_to_make_room.listen()
+
+
+def init(
+    backend: Literal["auto", "mpi", "memory"] = "auto", *, on_failure: OnFailure = "abort"
+) -> CommunicationBackend:
+    """The initialised backend of this process. Called twice, the same one.
+
+    Under MPI it is collective, and prepares the process: an exception that nobody catches ends
+    the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
+    the environment says how many.
+
+    Parameters
+    ----------
+    backend : {"auto", "mpi", "memory"}
+        ``auto`` is MPI where a launcher started this process (mpiexec, mpirun, srun), and one
+        rank in memory elsewhere. Inside `run_in_threads`, ``auto`` and ``memory`` are the
+        thread's own backend.
+    on_failure : {"abort", "shrink"}
+        What becomes of the other ranks of an MPI job where one is killed, or raises what nobody
+        catches: the job ends; or they raise `PeerError`, and may go on with
+        `CommunicationBackend.shrink`. That is for Open MPI, started by ``mpishard run --on-failure
+        shrink`` or ``mpiexec --with-ft ulfm``. In memory ranks can always go on.
+
+    Returns
+    -------
+    CommunicationBackend
+        Ready for collectives.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where MPI is asked for and there is no launcher, no mpi4py, or an MPI library that the
+        launcher does not belong to, or where a rank started this process, and the launcher did
+        not. Never a silent world of one. For "shrink" where MPI, as it was started, lets no rank
+        outlive another.
+    CommunicationError
+        Where ``memory`` is asked for under a launcher of several processes, or the process has a
+        backend of the other sort, or one whose ranks end together and "shrink" is asked for.
+    """
+    global _process_backend  # noqa: PLW0603
+    if backend not in ("auto", "mpi", "memory"):
+        raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    check_on_failure(on_failure)
+    settings.check()  # before MPI starts: a rank that fails alone later is waited for
+    threads = current_backend.get()
+    if threads is not None and threads._newest.is_initialized and backend != "mpi":
+        return threads._newest
+    present = None if _process_backend is None else _process_backend._newest
+    if present is not None and present.is_initialized:
+        sort = "mpi" if isinstance(present, MPICommunicationBackend) else "memory"
+        if backend not in ("auto", sort):
+            raise CommunicationError(
+                f"init({backend!r}): this process has {present.describe()} already"
+            )
+        if on_failure == "shrink" and isinstance(present, MPICommunicationBackend):
+            present._require_survival()
+        return present
+    made: CommunicationBackend
+    if backend == "mpi" or (backend == "auto" and is_launched()):
+        made = _mpi_backend(on_failure)
+    else:
+        refuse_worlds_of_one()
+        made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
+    _process_backend = made
+    made.initialize()
+    if not isinstance(made, MPICommunicationBackend):
+        record_if_asked(made)  # under MPI any backend's start does it
+    else:
+        _limit_blas_threads(made)
+    if made.rank == 0:
+        _warn_of_slow_kernels()
+    return made
+
+
+def blas_threads() -> int | None:
+    """BLAS threads that `init` gave to this process; None where it left them alone."""
+    return _blas_threads
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process as a rank."""
+    if settings.launcher_variable() is None:
+        return False
+    # A job step of one process (a shell on a compute node is one) needs no MPI.
+    return settings.launched_world_size() != 1 or importlib.util.find_spec("mpi4py") is not None
+
+
+def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
+    if settings.launcher_variable() is None:
+        # A launcher that sets no variable we know is seen by what MPI itself says.
+        if "mpi4py.MPI" not in sys.modules:
+            raise not_launched_error()
+        world = load_mpi().COMM_WORLD
+        if world.Get_size() == 1:
+            raise not_launched_error()
+        return MPICommunicationBackend(world, on_failure=on_failure)
+    return MPICommunicationBackend(on_failure=on_failure)
+
+
+def refuse_worlds_of_one() -> None:
+    """Refuse thread-ranks where a launcher started several processes.
+
+    Raises
+    ------
+    CommunicationError
+        Saying what each process would do alone.
+    """
+    launched = settings.launched_world_size()
+    if launched is not None and launched > 1 and not is_helper():
+        raise CommunicationError(
+            f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
+            "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"
+        )
+
+
+def _warn_of_slow_kernels() -> None:
+    loaded = loaded_kernel()
+    better = better_kernel(loaded)
+    if better is not None:
+        _logger.warning(
+            "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
+            "processor: import mpishard before numpy, start with mpishard run, or set "
+            "OPENBLAS_CORETYPE=%s",
+            loaded, better, better,
+        )  # fmt: skip
+
+
+def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
+    global _blas_threads  # noqa: PLW0603
+    if settings.blas_threads_are_set():
+        return
+    asked = settings.cpus_per_task()
+    _blas_threads = threads = asked or max(1, int(backend.cores_per_rank))
+    threadpoolctl.threadpool_limits(threads)
+    if backend.rank == 0:
+        source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"
+        plural = "s" if threads > 1 else ""
+        _logger.info("%d BLAS thread%s for each rank (%s)", threads, plural, source)

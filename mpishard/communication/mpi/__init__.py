@@ -1,0 +1,1 @@
+"""Processes as ranks, over MPI."""

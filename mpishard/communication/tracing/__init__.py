@@ -1,0 +1,1 @@
+"""What ranks did, and when: spans, and the files that hold them."""
