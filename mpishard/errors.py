@@ -74,6 +74,14 @@ class CollectiveMismatchError(CommunicationError):
     """
 
 
+class OutMismatchError(MpishardError, ValueError):
+    """Raised on every rank if the ``out`` arrays of a collective do not fit what the ranks send.
+
+    Their rows are not the sum of the ranks' rows, or one overlaps an array that other ranks read.
+    The message names the ranks. Nothing was written, and the world goes on.
+    """
+
+
 class PeerError(CommunicationError):
     """Raised on a rank because another rank failed or left.
 
