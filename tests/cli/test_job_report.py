@@ -10,7 +10,7 @@ from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, RankState, encode_place
+from mpishard.communication.contract.status import CallFile, RankState, encode_place
 from mpishard.communication.contract.reduction import ReductionOperation
 
 KILLED, ENDED, TERMINATED = signal.SIGKILL, 0, signal.SIGTERM

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli.leftovers import remove_shared_memory
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import CallFile
 
 FOLDER = Path("/dev/shm")
 

@@ -14,7 +14,7 @@ from mpishard.cli.log_folder import (
     prepare_log_folder,
 )
 from mpishard.cli.prepared_job import own_log_folder
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import CallFile
 
 
 def leave_logs(folder, text):

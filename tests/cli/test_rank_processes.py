@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import CallFile
 from mpishard.communication.failure import marks
 
 pytestmark = [

@@ -15,9 +15,9 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads, settings
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, MessageWait, RankState, call_files
+from mpishard.communication.contract.status import CallFile, MessageWait, RankState, call_files
 from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
 from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.mpi import call_board, mapped_files
 from mpishard.communication.mpi.call_board import CallBoard, FileJournal

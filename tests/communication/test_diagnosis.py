@@ -8,10 +8,10 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankState
 from mpishard.communication.contract.matching import check_calls
-from mpishard.communication.contract.naming import group_label, group_members, ranks_text
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.matching import group_label, group_members, ranks_text
+from mpishard.communication.contract.status import RankRecord
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.diagnostics.stall import (
     describe_stall,

@@ -9,8 +9,8 @@ import pytest
 
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.rank_record import RankRecord, records_of_files
+from mpishard.communication.contract.status import CallFile, LoggedCall, MessageWait, RankState
+from mpishard.communication.contract.status import RankRecord, records_of_files
 from mpishard.communication.diagnostics.departure import Departure
 from mpishard.communication.failure import exit_call as exit_call_module
 from mpishard.communication.failure.exit_call import exit_call, watch_exit
