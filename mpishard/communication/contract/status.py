@@ -454,14 +454,13 @@ class StatusReader:
         Each rank watches the next one of its node, in a ring, and skips those that have left. A
         rank that is stopped watches nobody, so each rank looks at one more, another one each time.
         """
-        watched = [_read(self._pages[rank], ()) for rank in self._ring]
-        watched = [record for record in watched if record.state is not RankState.LEFT]
-        if not watched:
-            return None
-        self._ring_turn += 1
-        for record in watched[0], watched[self._ring_turn % len(watched)]:
-            if not record.is_alive:
-                return record.rank
+        left = RankState.LEFT
+        watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
+        if watched:
+            self._ring_turn += 1
+            for rank in watched[0], watched[self._ring_turn % len(watched)]:
+                if not _read(self._pages[rank], ()).is_alive:
+                    return rank
         return None
 
     def claim_report(self, code: int) -> bool:
