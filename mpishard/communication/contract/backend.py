@@ -60,9 +60,9 @@ _LINE_BYTES = 64
 class Session:
     """The part of a rank that its root world and the groups split off it have in common."""
 
-    def __init__(self, status: StatusPage) -> None:
-        self.status = status
-        """The rank's own entry in the flight recorder."""
+    def __init__(self) -> None:
+        self.status: StatusPage | None = None
+        """The rank's own page of the flight recorder; there from `initialize` on."""
         self.broken: CommunicationError | None = None
         """The error of every call after one that was cut off; None while all is well."""
         self.lock = threading.RLock()
@@ -104,7 +104,7 @@ class CommunicationBackend(ABC):
     _rank_is_process = True  # and not a thread of it
     _heir: Self | None  # the world after this one, without the ranks that were lost
 
-    def __init__(self, status: StatusPage | None = None) -> None:
+    def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._heir = None
@@ -117,7 +117,7 @@ class CommunicationBackend(ABC):
         self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
-        self._session = Session(status or StatusPage.private())
+        self._session = Session()
         self.traffic = Traffic(self)
         """Bytes that this rank has sent and read."""
         self.check_collectives = True
@@ -185,8 +185,11 @@ class CommunicationBackend(ABC):
 
     @property
     def status(self) -> StatusPage:
-        """This rank's entry in the flight recorder: its last collectives, and its wait."""
-        return self._session.status
+        """This rank's page of the flight recorder: its last collectives, and its wait."""
+        page = self._session.status
+        if page is None:
+            page = self._session.status = StatusPage(self.rank, self.world_size)
+        return page
 
     # -------------------------------------------------------------------------------- life cycle
 

@@ -12,8 +12,8 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.naming import of_group
-from mpishard.communication.contract.call_file import MessageWait
+from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError, MpishardError
 

@@ -28,7 +28,7 @@ from mpishard.communication.contract.reduction import (
     TreeReducer,
     accumulation_dtype,
 )
-from mpishard.communication.contract.call_file import PLACE_BYTES, decode_place, encode_place
+from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
