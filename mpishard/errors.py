@@ -9,6 +9,7 @@
     |   |-- PeerError                      another rank raised, or left
     |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
     |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
+    |-- OutMismatchError (ValueError)      the ranks' out arrays do not fit
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- ReplicaError (RuntimeError)        the ranks' copies of a parameter differ
@@ -43,6 +44,7 @@ __all__ = [
     "NoSampleError",
     "NonFiniteLossError",
     "NotInitializedError",
+    "OutMismatchError",
     "PeerError",
     "Preempted",
     "ReplicaError",

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpishard.arrays import Array, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
-__all__ = ["PRIVATE", "Arena", "Nodes", "Place", "Places", "Regions", "number_nodes"]
+__all__ = [
+    "PRIVATE",
+    "Arena",
+    "Nodes",
+    "Place",
+    "Places",
+    "Regions",
+    "anonymous_memory",
+    "number_nodes",
+]
 
 Place = tuple[int, int]
 """A region of shared memory, by number, and a byte in it."""
@@ -113,6 +125,12 @@ class Regions:
         memory = self._memory[number]()
         assert memory is not None
         return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+
+
+def anonymous_memory(nbytes: int) -> Array:
+    """Zeroed memory for the threads of this process, of shape (``nbytes``,) and dtype uint8."""
+    # From whole pages, so that it begins where vector instructions and caches like it.
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
 def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:

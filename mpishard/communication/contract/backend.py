@@ -265,13 +265,13 @@ class CommunicationBackend(ABC):
         """
         if not self._pending and not self._transfers:
             return
-        self._enter()
+        self._acquire()
         try:
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
         finally:
-            self._leave()
+            self._release()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -724,8 +724,7 @@ class CommunicationBackend(ABC):
         >>> run_in_threads(3, body, on_failure="shrink")
         [(0, 2), None, (1, 2)]
         """
-        if not self._initialized:
-            raise self._not_ready_error()
+        self._ready()
         if not self._is_root:
             raise CommunicationError(
                 f"{self.describe()} was split off another world, which is the one to shrink(); "
@@ -985,15 +984,13 @@ class CommunicationBackend(ABC):
         return self._rounds - 1
 
     def _check_send(self, array: Array, destination: int, tag: int, name: str) -> None:
-        if not self._initialized:
-            raise self._not_ready_error()
+        self._ready()
         check_array(array, name)
         check_peer(destination, tag, self.rank, self.world_size)
         self.traffic.count("send", array.nbytes)
 
     def _check_receive(self, source: int, count: int, tag: int) -> None:
-        if not self._initialized:
-            raise self._not_ready_error()
+        self._ready()
         check_peer(source, tag, self.rank, self.world_size)
         if as_integer("count", count) < 0:
             raise ValueError(f"count must be 0 or more, got {count}")
@@ -1043,6 +1040,9 @@ class CommunicationBackend(ABC):
                 "on from there: this world has ended. Do not catch that exception inside a "
                 "collective, or end the job when it comes; nothing more can be called here"
             )
+
+    def _tell_of_break(self) -> None:
+        """Tell the other ranks, if `_break` has not: somebody caught the exception."""
 
     def _admit(self, kind: Kind, sequence: int) -> None:
         """Refuse a collective before it is recorded, if nothing can be called any more."""
@@ -1164,14 +1164,14 @@ class CommunicationBackend(ABC):
         out_rows: int = -1,
     ) -> Call:
         """Number and record a collective."""
-        if not self._initialized:
-            raise self._not_ready_error()
-        self._enter()
+        self._ready()
+        self._acquire()
         try:
             if self._called is not None:
                 # An exception struck between the last call's number and its first step.
                 self._break(in_call(self._called, self.label), CommunicationError("an exception"))
             if self._session.broken is not None:
+                self._tell_of_break()
                 raise self._session.broken
             self._admit(kind, self._sequence + 1)
             call = Call.describe(
@@ -1181,10 +1181,10 @@ class CommunicationBackend(ABC):
             self._sequence, self._called = call.sequence, call
             self.status.record(call, self.label, sys._getframe(1))
         finally:
-            self._leave()
+            self._release()
         return call
 
-    def _enter(self) -> None:
+    def _acquire(self) -> None:
         """Take the rank's lock, or refuse a second thread while a first is under way."""
         session = self._session
         if not session.lock.acquire(blocking=False):
@@ -1197,7 +1197,7 @@ class CommunicationBackend(ABC):
             )
         session.thread = threading.get_ident()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Give the rank's lock back."""
         self._session.lock.release()
 
@@ -1207,7 +1207,7 @@ class CommunicationBackend(ABC):
         in_flight = None
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
-        self._enter()
+        self._acquire()
         try:
             work = CollectiveWork(self, steps, call, in_flight)
             self._pending.append(work)
@@ -1215,19 +1215,19 @@ class CommunicationBackend(ABC):
             self._called = None
             self._forget_done()
         finally:
-            self._leave()
+            self._release()
         work.begun()
         return work
 
     def _begin(self, transfer: Transfer) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        self._enter()
+        self._acquire()
         try:
             self._transfers.append(transfer)
             transfer.advance()
             self._forget_done()
         finally:
-            self._leave()
+            self._release()
         transfer.begun()
         return transfer
 
@@ -1249,6 +1249,10 @@ class CommunicationBackend(ABC):
         if not self._regions.count:
             return PRIVATE, PRIVATE
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
+
+    def _ready(self) -> None:
+        if not self._initialized:
+            raise self._not_ready_error()
 
     def _not_ready_error(self) -> CommunicationError:
         if self._heir is not None:

@@ -41,9 +41,9 @@ class Driver(Protocol):
     def world_ranks(self) -> tuple[int, ...]:
         """As `CommunicationBackend.world_ranks`."""
 
-    def _enter(self) -> None: ...
+    def _acquire(self) -> None: ...
 
-    def _leave(self) -> None: ...
+    def _release(self) -> None: ...
 
     def _drive(self, work: Work) -> None: ...
 
@@ -121,7 +121,7 @@ class Work(ABC):
         if not self._done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
-            self._driver._enter()
+            self._driver._acquire()
             try:
                 self._driver._drive(self)
             except MpishardError:
@@ -130,7 +130,7 @@ class Work(ABC):
                 self._interrupted(error)
                 raise
             finally:
-                self._driver._leave()
+                self._driver._release()
                 if in_flight is not None:
                     in_flight.blocked(since)
         if self._error is not None:

@@ -40,11 +40,14 @@ from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.mpi.ulfm import is_loss
 from mpishard.errors import CommunicationError
 
-__all__ = ["Group"]
+__all__ = ["CUT_OFF", "Group"]
 
 _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
 """Groups whose arrays MPI may still read and write."""
+
+CUT_OFF = -1
+"""In a notice, instead of a last collective: the rank was cut off in one, and the world ends."""
 
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
@@ -195,10 +198,15 @@ class Group:
 
     def notify(self) -> None:
         """Tell the others, wherever they wait, that this rank has left. Idempotent."""
-        if self._notified or self._left or self._leaving is None:
+        if not self._left and self._leaving is not None:
+            self.send_notice(self.sequence)
+
+    def send_notice(self, last: int) -> None:
+        """Tell the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
+        if self._notified:
             return
         self._notified = True
-        notice = np.array([self.sequence], np.int64)
+        notice = np.array([last], np.int64)
         for rank in range(self.world_size):
             if rank != self.rank:
                 request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
@@ -206,7 +214,7 @@ class Group:
                 Message(request, self.in_flight, notice)
 
     def departures(self) -> dict[int, int]:
-        """The ranks that sent a notice, each with the number of its last collective."""
+        """The ranks that sent a notice, each with its last collective, or `CUT_OFF`."""
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG, status):
             notice = np.empty(1, np.int64)

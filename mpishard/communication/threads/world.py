@@ -20,7 +20,7 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.status import LoggedCall, RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.communication.mpi.node_memory import number_nodes
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 

@@ -19,8 +19,7 @@ from mpishard.communication.tracing.file import TRACE_FORMAT, TRACE_VERSION, Tra
 from mpishard.communication.tracing.recorder import Recorder, current_recorder
 
 if TYPE_CHECKING:
-    from mpishard.communication.contract.point_to_point import PointToPoint
-    from mpishard.communication.contract.transport import Transport
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["Clock", "compare_clocks", "record_if_asked", "start_recording", "stop_recording"]
 
@@ -45,7 +44,7 @@ class Clock:
     uncertainty: int
 
 
-def compare_clocks(backend: PointToPoint, now: Callable[[], int] = time.perf_counter_ns) -> Clock:
+def compare_clocks(backend: CommunicationBackend, now: Callable[[], int] = time.perf_counter_ns) -> Clock:
     """Learn how this rank's clock differs from rank 0's. Collective.
 
     Ranks of rank 0's node read the same clock. The others ask it for the time, and take the answer
@@ -77,7 +76,7 @@ def compare_clocks(backend: PointToPoint, now: Callable[[], int] = time.perf_cou
     return Clock(f"{job:x}", best[1], best[0] + 1)
 
 
-def start_recording(backend: PointToPoint, folder: Path, maximum_events: int) -> Recorder:
+def start_recording(backend: CommunicationBackend, folder: Path, maximum_events: int) -> Recorder:
     """Record what this rank does from now on, in ``folder``. Collective.
 
     Raises
@@ -120,7 +119,7 @@ def start_recording(backend: PointToPoint, folder: Path, maximum_events: int) ->
     return recorder
 
 
-def stop_recording(backend: Transport, error: BaseException | None = None) -> None:
+def stop_recording(backend: CommunicationBackend, error: BaseException | None = None) -> None:
     """Finish what ``backend`` records, if it does; ``error`` is why it ends early."""
     recorder = backend.recorder
     if recorder is None:
@@ -131,7 +130,7 @@ def stop_recording(backend: Transport, error: BaseException | None = None) -> No
         current_recorder.set(None)
 
 
-def record_if_asked(backend: PointToPoint) -> None:
+def record_if_asked(backend: CommunicationBackend) -> None:
     """Record this rank's run where ``MPISHARD_TRACE`` says so. Collective."""
     folder = settings.trace_folder()
     if folder is not None and current_recorder.get() is None:
