@@ -114,10 +114,11 @@ class Regions:
 
         `PRIVATE` if it lies in none.
         """
-        found = self._regions.get(id(array.base)) if array.base is not None else None
-        if found is None or array.base is not found[1]():
+        owner = array.base if isinstance(array.base, np.ndarray) else array
+        found = self._regions.get(id(owner))
+        if found is None or owner is not found[1]():
             return PRIVATE
-        return found[0], address(array) - address(array.base)
+        return found[0], address(array) - address(owner)
 
     def view(self, place: Place, like: Array) -> Array:
         """The array of the shape and dtype of ``like`` that begins at ``place``."""
@@ -215,4 +216,3 @@ class Nodes:
         """Whether the results of each node's ranks are one and the same array."""
         arrays = {(node, out) for node, (_, out) in zip(self.numbers, places, strict=True)}
         return all(out != PRIVATE for _, out in places) and len(arrays) == self.count
-

@@ -185,7 +185,7 @@ class CommunicationBackend(ABC):
 
     @property
     def status(self) -> StatusPage:
-        """This rank's page of the flight recorder: its last collectives, and its wait."""
+        """The flight recorder's page of this rank: its last collectives, and its wait."""
         page = self._session.status
         if page is None:
             page = self._session.status = StatusPage(self.rank, self.world_size)
@@ -219,6 +219,8 @@ class CommunicationBackend(ABC):
             raise self._not_ready_error()
         if not self._initialized:
             settings.check()
+            if self._is_root:
+                self._session = Session()
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)

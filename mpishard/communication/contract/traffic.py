@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ class Traffic:
     """
 
     def __init__(self, member: _Member) -> None:
-        self._member = member
+        self._member: _Member = weakref.proxy(member)  # which holds this
         self.bytes_sent: Counter[str] = Counter()
         self.bytes_read: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()

@@ -157,11 +157,10 @@ class MPICommunicationBackend(CommunicationBackend):
                 with job.making_group():
                     self._group = self._make_group(self._comm.Dup(), rings)
             self._sequence, self._called = 0, None
-            self._session.broken = None
             self._pending.clear()
         group = self._group
         self._messages = Messages(group, self.world_ranks)
-        self._collectives = Collectives(self, group, self._reducer, self._left_error)
+        self._collectives = Collectives(self, group)
         job.join(group, self)
         _worlds.add(self)
         if self._is_root:

@@ -12,22 +12,19 @@ Data are combined by `TreeReducer`: no reduction of the library is used, whose o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace, is_device_array
+from mpishard.arrays import Array, address, array_namespace, is_device_array
 from mpishard.communication.contract.arena import PRIVATE, Places
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.reduction import (
-    ReductionOperation,
-    TreeReducer,
-    accumulation_dtype,
-)
+from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
@@ -50,23 +47,13 @@ class Collectives:
         The backend that they belong to: its ranks, checks, regions and counts.
     group : Group
         What the ranks communicate through.
-    reducer : TreeReducer
-        Combines contributions.
-    departed : callable
-        The error for a rank, and its last collective, that left while a call waited for it.
     """
 
-    def __init__(
-        self,
-        backend: CommunicationBackend,
-        group: Group,
-        reducer: TreeReducer,
-        departed: Callable[[int, int, Call], PeerError],
-    ) -> None:
-        self._backend = backend
+    def __init__(self, backend: CommunicationBackend, group: Group) -> None:
+        # No cycle: a group is left as soon as nobody holds its backend.
+        self._backend: Any = weakref.proxy(backend)
         self._group = group
-        self._reducer = reducer
-        self._departed = departed
+        self._reducer = backend._reducer
         self._rank, self._world_size = backend.rank, backend.world_size
         self._nodes = backend.topology
         self._regions = backend._regions
@@ -98,7 +85,8 @@ class Collectives:
             self._backend._verify(headers.calls)
         except PeerError as error:
             local = self._backend.world_ranks.index(error.rank)
-            group.broken = self._departed(local, headers.calls[local].sequence - 1, call)
+            last = headers.calls[local].sequence - 1
+            group.broken = self._backend._left_error(local, last, call)
             raise group.broken from None
         except CollectiveMismatchError:
             pass  # raised below, when each rank's line is known
@@ -270,7 +258,7 @@ class Collectives:
                 places, any_on_device = headers.places()
                 pieces = split_up(result, sizes)
                 mine = pieces[self._rank]
-                if _starts_elsewhere(mine, flat):
+                if address(mine) != address(flat):
                     mine[...] = flat
                 if self._nodes.results_are_shared(places):
                     if self._nodes.count > 1:
@@ -399,8 +387,10 @@ class Collectives:
             return received
 
     def _move(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> Steps:
-        """Send ``outgoing[r]`` to rank r, and receive its ``incoming[r]``, in as many rounds as
-        the ``longest`` of all ranks needs."""
+        """Send ``outgoing[r]`` to rank r, and receive its ``incoming[r]``.
+
+        In as many rounds as the ``longest`` part of all ranks needs.
+        """
         if self._world_size == 1:
             return
         step = self._group.channel.longest_each(outgoing[0].itemsize)
@@ -559,13 +549,8 @@ def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
     ]
 
 
-def _starts_elsewhere(a: Array, b: Array) -> bool:
-    """Whether two arrays do not begin at one address."""
-    return bool(a.__array_interface__["data"][0] != b.__array_interface__["data"][0])
-
-
 def _overlap(array: Array, out: Array, own: Array | None = None) -> bool:
     """Whether ``out`` shares memory with ``array`` and does not begin where ``own`` of it does."""
     if not array_namespace(array).may_share_memory(array, out):
         return False
-    return _starts_elsewhere(array if own is None else own, out)
+    return address(array if own is None else own) != address(out)

@@ -104,9 +104,7 @@ class DeviceCollectives:
         self._pinned.give(buffer)
         return array
 
-    def scatter(
-        self, call: Call, array: Array, counts: tuple[int, ...] | None, root: int
-    ) -> Steps:
+    def scatter(self, call: Call, array: Array, counts: tuple[int, ...] | None, root: int) -> Steps:
         """A new array of this rank's rows of the root's."""
         buffer, host = self._bring(array)
         piece = yield from self._host.scatter(call, host, counts, root)

@@ -86,9 +86,7 @@ class Group:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.data, request = comm.Idup()
-        while not request.Test():
-            yield_processor()
+        self.data: Any = _duplicate(comm)
         self.in_flight: set[Pending] = set()
         self.exchange: Exchange = rings or MessageExchange(mpi, comm, self.data, self.in_flight)
         self.messages = MessageChannel(mpi, self.data, self.in_flight, reducer)
@@ -293,6 +291,14 @@ class Group:
             return False
         messages = [request for request in self.in_flight if isinstance(request, Message)]
         return sum(not request.test() for request in messages) == 0
+
+
+def _duplicate(comm: Any) -> Any:
+    """A duplicate of ``comm``. Collective; waits without holding the processor."""
+    duplicate, request = comm.Idup()
+    while not request.Test():
+        yield_processor()
+    return duplicate
 
 
 def _has_leave(headers: Headers) -> bool:

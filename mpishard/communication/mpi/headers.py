@@ -261,9 +261,7 @@ class Rings:
         places = [divmod(ring, _RINGS) for ring, _ in taken]
         if any(own < _RINGS - _RINGS_WITH_ROWS for _, own in places):
             return None
-        return [
-            rank * _RINGS_WITH_ROWS + own - (_RINGS - _RINGS_WITH_ROWS) for rank, own in places
-        ]
+        return [rank * _RINGS_WITH_ROWS + own - (_RINGS - _RINGS_WITH_ROWS) for rank, own in places]
 
     def take(self) -> Ring:
         """A ring of this rank; `NO_RING` if none is free."""
@@ -336,12 +334,15 @@ class RingExchange(Exchange):
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            at, rows, memory = 0, posted.rows, self._bytes
-            for start in self._rows[number % SLOTS]:
-                payload = start + _PAYLOAD
-                rows[at : at + HEADER_BYTES] = memory[start : start + HEADER_BYTES]
-                rows[at + HEADER_BYTES : at + ROW_BYTES] = memory[payload : payload + INLINE_BYTES]
-                at += ROW_BYTES
+            rows, memory = posted.rows, self._bytes
+            for rank, start in enumerate(self._rows[number % SLOTS]):
+                at, payload = rank * ROW_BYTES, start + _PAYLOAD
+                if rank == self._rank:  # its slot may hold a later row already
+                    rows[at : at + ROW_BYTES] = posted.row
+                else:
+                    data = at + HEADER_BYTES
+                    rows[at:data] = memory[start : start + HEADER_BYTES]
+                    rows[data : at + ROW_BYTES] = memory[payload : payload + INLINE_BYTES]
             posted.done = True
             self._posted.popleft()
             numbers[self._read] = number

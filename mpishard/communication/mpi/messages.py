@@ -189,9 +189,7 @@ class Channel(Protocol):
     def longest_each(self, itemsize: int) -> int:
         """Most elements that a rank sends to each other in one round of `reduce` or `move`."""
 
-    def reduce(
-        self, parts: Sequence[Array], operation: ReductionOperation, piece: Array
-    ) -> Steps:
+    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
 
         ``piece`` may be this rank's own part.
@@ -225,9 +223,7 @@ class MessageChannel:
     ROUND_BYTES = 1 << 23
     """About how much a rank receives in one round of a reduction."""
 
-    def __init__(
-        self, mpi: Any, comm: Any, in_flight: set[Pending], reducer: TreeReducer
-    ) -> None:
+    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending], reducer: TreeReducer) -> None:
         self._mpi, self._comm = mpi, comm
         self._rank: int = comm.Get_rank()
         self._world_size: int = comm.Get_size()
@@ -246,9 +242,7 @@ class MessageChannel:
     def longest_each(self, itemsize: int) -> int:
         return max(1, self.ROUND_BYTES // (itemsize * max(1, self._world_size - 1)))
 
-    def reduce(
-        self, parts: Sequence[Array], operation: ReductionOperation, piece: Array
-    ) -> Steps:
+    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
         on_device = is_device_array(own)

@@ -92,9 +92,7 @@ class RowChannel:
     def longest_each(self, itemsize: int) -> int:
         return self.ROW_BYTES // itemsize // self._world_size
 
-    def reduce(
-        self, parts: Sequence[Array], operation: ReductionOperation, piece: Array
-    ) -> Steps:
+    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         own, rank = parts[self._rank], self._rank
         slot = self.longest_each(own.itemsize)
         rows = self._rows(own.dtype)

@@ -24,10 +24,9 @@ from mpishard.arrays import (
     is_device_array,
     synchronize,
 )
-from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.arena import anonymous_memory
-from mpishard.communication.contract.backend import refuse_other_message
+from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
+from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.threads.messages import Delivery, Letter, Taken
 from mpishard.communication.threads.world import World

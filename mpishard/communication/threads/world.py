@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpishard import settings
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.status import LoggedCall, RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.communication.contract.arena import number_nodes
 from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 

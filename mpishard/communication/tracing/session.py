@@ -44,7 +44,9 @@ class Clock:
     uncertainty: int
 
 
-def compare_clocks(backend: CommunicationBackend, now: Callable[[], int] = time.perf_counter_ns) -> Clock:
+def compare_clocks(
+    backend: CommunicationBackend, now: Callable[[], int] = time.perf_counter_ns
+) -> Clock:
     """Learn how this rank's clock differs from rank 0's. Collective.
 
     Ranks of rank 0's node read the same clock. The others ask it for the time, and take the answer
