@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -271,6 +272,25 @@ class TestReports:
         assert readers[0].dead_rank() == 1
         readers[1].page.end(RankState.LEFT)
         assert readers[0].dead_rank() is None
+
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
+    def test_a_process_that_is_stopped_is_seen(self, temporary, monkeypatch):
+        readers = shared(2, monkeypatch)
+        assert not readers[0].records()[1].is_stopped
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+            fields = list(status._IDENTITY.unpack_from(readers[1].page._memory))
+            fields[6:8] = child.pid, status._process(child.pid)[1]
+            status._IDENTITY.pack_into(readers[1].page._memory, 0, *fields)
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            record = readers[0].records()[1]
+            child.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, child.pid, os.WCONTINUED)
+            after = readers[0].records()[1]
+            child.kill()
+        assert (record.is_stopped, record.is_alive, record.pid) == (True, True, child.pid)
+        assert readers[0].dead_rank() == 1  # now it is gone
+        assert (after.is_stopped, after.is_alive) == (False, True)
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
     @pytest.mark.parametrize("gone", [(1,), (3,), (0, 3), (1, 2), (4, 0, 1)])

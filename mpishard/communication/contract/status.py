@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -47,6 +47,7 @@ __all__ = [
     "encode_place",
     "members_of",
     "records_in",
+    "stopped_siblings",
 ]
 
 _MAGIC = b"mpishard"
@@ -443,6 +444,11 @@ class StatusReader:
         found[self.page.rank] = self.page.read()
         # A page that is not in the job's folder yet is that of a rank that has not come to init.
         is_known = self._folder is not None and not self._is_shared
+        if not self._is_shared:
+            for record in stopped_siblings():
+                if record.rank in self._launched:
+                    rank = self._launched.index(record.rank)
+                    found.setdefault(rank, replace(record, rank=rank))
         return [
             found.get(rank) or RankRecord(rank, is_known=is_known)
             for rank in range(len(self._launched))
@@ -569,6 +575,29 @@ def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
     process entered its worlds.
     """
     return [_read(page, None if with_calls else ()) for page in _pages_in(folder)]
+
+
+def stopped_siblings() -> list[RankRecord]:
+    """The stopped processes among those that this process's launcher started here.
+
+    For ranks in ``init``, which cannot read each other's pages yet. ``rank`` is the number of the
+    process among those of the launcher, and ``is_known`` is False.
+    """
+    found = []
+    for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a process may end meanwhile
+            for pid in path.read_text().split():
+                letter, _ = _process(int(pid)) or (b"", 0)
+                if letter and letter in b"Tt":
+                    text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                    pairs = (variable.partition("=") for variable in text.split("\0"))
+                    rank = settings.launched_rank({name: value for name, _, value in pairs})
+                    if rank is not None:
+                        stopped = RankRecord(
+                            rank, is_known=False, is_stopped=True, launched_rank=rank, pid=int(pid)
+                        )
+                        found.append(stopped)
+    return found
 
 
 def _pages_in(folder: Path) -> list[mmap.mmap]:

@@ -28,7 +28,7 @@ from mpishard.communication.contract.status import (
     members_of,
 )
 from mpishard.communication.contract.work import in_call
-from mpishard.communication.diagnostics.table import rank_table, seconds_text
+from mpishard.communication.diagnostics.table import rank_table, seconds_text, stopped_text
 
 __all__ = [
     "circle_of", "describe_departure", "describe_stall", "longest_waiting", "parting",
@@ -63,7 +63,10 @@ def describe_stall(records: Sequence[RankRecord]) -> str:
 
 def longest_waiting(records: Sequence[RankRecord]) -> int | None:
     """The rank that has waited for the longest: who may speak for all. None where none waits."""
-    waiting = [record for record in records if record.waited]
+    able = [r for r in records if r.is_alive and not r.is_stopped]
+    waiting = [r for r in able if r.waited]
+    if not waiting and (all(r.is_known for r in records) or any(map(_stopped, records))):
+        waiting = [r for r in able if r.state is RankState.STARTED]
     return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
 
 
@@ -78,15 +81,20 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         Seconds since the epoch.
     """
     by_rank = {record.rank: record for record in records}
-    waiting = [record for record in records if record.waits is not None]
+    waiting = [record for record in records if _is_waiting(record)]
     waits_for = {record.rank: _waits_for(record, records) for record in waiting}
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
         record
         for record in records
-        if record.is_known
-        and record.waits is None
-        and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        if _stopped(record)
+        or (is_in_init and record.is_known and record.state is None)
+        or (
+            record.is_known
+            and record.waits is None
+            and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        )
     ]
     if odd:
         names = {record.rank for record in odd}
@@ -110,11 +118,11 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    late = [record for record in records if record.is_known and not record.has_left]
+    late = [r for r in records if r.is_known and (not r.has_left or _stopped(r))]
     if not late:
         return "for ranks of other nodes, of which nothing is known here"
-    waiting = [record for record in late if record.waits is not None]
-    others = [record for record in late if record.waits is None]
+    waiting = [record for record in late if _is_waiting(record)]
+    others = [record for record in late if not _is_waiting(record)]
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
     told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
     return f"for {who([record.rank for record in late])}. {told}"
@@ -160,6 +168,14 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
         if sentence:
             return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
     return ""
+
+
+def _stopped(record: RankRecord) -> bool:
+    return record.is_stopped and record.state is not RankState.LEFT
+
+
+def _is_waiting(record: RankRecord) -> bool:
+    return record.waits is not None and not _stopped(record)
 
 
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
@@ -214,6 +230,8 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     """What one odd rank does, behind its name: the same text for those that do the same."""
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {last}"
+    if _stopped(record):
+        return f" is {stopped_text(record)}; continue it with kill -CONT {record.pid}, or end it"
     if not record.is_alive and not record.has_left:
         return ": gone, killed (out of memory?) or ended without leaving"
     if record.state is None:
@@ -236,6 +254,8 @@ def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
     """What the ranks ought to have called, where a function of this package was called."""
+    if any(map(_stopped, odd)):
+        return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
         sentence = parting(records, group)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpishard.communication.contract.matching import of_group, who
-from mpishard.communication.contract.status import LoggedCall, RankRecord, RankState
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 
-__all__ = ["rank_table", "seconds_text"]
+__all__ = ["rank_table", "seconds_text", "stopped_text"]
 
 _ONE_EACH = 8
 """Up to so many ranks each has an entry of its own."""
@@ -49,6 +49,23 @@ def seconds_text(seconds: Iterable[float]) -> str:
     """A time, or the range of several: ``31 s``, ``28 to 31 s``."""
     texts = [f"{s:.1f}" if s < 10 else f"{s:.0f}" for s in sorted(seconds)]
     return f"{texts[0]} s" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]} s"
+
+
+def stopped_text(record: RankRecord) -> str:
+    """The place where the process of a rank is stopped."""
+    if record.state is None:
+        where = "before or in init"
+    elif record.state is RankState.STARTED:
+        where = "in init"
+    elif record.state is RankState.LEAVING:
+        where = "while it waits for the others to leave"
+    elif isinstance(record.waits, MessageWait):
+        where = f"while it waits {record.waits}"
+    elif record.waits is not None:
+        where = f"in {record.waits}"
+    else:
+        where = f"in or after {record.calls[-1]}" if record.calls else "before any collective"
+    return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +112,10 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     """What the rank does, with ``{time}`` for the seconds that come second."""
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {_literal(str(last))}"
+    if record.is_stopped and record.state is not RankState.LEFT:
+        return _literal(stopped_text(record)), 0.0
     if not record.is_known:
-        return "on another node, whose call log cannot be read from here", 0.0
+        return "on another node, whose status pages cannot be read from here", 0.0
     if record.state is None:
         return "has not come to init", 0.0
     if record.has_left:
