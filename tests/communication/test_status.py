@@ -31,7 +31,7 @@ def share(readers, ranks=None):
     """Open the pages of each other, of ``readers`` of a whole world; ``ranks`` are on one node."""
     ranks = range(len(readers)) if ranks is None else ranks
     for rank in ranks:
-        readers[rank].share(lambda _: [(r._path, r._error) for r in readers], ranks)
+        readers[rank].share(lambda _: [reader._path for reader in readers], ranks)
 
 
 def shared(world_size):
@@ -145,7 +145,7 @@ class TestFiles:
         ) as child:
             path = Path(child.stdout.readline().decode().strip())
             reader = StatusReader(0, 2)
-            reader.share(lambda own: [own, (path, "")], [0, 1])
+            reader.share(lambda own: [own, path], [0, 1])
             assert reader.dead_rank() is None
             child.kill()
         assert not path.exists()
@@ -186,18 +186,19 @@ class TestFiles:
     ):
         page, precious = StatusPage(0, 2), tmp_path / "precious"
         precious.write_text("keep")
-        begun = tmp_path / f".{page.name}.part"
-        begun.symlink_to(precious)
+        path = tmp_path / page.name
+        path.symlink_to(precious)
         page.publish(tmp_path)
-        assert not (tmp_path / page.name).is_symlink()
+        assert not path.is_symlink()
+        path.unlink()
         assert precious.read_text() == "keep"
         # Another user puts it there between the two steps.
         monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
-        for trap in (lambda: begun.symlink_to(precious), begun.touch):
+        for trap in (lambda: path.symlink_to(precious), path.touch):
             trap()
             with pytest.raises(FileExistsError):
                 page.publish(tmp_path)
-            os.unlink(begun)  # noqa: PTH108
+            os.unlink(path)  # noqa: PTH108
         assert precious.read_text() == "keep"
 
     def test_without_files_training_goes_on_and_one_rank_says_so(

@@ -59,7 +59,6 @@ _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{PLACE_BYTES}sq")
 _PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 _LOCK = "report.lock"
-_HAS_PROC = Path("/proc/self").is_dir()
 
 _PLACES_KEPT = 1024
 _CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
@@ -254,31 +253,21 @@ class StatusPage:
         """
         if folder is None:
             handle = os.memfd_create(self.name)
-            weakref.finalize(self, os.close, handle)
             path = Path(f"/proc/{os.getpid()}/fd/{handle}")
-            self._move(handle)
-            return path
-        # A reader that has an earlier file of this name mapped keeps it; none sees half a page.
-        path, part = folder / self.name, folder / f".{self.name}.part"
-        # A file there is of an earlier process of this number, or the trap of another user.
-        part.unlink(missing_ok=True)
-        handle = os.open(part, _CREATE, 0o600)
-        try:
-            self._move(handle)
-            part.replace(path)
-        except OSError:
-            part.unlink()
-            raise
-        finally:
-            os.close(handle)
-        return path
-
-    def _move(self, handle: int) -> None:
+        else:
+            path = folder / self.name
+            # A file there is of an earlier process of this number, or the trap of another user.
+            path.unlink(missing_ok=True)
+            handle = os.open(path, _CREATE, 0o600)
+        weakref.finalize(self, os.close, handle)
         # A full file system must fail here, and not by SIGBUS later.
         os.posix_fallocate(handle, 0, _PAGE_BYTES)
         memory = mmap.mmap(handle, _PAGE_BYTES)
-        memory[:] = self._memory[:]
+        # The magic comes last: it makes the file a page.
+        memory[8:] = self._memory[8:]
+        memory[:8] = self._memory[:8]
         self._memory = memory
+        return path
 
     def record(self, call: Call, group: str, frame: FrameType | None) -> None:
         """Number ``call``, and write it down with the nearest frame of the user's code.
@@ -395,7 +384,7 @@ class StatusReader:
         self._launched = tuple(launched_ranks or range(world_size))
         self.page = StatusPage(rank, world_size, self._launched[rank], next(_world_numbers))
         """The page of this rank."""
-        self._paths: list[Path | None] = []  # of all ranks' pages, once they were exchanged
+        self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
         self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
         # The node's other ranks whose process can be seen, from the one after this on.
         self._ring: list[int] = []
@@ -405,12 +394,11 @@ class StatusReader:
         folder = settings.job_folder()
         # A node that the job's folder is not on has none.
         self._folder = folder if folder is not None and folder.is_dir() else None
-        self._path: Path | None = None
-        self._error = ""
+        self._path: Path | str  # of the page; or why there is none
         try:
             self._path = self.page.publish(self._folder)
         except (OSError, AttributeError) as error:  # no memfd_create on this system
-            self._error = str(error)
+            self._path = str(error)
 
     def share(self, exchange: Callable[[Any], Sequence[Any]], ranks: Sequence[int]) -> None:
         """Open the pages of this node's other ranks. Collective.
@@ -422,63 +410,60 @@ class StatusReader:
         ranks : sequence of int
             The world rank of each rank of this node.
         """
-        answers = exchange((self._path, self._error))
-        self._paths = [path for path, _ in answers]
-        failed = next((rank for rank, (_, error) in enumerate(answers) if error), None)
+        self._paths = exchange(self._path)
+        failed = next((r for r, path in enumerate(self._paths) if isinstance(path, str)), None)
         if failed is not None and self.page.rank == 0:
             _logger.warning(
                 "reports on ranks that fail or wait will say less: rank %d could not share its "
-                "status page (%s). Training goes on", failed, answers[failed][1],
+                "status page (%s). Training goes on", failed, self._paths[failed],
             )  # fmt: skip
-        here = {rank: path for rank in ranks if (path := self._paths[rank]) is not None}
-        for rank, path in here.items():
+        here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
+        for rank in here.keys() - {self.page.rank}:
             # In containers with process numbers of their own a page may be out of reach.
             with contextlib.suppress(OSError, ValueError):
-                if rank != self.page.rank:
-                    self._pages[rank] = _open(path, rank)
-        seen = sorted(rank for rank, page in self._pages.items() if _read(page, ()).is_alive)
+                self._pages[rank] = _open(here[rank], rank)
+        seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
-        lock = self._folder / _LOCK if self._folder is not None else next(iter(here.values()), None)
-        if lock is not None:
-            # Each rank opens it for itself: a lock belongs to the opening, not to the file.
-            with contextlib.suppress(OSError):
+        lock = next(iter(here.values()), None) if self._folder is None else self._folder / _LOCK
+        with contextlib.suppress(OSError):
+            if lock is not None:
+                # Each rank opens it for itself: a lock belongs to the opening, not to the file.
                 self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 weakref.finalize(self, os.close, self._lock)
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world, in rank order."""
-        found = {} if self._paths else self._found_in_init()
+        found: dict[int, RankRecord] = {}
+        if not self._paths:
+            for record in stopped_siblings():
+                if record.rank in self._launched:
+                    rank = self._launched.index(record.rank)
+                    found[rank] = replace(record, rank=rank)
+            if self._folder is not None:
+                found |= {r.rank: r for r in records_in(self._folder) if self._may_be_ours(r)}
         for rank, path in enumerate(self._paths):
-            if rank in self._pages:
-                found[rank] = _read(self._pages[rank])
-            elif path is not None and path.parent == self._folder:
-                with contextlib.suppress(OSError, ValueError):  # a node without the folder
+            with contextlib.suppress(OSError, ValueError):  # of a node without the job's folder
+                if rank in self._pages:
+                    found[rank] = _read(self._pages[rank])
+                elif isinstance(path, Path) and path.parent == self._folder:
                     found[rank] = _read(_open(path, rank))
         found[self.page.rank] = self.page.read()
         # A page that is not in the job's folder yet is that of a rank that has not come to init.
         is_known = self._folder is not None and not self._paths
-        return [
-            found.get(rank) or RankRecord(rank, is_known=is_known)
-            for rank in range(len(self._launched))
-        ]
+        size = len(self._launched)
+        return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
 
-    def _found_in_init(self) -> dict[int, RankRecord]:
-        """Records of other ranks of this world before its ranks have exchanged their paths."""
-        found = {}
-        for record in stopped_siblings():
-            if record.rank in self._launched:
-                rank = self._launched.index(record.rank)
-                found[rank] = replace(record, rank=rank)
-        # A process enters a world of the same processes; of several such worlds the last one is
-        # meant, and one that is complete is not this one.
-        for record in [] if self._folder is None else records_in(self._folder):
-            if (
-                record.state in (RankState.STARTED, RankState.REPORTED)
-                and record.world_size == len(self._launched)
-                and self._launched[record.rank] == record.launched_rank
-            ):
-                found[record.rank] = record
-        return found
+    def _may_be_ours(self, record: RankRecord) -> bool:
+        """Whether a page is that of a rank of this world, if the paths were not exchanged yet.
+
+        A process enters a world of the same processes; of several such worlds the last one is
+        meant, and one that is complete is not this one.
+        """
+        return (
+            record.state in (RankState.STARTED, RankState.REPORTED)
+            and record.world_size == len(self._launched)
+            and self._launched[record.rank] == record.launched_rank
+        )
 
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone though it has not left; None if none is seen.
@@ -488,12 +473,9 @@ class StatusReader:
         """
         left = RankState.LEFT
         watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
-        if watched:
-            self._ring_turn += 1
-            for rank in watched[0], watched[self._ring_turn % len(watched)]:
-                if not _read(self._pages[rank], ()).is_alive:
-                    return rank
-        return None
+        self._ring_turn += 1
+        two = [*watched[:1], *watched[self._ring_turn % max(1, len(watched)) :][:1]]
+        return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
     def claim_report(self, code: int) -> bool:
         """Whether this rank is the first to report the end of the job, with exit code ``code``.
@@ -577,7 +559,7 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
     else:
         waits = next((logged for logged in calls if logged.number == number), None)
     is_alive, is_stopped = True, False
-    if _HAS_PROC and _text(host) == socket.gethostname():
+    if _text(host) == socket.gethostname():
         letter, began = _process(pid)
         is_alive = began == start and letter not in (b"Z", b"X")
         is_stopped = is_alive and letter in (b"T", b"t")
