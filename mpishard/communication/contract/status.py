@@ -46,11 +46,13 @@ _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
 # Magic, format, rank, world size, launched rank, world number, process, its start, host.
 _IDENTITY = struct.Struct("=8sqqqqqqq64s")
-_STATE, _CODE, _COUNT, _WAITS, _WAITS_SINCE = 128, 136, 144, 152, 160
-_MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
+_COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
+# Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
+_WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
+_WAITS = _WAIT_AT + 8
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
-_NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
+_NUMBER = struct.Struct("=q")
 _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 PLACE_BYTES = _PLACE.size
 """Number of bytes of `encode_place`."""
@@ -318,14 +320,11 @@ class StatusPage:
         """Write down what the rank waits for from now on. A short wait need not be recorded."""
         self.awaited = awaited
         if isinstance(awaited, MessageWait):
-            number, group = -1, _tail(awaited.group, GROUP_BYTES)
-            _MESSAGE.pack_into(
-                self._memory, _MESSAGE_AT, awaited.peer, awaited.tag, awaited.is_send, group
-            )
+            group = _tail(awaited.group, GROUP_BYTES)
+            what = -1, awaited.peer, awaited.tag, awaited.is_send, group
         else:
-            number = awaited.number
-        _SECONDS.pack_into(self._memory, _WAITS_SINCE, time.time())
-        _NUMBER.pack_into(self._memory, _WAITS, number)
+            what = awaited.number, 0, 0, False, b""
+        _WAIT.pack_into(self._memory, _WAIT_AT, time.time(), *what)
 
     def go_on(self) -> None:
         """Write down that the wait is over."""
@@ -549,12 +548,10 @@ def _open(path: Path, rank: int | None = None) -> mmap.mmap:
 def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankRecord:
     """The content of ``page``; the last collectives are read unless they are given."""
     _, _, rank, world_size, launched, world_number, pid, start, host = _IDENTITY.unpack_from(page)
-    state, code, count, number = (_number(page, at) for at in (_STATE, _CODE, _COUNT, _WAITS))
-    since: float = _SECONDS.unpack_from(page, _WAITS_SINCE)[0]
+    since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
     calls = _calls(page) if calls is None else calls
     waits: LoggedCall | MessageWait | None
     if number < 0:
-        peer, tag, is_send, group = _MESSAGE.unpack_from(page, _MESSAGE_AT)
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     else:
         waits = next((logged for logged in calls if logged.number == number), None)
@@ -564,9 +561,10 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
         is_alive = began == start and letter not in (b"Z", b"X")
         is_stopped = is_alive and letter in (b"T", b"t")
     return RankRecord(
-        rank, RankState(state), True, is_alive, is_stopped, calls, waits,
+        rank, RankState(_number(page, _STATE)), True, is_alive, is_stopped, calls, waits,
         max(0.0, time.time() - since) if number else 0.0,
-        world_size, launched, world_number, pid, _text(host), count, code,
+        world_size, launched, world_number, pid, _text(host),
+        _number(page, _COUNT), _number(page, _CODE),
         tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).split("\n")) if page[_MEMORY_AT] else (),
     )  # fmt: skip
 
