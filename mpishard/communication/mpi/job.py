@@ -90,7 +90,7 @@ class Job(Ending):
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
         if self.statuses is not None:
-            self.statuses.share(node.bcast, comm.allgather, ranks)
+            self.statuses.share(comm.allgather, ranks)
         node.Free()
         self._rings = self._make_rings(comm)
 
