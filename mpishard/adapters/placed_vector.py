@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import StructureOnlyError
@@ -105,6 +105,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     ) -> tuple[float, Array]:
         """Mean loss, and its gradient of shape (parameter_count,)."""
         self.check_input(x)
+        require_plain(y)
         full = np.zeros(self.parameter_count, self._dtype)
         parts = self._cut(full)
 
