@@ -169,6 +169,8 @@ def test_in_autograd_models(refused):
         return ((x * parameters["w"] - y) ** 2).mean()
 
     model = AutogradModel(loss, {"w": np.ones(2)})
+    with pytest.raises(TypeError, match=message):
+        model.set_parameters(array[0])
     for x, y in ((array, PLAIN), (PLAIN, array)):
         with pytest.raises(TypeError, match=message):
             model.train(x, y)

@@ -91,6 +91,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         return [vector[entry.start : entry.stop] for entry in self._entries]
 
     def _checked(self, parameters: Array) -> Array:
+        require_plain(parameters)
         if parameters.shape != (self.parameter_count,):
             raise ValueError(
                 f"{self._name} has {self.parameter_count} parameters; got a vector of shape "

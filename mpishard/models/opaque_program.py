@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,10 @@ class OpaqueProgram(WholeProgram):
         table = getattr(model, "parameter_table", None)
         whole = (ParameterEntry("parameters", (int(vector.size),), 0),)
         self.entries = whole if table is None else tuple(table.entries)
+        names = Counter(entry.name for entry in self.entries)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"parameter {twice[0]!r} stands twice in {type(model).__name__}")
         if sum(entry.size for entry in self.entries) != vector.size:
             raise ValueError(
                 f"the parameter_table of {type(model).__name__} has "
