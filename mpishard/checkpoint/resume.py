@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from mpishard.checkpoint.consensus import all_texts, share_text, together
+from mpishard.checkpoint.consensus import all_texts, differences, share_text, together
 from mpishard.checkpoint.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CheckpointError
+from mpishard.errors import CheckpointError, CommunicationError
 
-__all__ = ["newest_first", "newest_valid"]
+__all__ = ["newest_first", "newest_valid", "open_whole"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mpishard")
 
@@ -73,6 +77,60 @@ def newest_valid(
             "anew remove them, choose another folder, or pass resume=False"
         )
     return None
+
+
+def open_whole(
+    find: Callable[[], str | os.PathLike[str]],
+    backend: CommunicationBackend | None,
+    verify: Callable[[CheckpointReader], T],
+) -> tuple[CheckpointReader, T]:
+    """Open one save of a checkpoint that others may replace meanwhile. Collective.
+
+    If a save replaces the checkpoint before ``verify`` has returned, it is read again: twice at
+    most.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the path that `CheckpointReader` opens; may be collective.
+    backend : CommunicationBackend, optional
+        The ranks that open it together.
+    verify : callable
+        Looks at every block that will be read later. It raises on all ranks or on none.
+
+    Returns
+    -------
+    reader : CheckpointReader
+        The same save on every rank; the caller closes it.
+    T
+        The result of ``verify``.
+
+    Raises
+    ------
+    OSError
+        On every rank, if there is no checkpoint; also as ``verify``.
+    """
+    for looks_left in (2, 1, 0):
+        path = reader = None
+        try:
+            path = find()
+            with together(backend):
+                reader = CheckpointReader(path)
+            if backend is None or not differences(backend, {"save": reader.identity}):
+                return reader, verify(reader)
+            failure: Exception = CheckpointError(f"{path} was replaced while it was read")
+        except CommunicationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            failure = error
+        if reader is not None:
+            is_replaced = reader.was_replaced()
+            reader.close()
+        else:  # between the two renames of a save nothing, or half of it, is there
+            is_replaced = path is not None or isinstance(failure, FileNotFoundError)
+        if looks_left == 0 or not all_texts(backend, "replaced" if is_replaced else ""):
+            raise failure
+    raise AssertionError("the last look returns or raises")
 
 
 def newest_first(folder: CheckpointFolder) -> list[Entry]:
