@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mpishard.checkpoint.consensus import all_texts, differences, share_text, together
+from mpishard.checkpoint.consensus import (
+    all_texts,
+    share_path,
+    share_text,
+    together,
+)
 from mpishard.checkpoint.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.errors import CheckpointError, CommunicationError
+from mpishard.errors import CheckpointError
 
 __all__ = ["newest_first", "newest_valid", "open_whole"]
 
@@ -50,16 +55,20 @@ def newest_valid(
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
     listed = ""
+    place: Path | None = None
     with together(backend):
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
+            place = folder.path
             listed = json.dumps(
-                [[str(e.path), e.sequence, e.problem] for e in newest_first(folder)]
+                [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
             )
+    place = share_path(backend, place)
+    assert place is not None
     refused: list[str] = []
     for name, sequence, problem in json.loads(share_text(backend, listed)):
-        path = Path(name)
+        path = Path(place, name)
         reasons = [problem] if problem else _verify(path, backend, rank, world_size)
         if not reasons:
             if refused and rank == 0:
@@ -111,26 +120,27 @@ def open_whole(
         On every rank, if there is no checkpoint; also as ``verify``.
     """
     for looks_left in (2, 1, 0):
-        path = reader = None
+        path, failure, reader, opened = find(), None, None, None
         try:
-            path = find()
-            with together(backend):
-                reader = CheckpointReader(path)
-            if backend is None or not differences(backend, {"save": reader.identity}):
-                return reader, verify(reader)
-            failure: Exception = CheckpointError(f"{path} was replaced while it was read")
-        except CommunicationError:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            reader = CheckpointReader(path)
+            opened = reader, verify(reader)
+            found = f"save {reader.identity}"
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
             failure = error
+            # Between the two renames of a save nothing, or half of it, is there to be opened.
+            is_replaced = reader is None or reader.was_replaced()
+            found = "replaced" if is_replaced else "failed"
+        everyone = set(all_texts(backend, found))
+        if opened is not None and len(everyone) == 1:
+            return opened
         if reader is not None:
-            is_replaced = reader.was_replaced()
             reader.close()
-        else:  # between the two renames of a save nothing, or half of it, is there
-            is_replaced = path is not None or isinstance(failure, FileNotFoundError)
-        if looks_left == 0 or not all_texts(backend, "replaced" if is_replaced else ""):
+        if looks_left == 0 or ("failed" in everyone and "replaced" not in everyone):
+            break
+    with together(backend):
+        if failure is not None:
             raise failure
-    raise AssertionError("the last look returns or raises")
+    raise CheckpointError(f"the ranks read different saves: {path} was replaced while it was read")
 
 
 def newest_first(folder: CheckpointFolder) -> list[Entry]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
-from mpishard.checkpoint.consensus import share_text, together
+from mpishard.checkpoint.consensus import share_path, together
 from mpishard.checkpoint.content import Content, StagingBuffer, staged_bytes
 from mpishard.checkpoint.metadata import as_metadata
 from mpishard.checkpoint.pending import PendingSave
@@ -261,11 +261,9 @@ def load_states(
     backend = model.checkpoint_backend
 
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:
-        with together(backend):
-            wanted = _fitting(reader, model, states)
-        with together(backend):  # so that nothing is half loaded if a block is damaged
-            for kind, region, _ in _each(wanted):
-                reader.verify_region(kind, region)
+        wanted = _fitting(reader, model, states)
+        for kind, region, _ in _each(wanted):  # so that nothing is half loaded if one is damaged
+            reader.verify_region(kind, region)
         return wanted
 
     reader, wanted = open_whole(lambda: _agree_on_one(path, backend) or path, backend, verify)
@@ -286,12 +284,11 @@ def _agree_on_one(
 
     As rank 0 sees it: working directories may differ, and a folder change between two looks.
     """
-    found = ""
+    found = None
     with together(backend):
         if backend is None or backend.rank == 0:
-            found = str(find_single(path) or "")
-    found = share_text(backend, found)
-    return Path(found) if found else newest_valid(path, backend)
+            found = find_single(path)
+    return share_path(backend, found) or newest_valid(path, backend)
 
 
 def _fitting(

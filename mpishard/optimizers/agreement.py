@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -189,4 +190,6 @@ def require_same_rule(
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
+        return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)
