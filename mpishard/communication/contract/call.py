@@ -53,6 +53,7 @@ _DESCRIPTION = struct.Struct(f"{_NUMBERS}q")
 _HEADER = struct.Struct(f"q{_DESCRIPTION.size}s")
 _FIELDS = struct.Struct(f"{1 + _NUMBERS}q")
 _PADDING = tuple((0,) * n for n in range(settings.MAXIMUM_DIMS, -1, -1))
+_OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
 HEADER_BYTES = _HEADER.size
 """Number of bytes that describe a call on the wire."""
 
@@ -169,13 +170,15 @@ class Call:
         """The call and the line that made it, for a backend that sends them as one message."""
         packed = bytearray(HEADER_BYTES)
         self.encode(packed)
-        return bytes(packed) + f"{self.line}\n{self.method}\n{self.filename}".encode()
+        place = f"{self.line}\n{self.method}\n{self.filename}"
+        return bytes(packed) + place.encode(errors=_OF_PATHS)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Call:
         """The call that `to_bytes` wrote."""
         call = cls.decode(data)
-        line, call.method, call.filename = data[HEADER_BYTES:].decode().split("\n", 2)
+        place = data[HEADER_BYTES:].decode(errors=_OF_PATHS)
+        line, call.method, call.filename = place.split("\n", 2)
         call.line = int(line)
         return call
 
