@@ -16,6 +16,10 @@ _ONE_EACH = 8
 _MOST_LINES = 40
 
 
+class _RowsMismatchError(CollectiveMismatchError, ValueError):
+    """An ``out`` of the wrong length on one rank, which all ranks refuse together."""
+
+
 def check_calls(
     calls: Sequence[Call],
     ranks: Sequence[int] | None = None,
@@ -42,8 +46,8 @@ def check_calls(
     CollectiveMismatchError
         Where kinds differ, or what the collective says must match does. The message names the odd
         ones out, where most ranks agree, and lists each rank's call.
-    ValueError
-        Where the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
+        Also a ValueError if the rows of an ``out`` of all_gather are not the sum of the ranks'
+        rows.
     """
     numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
@@ -73,7 +77,7 @@ def check_calls(
         rows = [call.shape[0] for call in calls if call.shape]
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
-                raise ValueError(
+                raise _RowsMismatchError(
                     f"all_gather{of_group(group)}: out on rank {rank} has {call.out_rows} rows; "
                     f"the ranks send {rows}, {sum(rows)} in all"
                 )

@@ -205,6 +205,15 @@ class Transport(TrafficBooking):
         """What a rank that waits ``where`` raises for ``error``; here, that itself."""
         return error
 
+    def _break(self, where: str, error: BaseException) -> None:
+        """End this world, because only this rank raised ``error``, ``where`` it was.
+
+        Every rank's present and next calls raise: `PeerError` with this rank's number on the
+        others, `CommunicationError` here. Called on the rank that was interrupted inside a
+        collective that it had begun, perhaps several times; it must not raise. A world of one
+        goes on. Here, where no rank can be told, nothing.
+        """
+
     def _shrink(self) -> Self:
         """A new, initialised root world of the ranks that are left. This one is then `_retire`d.
 
@@ -306,10 +315,14 @@ class Transport(TrafficBooking):
 
     def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
         work = CollectiveWork(self, steps, call, in_flight or self._record(call))
-        self._pending.append(work)
-        work.advance()
-        self._forget_done()
-        work.begun()
+        try:
+            self._pending.append(work)
+            work.advance()
+            self._forget_done()
+            work.begun()
+        except BaseException as error:
+            work.interrupted(error)
+            raise
         return work
 
     def _record(self, call: Call) -> CollectiveInFlight | None:

@@ -46,6 +46,8 @@ class Driver(Protocol):
 
     def _explain(self, error: Exception, where: str) -> Exception: ...
 
+    def _break(self, where: str, error: BaseException) -> None: ...
+
 
 class Work(ABC):
     """A collective or a message that was issued and may not be complete.
@@ -100,9 +102,11 @@ class Work(ABC):
             except Exception as error:  # noqa: BLE001 - wait() raises it
                 explained = self._driver._explain(error, self.where)
                 self._done, self._error, self._waitable = True, explained, None
+                self.interrupted(explained)
             except BaseException as error:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
                 self._done, self._error, self._waitable = True, error, None
+                self.interrupted(error)
                 raise
             if self._done:
                 self._record_end()
@@ -117,14 +121,24 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            self._drive()
+            try:
+                self._drive()
+            except BaseException as error:
+                self.interrupted(error)
+                raise
         if self._error is not None:
             raise self._error
         return self._result
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Never go on: `wait` raises ``error``."""
         self._done, self._error, self._waitable = True, error, None
+
+    def interrupted(self, error: BaseException) -> None:
+        """Take note that ``error`` was raised while this rank issued or drove it.
+
+        Nothing follows for a message: it can be waited for again.
+        """
 
     def begun(self) -> None:
         """Hear that it was issued, and went as far as it could."""
@@ -159,6 +173,18 @@ class CollectiveWork(Work):
     ) -> None:
         super().__init__(driver, steps, in_flight)
         self.call = call
+
+    def interrupted(self, error: BaseException) -> None:
+        """Never go on, and end the world if ``error`` is not one that all ranks raise.
+
+        What the ranks agree on is a `CommunicationError`: their calls do not match, one of them
+        failed, or left, or came too late. Any other exception is this rank's alone: the others
+        have gone on without it, or wait for it, and no later collective would match.
+        """
+        if not isinstance(error, CommunicationError):
+            if not self._done:
+                self.fail(error)
+            self._driver._break(self.where, error)
 
     @property
     def name(self) -> str:
