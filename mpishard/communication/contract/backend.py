@@ -1,7 +1,8 @@
 """The contract that every way of talking between ranks fulfils.
 
-Concurrency: a backend belongs to one thread of one rank. All ranks issue the collectives of one
-backend in the same order.
+Concurrency: a rank's backend and all groups split off it belong to one thread at a time. Any
+thread may make the next call when no other is inside one; a call that another thread makes
+meanwhile is refused. All ranks issue the collectives of one backend in the same order.
 """
 
 from __future__ import annotations
@@ -445,6 +446,7 @@ class CommunicationBackend(PointToPoint):
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
+            member._thread = self._thread
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.call_log = CallLog(self.call_log.journal, "a new group")

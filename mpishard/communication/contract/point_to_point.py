@@ -34,7 +34,11 @@ class PointToPoint(Transport):
         """
         self._check_send(array, destination_rank, tag, "send")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        self._send(array, destination_rank, tag)
+        self._thread.enter()
+        try:
+            self._send(array, destination_rank, tag)
+        finally:
+            self._thread.leave()
         if in_flight is not None:
             in_flight.done()
             in_flight.blocked(in_flight.start)

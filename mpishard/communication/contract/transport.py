@@ -23,7 +23,13 @@ from mpishard.communication.contract.naming import group_label
 from mpishard.communication.contract.nodes import Places, same_everywhere, shared_by_node
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.traffic_booking import TrafficBooking
-from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work
+from mpishard.communication.contract.work import (
+    CollectiveWork,
+    OneThread,
+    Steps,
+    Transfer,
+    Work,
+)
 from mpishard.communication.mpi.node_memory import PRIVATE, Regions
 from mpishard.communication.tracing.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.tracing.session import stop_recording
@@ -64,6 +70,7 @@ class Transport(TrafficBooking):
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
+        self._thread = OneThread()  # shared with the worlds that are split off
         self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
@@ -160,9 +167,13 @@ class Transport(TrafficBooking):
         """
         if not self._pending and not self._transfers:
             return
-        for pending in (*self._pending, *self._transfers):
-            pending.advance()
-        self._forget_done()
+        self._thread.enter()
+        try:
+            for pending in (*self._pending, *self._transfers):
+                pending.advance()
+            self._forget_done()
+        finally:
+            self._thread.leave()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -209,9 +220,9 @@ class Transport(TrafficBooking):
         """End this world, because only this rank raised ``error``, ``where`` it was.
 
         Every rank's present and next calls raise: `PeerError` with this rank's number on the
-        others, `CommunicationError` here. Called on the rank that was interrupted inside a
-        collective that it had begun, perhaps several times; it must not raise. A world of one
-        goes on. Here, where no rank can be told, nothing.
+        others, `CommunicationError` here. What is under way on this rank does not go on. Called on
+        the rank that was interrupted inside a collective that it had begun, perhaps several times;
+        it must not raise. A world of one goes on. Here, where no rank can be told, nothing.
         """
 
     def _shrink(self) -> Self:
@@ -315,6 +326,7 @@ class Transport(TrafficBooking):
 
     def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
         work = CollectiveWork(self, steps, call, in_flight or self._record(call))
+        self._thread.enter()
         try:
             self._pending.append(work)
             work.advance()
@@ -323,6 +335,8 @@ class Transport(TrafficBooking):
         except BaseException as error:
             work.interrupted(error)
             raise
+        finally:
+            self._thread.leave()
         return work
 
     def _record(self, call: Call) -> CollectiveInFlight | None:
@@ -334,10 +348,14 @@ class Transport(TrafficBooking):
 
     def _begin(self, transfer: Transfer) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        self._transfers.append(transfer)
-        transfer.advance()
-        self._forget_done()
-        transfer.begun()
+        self._thread.enter()
+        try:
+            self._transfers.append(transfer)
+            transfer.advance()
+            self._forget_done()
+            transfer.begun()
+        finally:
+            self._thread.leave()
         return transfer
 
     def _forget_done(self) -> None:
@@ -371,13 +389,17 @@ class Transport(TrafficBooking):
         out_rows: int = -1,
     ) -> Call:
         self._ready()
-        self._admit(kind, self._sequence + 1)
-        self._sequence += 1
-        call = Call.describe(
-            self._sequence, kind, array, operation=operation, root=root, counts=counts,
-            out_rows=out_rows,
-        )  # fmt: skip
-        self.call_log.record(call, sys._getframe(1))
+        self._thread.enter()  # before the call has a number
+        try:
+            self._admit(kind, self._sequence + 1)
+            call = Call.describe(
+                self._sequence + 1, kind, array, operation=operation, root=root, counts=counts,
+                out_rows=out_rows,
+            )  # fmt: skip
+            self.call_log.record(call, sys._getframe(1))
+            self._sequence = call.sequence  # the last: an interrupted call has no number
+        finally:
+            self._thread.leave()
         return call
 
     def _admit(self, kind: Kind, sequence: int) -> None:
