@@ -26,7 +26,7 @@ def wait_until_inside(backend):
     looks = 0
     while looks < 10:
         time.sleep(0.005)
-        looks = looks + 1 if repr(backend._thread._lock).startswith("<locked") else 0
+        looks = looks + 1 if repr(backend._session.lock).startswith("<locked") else 0
 
 
 @in_worlds(2)
@@ -46,7 +46,7 @@ def test_a_second_thread_is_refused_at_once_by_name(backend, waits_in, call, sha
             CALLS[call](backend, group)
         assert time.monotonic() - started < 1
         me = threading.current_thread().name
-        for words in (f"thread {me!r} calls", "thread 'first' is inside a call", "at a time"):
+        for words in (f"thread {me!r} of rank 0 calls", "thread 'first' is in one", "at a time"):
             assert words in str(caught.value)
         assert numbers == (backend._sequence, group._sequence)
         refused.touch()
@@ -68,7 +68,7 @@ def test_a_wait_of_a_second_thread_is_refused_and_may_be_repeated(backend, share
         first.start()
         wait_until_inside(backend)
         for call in (work.wait, backend.progress):
-            with pytest.raises(CommunicationError, match="thread 'first' is inside a call"):
+            with pytest.raises(CommunicationError, match="thread 'first' is in one"):
                 call()
         refused.touch()
         first.join()

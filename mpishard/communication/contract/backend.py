@@ -446,7 +446,7 @@ class CommunicationBackend(PointToPoint):
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
             member._is_root = False
-            member._thread = self._thread
+            member._session = self._session
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.call_log = CallLog(self.call_log.journal, "a new group")

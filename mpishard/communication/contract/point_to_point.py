@@ -34,11 +34,11 @@ class PointToPoint(Transport):
         """
         self._check_send(array, destination_rank, tag, "send")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        self._thread.enter()
+        self._enter()
         try:
             self._send(array, destination_rank, tag)
         finally:
-            self._thread.leave()
+            self._leave()
         if in_flight is not None:
             in_flight.done()
             in_flight.blocked(in_flight.start)

@@ -6,6 +6,7 @@ What is logged, and compared between ranks, stands here, once for all backends.
 from __future__ import annotations
 
 import sys
+import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -23,13 +24,7 @@ from mpishard.communication.contract.naming import group_label
 from mpishard.communication.contract.nodes import Places, same_everywhere, shared_by_node
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.traffic_booking import TrafficBooking
-from mpishard.communication.contract.work import (
-    CollectiveWork,
-    OneThread,
-    Steps,
-    Transfer,
-    Work,
-)
+from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.communication.mpi.node_memory import PRIVATE, Regions
 from mpishard.communication.tracing.recorder import CollectiveInFlight, Recorder, current_recorder
 from mpishard.communication.tracing.session import stop_recording
@@ -37,6 +32,16 @@ from mpishard.errors import CommunicationError, NotInitializedError
 from mpishard.logs import set_up_logging
 
 __all__ = ["Transport"]
+
+
+class Session:
+    """The part of a rank that its root world and the groups split off it have in common."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held by the thread that communicates just now."""
+        self.thread = 0
+        """Its identity."""
 
 
 class Transport(TrafficBooking):
@@ -70,7 +75,7 @@ class Transport(TrafficBooking):
         self._sequence = 0
         self._pending: deque[CollectiveWork] = deque()
         self._transfers: list[Transfer] = []
-        self._thread = OneThread()  # shared with the worlds that are split off
+        self._session = Session()
         self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
@@ -167,13 +172,13 @@ class Transport(TrafficBooking):
         """
         if not self._pending and not self._transfers:
             return
-        self._thread.enter()
+        self._enter()
         try:
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
         finally:
-            self._thread.leave()
+            self._leave()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -324,9 +329,26 @@ class Transport(TrafficBooking):
 
     # ------------------------------------------------------------------------------------ shared
 
+    def _enter(self) -> None:
+        """Take the rank's lock, or refuse a second thread while a first is in a call."""
+        session = self._session
+        if not session.lock.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise CommunicationError(
+                f"thread {threading.current_thread().name!r} of rank {self.world_ranks[self.rank]} "
+                f"calls a collective or message while thread {names.get(session.thread)!r} is in "
+                "one: a rank's backend and the groups split off it belong to one thread at a time. "
+                "Let one thread of each rank communicate, or hand over when the first is through"
+            )
+        session.thread = threading.get_ident()
+
+    def _leave(self) -> None:
+        """Give the rank's lock back."""
+        self._session.lock.release()
+
     def _issue(self, call: Call, steps: Steps, in_flight: CollectiveInFlight | None = None) -> Work:
         work = CollectiveWork(self, steps, call, in_flight or self._record(call))
-        self._thread.enter()
+        self._enter()
         try:
             self._pending.append(work)
             work.advance()
@@ -336,7 +358,7 @@ class Transport(TrafficBooking):
             work.interrupted(error)
             raise
         finally:
-            self._thread.leave()
+            self._leave()
         return work
 
     def _record(self, call: Call) -> CollectiveInFlight | None:
@@ -348,14 +370,14 @@ class Transport(TrafficBooking):
 
     def _begin(self, transfer: Transfer) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        self._thread.enter()
+        self._enter()
         try:
             self._transfers.append(transfer)
             transfer.advance()
             self._forget_done()
             transfer.begun()
         finally:
-            self._thread.leave()
+            self._leave()
         return transfer
 
     def _forget_done(self) -> None:
@@ -389,7 +411,7 @@ class Transport(TrafficBooking):
         out_rows: int = -1,
     ) -> Call:
         self._ready()
-        self._thread.enter()  # before the call has a number
+        self._enter()  # before the call has a number
         try:
             self._admit(kind, self._sequence + 1)
             call = Call.describe(
@@ -399,7 +421,7 @@ class Transport(TrafficBooking):
             self.call_log.record(call, sys._getframe(1))
             self._sequence = call.sequence  # the last: an interrupted call has no number
         finally:
-            self._thread.leave()
+            self._leave()
         return call
 
     def _admit(self, kind: Kind, sequence: int) -> None:

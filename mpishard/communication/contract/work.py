@@ -7,7 +7,6 @@ implementation of each collective per backend, whether it blocks or not.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from mpishard.communication.contract.naming import of_group
 from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
-__all__ = ["CollectiveWork", "OneThread", "Steps", "Transfer", "Waitable", "Work", "in_call"]
+__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -34,48 +33,18 @@ Steps = Generator[Waitable, None, Any]
 """A collective under way: yields what it waits for, returns its result."""
 
 
-class OneThread:
-    """The thread of a rank that is inside a call, of which there may be one at a time.
-
-    A backend and all groups split off it share one of these. ``enter`` and ``leave`` surround each
-    call; calls may nest. Between calls the rank's next call may come from another thread.
-    """
-
-    __slots__ = ("_lock", "_owner", "leave")
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._owner = 0
-        self.leave = self._lock.release
-
-    def enter(self) -> None:
-        """Begin a call of this thread.
-
-        Raises
-        ------
-        CommunicationError
-            If another thread is inside a call. Nothing has been communicated then.
-        """
-        if not self._lock.acquire(blocking=False):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            raise CommunicationError(
-                f"thread {threading.current_thread().name!r} calls this rank's backend while "
-                f"thread {names.get(self._owner, 'unknown')!r} is inside a call: a backend and all "
-                "groups split off it belong to one thread at a time. Make these calls from one "
-                "thread (their async twins run side by side), or let one thread finish first"
-            )
-        self._owner = threading.get_ident()
-
-
 class Driver(Protocol):
     """Who advances collectives: the backend that issued them."""
 
     call_log: CallLog
-    _thread: OneThread
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
         """As `Topology.world_ranks`."""
+
+    def _enter(self) -> None: ...
+
+    def _leave(self) -> None: ...
 
     def _drive(self, work: Work) -> None: ...
 
@@ -156,15 +125,14 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            thread = self._driver._thread
-            thread.enter()
+            self._driver._enter()
             try:
                 self._drive()
             except BaseException as error:
                 self.interrupted(error)
                 raise
             finally:
-                thread.leave()
+                self._driver._leave()
         if self._error is not None:
             raise self._error
         return self._result
