@@ -400,7 +400,7 @@ def trace_folder() -> Path | None:
 
 
 def job_folder() -> Path | None:
-    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `CallFile`; None: nowhere.
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `StatusPage`; None: nowhere.
 
     `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
     """

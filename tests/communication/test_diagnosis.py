@@ -8,11 +8,14 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.matching import check_calls
-from mpishard.communication.contract.naming import group_label, group_members, ranks_text
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.matching import (
+    check_calls,
+    group_label,
+    group_members,
+    ranks_text,
+)
 from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 from mpishard.communication.diagnostics.stall import (
     describe_stall,
     longest_waiting,
@@ -561,7 +564,7 @@ class TestThreadRanks:
     def test_a_dump_while_all_is_well(self):
         def body(backend):
             backend.barrier()
-            return describe_stall(backend._world) if backend.rank == 0 else None
+            return describe_stall(backend._world.records()) if backend.rank == 0 else None
 
         text = run_in_threads(2, body)[0]
         assert "\nWhat each rank does, and its last collectives:\n  rank 0: " in text

@@ -10,15 +10,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.matching import differing_calls, differing_methods
-from mpishard.communication.contract.naming import of_group, who
-from mpishard.communication.contract.rank_record import RankRecord, Watched, members_of
-from mpishard.communication.diagnostics.table import call_text, exit_text, rank_table, seconds_text
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.matching import (
+    advice_on_leaving,
+    differing_calls,
+    differing_methods,
+    of_group,
+    who,
+)
+from mpishard.communication.contract.status import (
+    LoggedCall,
+    MessageWait,
+    RankRecord,
+    RankState,
+    members_of,
+)
+from mpishard.communication.contract.work import in_call
+from mpishard.communication.diagnostics.table import rank_table, seconds_text
 
 __all__ = [
-    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+    "circle_of", "describe_departure", "describe_stall", "longest_waiting", "parting",
+    "unfinished", "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
@@ -26,14 +40,13 @@ _AGO = "{ago}"
 """Stands for a time that differs between ranks that otherwise do the same."""
 
 
-def describe_stall(watched: Watched) -> str:
-    """What a job does that does not go on: who waits for whom, and a table of all ranks.
+def describe_stall(records: Sequence[RankRecord]) -> str:
+    """Why a job does not go on: who waits for whom, and a table of all ranks.
 
     Parameters
     ----------
-    watched : Watched
-        A `CallBoard`, or the root world of thread-ranks. Nobody's help is needed to read them, so
-        that a signal handler or a thread of a stuck rank may ask.
+    records : sequence of RankRecord
+        One for each rank of the root world.
 
     Returns
     -------
@@ -41,7 +54,7 @@ def describe_stall(watched: Watched) -> str:
         The verdict of one or a few sentences, a line "What each rank does, and its last
         collectives:", and the table; no line break at the end.
     """
-    records, now = watched.records(), time.time()
+    now = time.time()
     return (
         f"{verdict(records, now)}\nWhat each rank does, and its last collectives:\n"
         f"{rank_table(records, now)}"
@@ -165,7 +178,7 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
 def _wait_text(record: RankRecord) -> str:
     wait = record.waits
     assert wait is not None
-    return str(wait) if isinstance(wait, MessageWait) else f"in {call_text(wait)}"
+    return str(wait) if isinstance(wait, MessageWait) else f"in {wait}"
 
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
@@ -200,7 +213,7 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
 def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     """What one odd rank does, behind its name: the same text for those that do the same."""
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {call_text(last)}"
+    after = "before any collective" if last is None else f"after {last}"
     if not record.is_alive and not record.has_left:
         return ": gone, killed (out of memory?) or ended without leaving"
     if record.state is None:
@@ -208,7 +221,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     if record.state is RankState.STARTED:
         return ": still in init"
     if record.has_left:
-        return f" left {after}{exit_text(record)}"
+        return f" left {after}"
     if record.state is RankState.REPORTED:
         return f" reported why the job ends, {after}"
     if last is None:
@@ -216,10 +229,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
     missing = f", {behind} collectives behind" if behind > 1 else ""
     done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    return (
-        f": in no collective since {call_text(last)}, {_AGO} ago{done}{missing}: computing, asleep "
-        "or stuck"
-    )
+    return f": in no collective since {last}, {_AGO} ago{done}{missing}: computing, asleep or stuck"
 
 
 def _advice(
@@ -310,3 +320,50 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
         return [*sentences, f"Nothing is known of {who(unknown)}, on other nodes."]
     stuck = "its data are under way, or what carries them is stuck"
     return [*sentences, f"Every rank has called what it waits for: {stuck}."]
+
+
+def describe_departure(
+    rank: int,
+    last: int,
+    group: str,
+    waiting: int,
+    awaited: Call | MessageWait,
+    records: Sequence[RankRecord],
+) -> str:
+    """Say that a rank left a world in which another one waits for it, and what to look for.
+
+    Parameters
+    ----------
+    rank, last : int
+        The rank that left, by its number in the root world, and the number of its last collective
+        in the world that it left.
+    group : str
+        The label of that world.
+    waiting : int
+        The rank that waits, by its number in the root world.
+    awaited : Call or MessageWait
+        The collective or message that it waits for.
+    records : sequence of RankRecord
+        Those of all ranks; empty if they cannot be read.
+    """
+    where = in_call(awaited, group) if isinstance(awaited, Call) else str(awaited)
+    text = (
+        f"rank {rank} left after collective {last}{of_group(group)}, while rank {waiting} waits "
+        f"{where}. "
+    )
+    # The rank that waits may not have written it down yet.
+    seen = [_waiting_for(r, awaited) if r.rank == waiting else r for r in records]
+    circle = circle_of(seen)
+    if circle:
+        return text + circle[0].upper() + circle[1:].removesuffix(".")
+    if not isinstance(awaited, Call):
+        return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
+    parted = parting(records, group, upto=awaited.sequence)
+    return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
+
+
+def _waiting_for(record: RankRecord, awaited: Call | MessageWait) -> RankRecord:
+    if isinstance(awaited, Call):
+        found = (logged for logged in record.calls if logged.number == awaited.number)
+        return replace(record, waits=next(found, None))
+    return replace(record, waits=awaited)
