@@ -29,15 +29,7 @@ from mpishard.communication.contract.status import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
 from mpishard.communication.mpi.node_memory import anonymous_memory
-from mpishard.communication.threads.world import (
-    Awaited,
-    Channel,
-    Failure,
-    Message,
-    Receive,
-    Rendezvous,
-    World,
-)
+from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World
 from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -91,7 +83,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
-        self._rank = rank
+        self._rank = self._me = rank  # here, and in the root world
         self._world_size = world_size
         self._environment_id = environment_id
         self._timeout = timeout
@@ -120,21 +112,19 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # ------------------------------------------------------------------------------- life cycle
 
     def _on_initialize(self) -> None:
-        if self._is_root:
-            with _environments_lock:
+        with _environments_lock:
+            if self._is_root:
                 self._world = self._next_world()
-                self._world.members[self._rank] = self
+            assert self._world is not None
+            self._world.members[self._rank] = self
+            self._world.left.pop(self._rank, None)
+        if self._is_root:
+            self._world.pages[self._rank] = self.status
             # Whatever was under way in an earlier world of this backend belongs to no world now.
             self._sequence = 0
             self._pending.clear()
             self._transfers.clear()
             self._family = weakref.WeakSet((self,))
-            self._world.pages[self._rank] = self.status
-        else:
-            assert self._world is not None
-            with self._world.changed:
-                self._world.members[self._rank] = self
-                self._world.left.pop(self._rank, None)
 
     def _next_world(self) -> World:
         """The oldest world of the environment that this rank has not been in. Needs its lock.
@@ -179,48 +169,45 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self.status.end(RankState.REPORTED)
         with world.changed:
             world.lost.add(self._rank)
-        last, me = self.status.last, world.global_ranks[self._rank]
-        after = f"after {last}, " if last else "before any collective, "
-        world.fail(me, f"rank {me}", after, error)
+        after = f"after {last}" if (last := self.status.last) else "before any collective"
+        world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
 
     def _break(self, where: str, error: BaseException) -> None:
         world = self._world
         if world is None or world.world_size == 1 or world.failures:
             return
-        me = world.global_ranks[self._rank]
         because = f"{type(error).__name__}: {error}".removesuffix(": ")
-        failure = Failure(
-            me,
-            f"rank {me} was interrupted by {because}, {where}, so that the ranks are out of step "
-            "and this world has ended. Call shrink() on every rank to go on in a new one, or let "
-            "the exception end the program",
-            CommunicationError,
+        text = (
+            f"rank {self._me} was interrupted by {because}, {where}, so that the ranks are out of "
+            "step and this world has ended. Call shrink() on every rank to go on in a new one, or "
+            "let the exception end the program"
         )
+        failure = Failure(self._me, text, CommunicationError)
         for member in tuple(self._family):
             for work in member._pending:
                 if not work.done:
-                    work.fail(failure.error(f"{work.name} cannot complete", me))
+                    work.fail(failure.error(f"{work.name} cannot complete", self._me))
         world.end(failure)
 
     def _shrink(self) -> Self:
         world = self._joined()
         left = self._timeout or math.inf
         with world.changed:
-            while not world.survive(self._rank):
+            world.survive(self._rank)
+            while not world.has_heirs():
                 if left <= 0:
-                    away = sorted(world.absent())
-                    world.survivors.discard(self._rank)
+                    world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
-                        f"{away}, which neither failed nor left: every rank that is left calls it"
+                        f"{sorted(world.absent() - {self._rank})}, which neither failed nor left: "
+                        "every rank that is left calls it"
                     )
                 left = world.wait(left)
         _forget(self._environment_id, world)
         heir = type(self)(
             world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
         )
-        me = world.global_ranks[self._rank]
-        stop_recording(self, world.failures[0].error("the world was given up", me))
+        stop_recording(self, world.failures[0].error("the world was given up", self._me))
         for member in tuple(self._family):
             member._retire(heir)
         heir.initialize()
@@ -263,22 +250,19 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _raise_if_hopeless(self, work: Work, left: float) -> None:
         """Raise if a rank that ``work`` waits for failed, left or is late. Needs the lock."""
         world = self._joined()
-        me = world.global_ranks[self._rank]
         if world.failures:
-            raise world.failures[0].error(f"{work.name} cannot complete", me)
+            raise world.failures[0].error(f"{work.name} cannot complete", self._me)
         awaited = work.waitable
         assert isinstance(awaited, Awaited)
         for local in awaited.missing():
             if local in world.left:
-                rank, records = world.global_ranks[local], world.records()
-                text = describe_departure(
-                    rank, world.left[local], self.label, me, work.awaited, records
-                )
-                raise PeerError(text, rank)
+                wait = self.label, self._me, work.awaited, world.records()
+                rank = world.global_ranks[local]
+                raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
         if left <= 0:
             missing = [world.global_ranks[local] for local in awaited.missing()]
             text = (
-                f"rank {me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
+                f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
                 f"arrive. {describe_stall(world.records())}"
             )
             if isinstance(work, CollectiveWork):
@@ -291,11 +275,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return parting(self._joined().records(), self.label, upto=sequence)
 
     def _admit(self, kind: Kind, sequence: int) -> None:
-        world = self._joined()
-        if world.failures:
-            # The rank that failed may go on, after abort(): its peers need not wait for it.
-            me = world.global_ranks[self._rank]
-            raise world.failures[0].error(f"{kind.label} is called after a failure", me)
+        # The rank that failed may go on, after abort(): its peers need not wait for it.
+        for failure in self._joined().failures:
+            raise failure.error(f"{kind.label} is called after a failure", self._me)
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -306,7 +288,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """
         for array in arrays:
             synchronize(array)
-        rendezvous: Rendezvous = self._joined().meet(call.sequence, phase, self._rank, value)
+        rendezvous = self._joined().meet(call.sequence, phase, self._rank, value)
         yield rendezvous
         return rendezvous.values
 
@@ -389,8 +371,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if overlaps:
             out[...] = target
         if out_is_shared:
-            sizes = [other.size for other, _ in given]
-            self._count_shared_gather(sizes, array.dtype)
+            self._count_shared_gather([other.size for other, _ in given], array.dtype)
         else:
             self._count_all_gather(array)
         return out
@@ -438,15 +419,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
-        world = self._joined()
-        worlds = world.split(wishes, call.sequence) if self._rank == 0 else None
+        worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
             return None
         child: World = values[0][color]
-        me = child.global_ranks.index(world.global_ranks[self._rank])
-        member = type(self)(me, child.world_size, child.name, timeout=self._timeout)
-        member._world = child
+        rank = child.global_ranks.index(self._me)
+        member = type(self)(rank, child.world_size, child.name, timeout=self._timeout)
+        member._world, member._me = child, self._me
         member._world_ranks = child.global_ranks
         member._family = self._family
         self._family.add(member)
@@ -462,28 +442,25 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # ------------------------------------------------------------------------------- messages
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        self._post(Message(array.copy(), destination, is_copy=True), tag)
+        self._post(array.copy(), destination, tag, is_copy=True)
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
-        message = Message(array, destination, is_copy=False)
-        self._post(message, tag)
-        yield message
+        yield self._post(array, destination, tag, is_copy=False)
 
-    def _post(self, message: Message, tag: int) -> None:
-        synchronize(message.array)
-        world = self._joined()
-        key = self._rank, message.receiver, tag
+    def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
+        synchronize(array)
+        world, message = self._joined(), Message(array, destination, is_copy=is_copy)
         with world.changed:
-            world.channels.setdefault(key, Channel()).messages.append(message)
+            world.channel(self._rank, destination, tag).messages.append(message)
             world.changed.notify_all()
+        return message
 
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
         world = self._joined()
-        key = source, self._rank, tag
         with world.changed:
-            channel = world.channels.setdefault(key, Channel())
+            channel = world.channel(source, self._rank, tag)
             receive = Receive(channel, source)
             channel.receives.append(receive)
         try:
@@ -496,7 +473,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             with world.changed:
                 channel.receives.remove(receive)
                 if not channel.receives and not channel.messages:
-                    world.channels.pop(key, None)
+                    world.channels.pop((source, self._rank, tag), None)
         content = message.open()
         if not message.is_copy:
             with world.changed:  # the sender may wait for it
@@ -508,8 +485,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 def _forget(environment_id: str, world: World) -> None:
     """Let ranks that come to the environment from now on not enter ``world``."""
     with _environments_lock:
-        worlds = _environments.get(environment_id, [])
-        if world in worlds:
-            worlds.remove(world)
-        if not worlds:
-            _environments.pop(environment_id, None)
+        worlds = [other for other in _environments.pop(environment_id, []) if other is not world]
+        if worlds:
+            _environments[environment_id] = worlds

@@ -134,8 +134,7 @@ class _ThreadRanks:
             for backend in self.backends:
                 backend.initialize()
             # Several ranks with a BLAS pool each would compete for the same cores.
-            alone = len(self.threads) == 1
-            pools = nullcontext() if alone else _thread_pools().limit(limits=1)
+            pools = nullcontext() if len(self.threads) == 1 else _thread_pools().limit(limits=1)
             with pools, _other_threads_heard_by(self):
                 for thread in self.threads:
                     thread.start()

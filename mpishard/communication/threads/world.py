@@ -252,22 +252,29 @@ class World:
             self.failures.append(failure)
             self.changed.notify_all()
 
+    def channel(self, sender: int, receiver: int, tag: int) -> Channel:
+        """Where messages of ``sender`` to ``receiver`` wait. Needs the lock."""
+        return self.channels.setdefault((sender, receiver, tag), Channel())
+
     def absent(self) -> set[int]:
         """The ranks that neither failed nor left, nor wait in `shrink`. Needs the lock."""
         return set(range(self.world_size)) - self.survivors - self.lost - self.left.keys()
 
-    def survive(self, rank: int) -> bool:
-        """Let ``rank`` wait for the next world; return whether all survivors do. Needs the lock."""
+    def survive(self, rank: int) -> None:
+        """Let ``rank`` wait for the next world, and the others know. Needs the lock."""
         if not self.failures:
             origin = min(self.left, default=NO_RANK)
             why = f"rank {origin} left, and " if self.left else ""
             text = f"{why}rank {rank} goes on without this world: it called shrink()"
-            self.end(Failure(origin, text))
+            self.failures.append(Failure(origin, text))
         self.survivors.add(rank)
+        self.changed.notify_all()
+
+    def has_heirs(self) -> bool:
+        """Whether all ranks that are left wait for the next world, which is then known."""
         if not self.heirs and not self.absent():
             self.heirs = tuple(sorted(self.survivors))
             self.heir_name = f"{self.name}, after loss {next(_losses)}"
-            self.changed.notify_all()
         return bool(self.heirs)
 
     def records(self) -> list[RankRecord]:
