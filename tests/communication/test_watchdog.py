@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from mpishard.communication.contract.backoff import RunningClock
 from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import Ending
 from mpishard.communication.failure.signals import SignalPipe
@@ -70,6 +71,49 @@ def test_a_long_wait_is_said_once_and_given_up(dog, limits):
     assert code == 124
     assert "rank 0 of 2 has waited 301 s in collective 7; the job ends" in report
     assert report.endswith("\nrank 1 sleeps")
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count(limits):
+    seconds = [1000.0]
+    dog = Watchdog(RunningClock(lambda: seconds[0]))
+    heard = Heard()
+
+    def tick(passed):
+        seconds[0] += passed
+        dog.look(dog.clock.now())
+
+    with dog.wait(lambda: "in collective 7", heard):
+        tick(0.5)
+        tick(3600)
+        for _ in range(57):
+            tick(0.5)
+        assert heard.warnings == heard.ends == []
+        for _ in range(539):
+            tick(0.5)
+        assert len(heard.warnings) == 1
+        tick(7200)
+        assert heard.ends == []
+        tick(1.0)
+    assert len(heard.ends) == 1
+
+
+def test_a_wait_that_begins_just_after_a_suspension_has_its_whole_limit(limits):
+    seconds = [1000.0]
+    dog = Watchdog(RunningClock(lambda: seconds[0]))
+    seconds[0] += 3600  # the main thread goes on before the watchdog does
+    with dog.wait(lambda: "here", Heard()) as wait:
+        seconds[0] += 0.5
+        assert dog.clock.now() - wait.since == 0.5
+
+
+def test_where_every_gap_is_long_the_limit_comes_all_the_same():
+    seconds = [0.0]
+    clock = RunningClock(lambda: seconds[0])
+    start = clock.now()
+    for _ in range(10):
+        seconds[0] += 3.0
+        clock.now()
+    assert clock.now() - start == 5.0
 
 
 def test_a_wait_that_is_over_counts_no_more(dog, limits):

@@ -129,6 +129,17 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def waits_until_asked():
+    """Rank 1 waits in a collective until the file appears."""
+    backend = mpishard.init()
+    backend.barrier()
+    say_ready()
+    while RANK == 0 and not Path(sys.argv[2]).exists():
+        time.sleep(0.02)
+    backend.barrier()
+    print("went on", flush=True)
+
+
 def enters_again():
     backend = mpishard.init()
     backend.shutdown()

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,20 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
         assert ended.err.count(f"rank {rank} of 2 was sent SIGQUIT, and goes on") == 1, ended
     assert ended.err.count("1: barrier() at ") == 2, ended
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
+
+
+def test_a_job_that_is_suspended_for_longer_than_the_limit_goes_on(tmp_path):
+    with start(f"waits_until_asked {tmp_path / 'go'}", MPISHARD_TIMEOUT="4") as job:
+        pids = job.ranks()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(6.0 if number == signal.SIGSTOP else 1.5)
+        (tmp_path / "go").touch()
+        ended = job.end(LIMIT)
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert "MPISHARD_TIMEOUT" not in ended.err, ended
 
 
 def test_a_world_entered_again_is_watched_again():

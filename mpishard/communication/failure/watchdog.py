@@ -13,17 +13,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
 
 from mpishard import settings
+from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import Ending, launched_ending, say
 from mpishard.communication.failure.signals import SignalPipe
 
 __all__ = ["Wait", "Watchdog", "watchdog"]
 
-_TICK_SECONDS = 0.5
 _STUCK_SECONDS = 2.0
 _COMPUTING = "while it computed, or was in a call that is not mpishard's"
 
@@ -56,7 +55,7 @@ class Wait:
         self.is_warned = False
 
     def __enter__(self) -> Self:
-        self.since = time.monotonic()
+        self.since = self._watchdog.clock.now()
         self._watchdog.waits.append(self)
         return self
 
@@ -67,7 +66,9 @@ class Wait:
 class Watchdog:
     """The thread, from `start` to `stop`, and what it watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: RunningClock | None = None) -> None:
+        self.clock = clock or RunningClock()
+        """The clock of all waits: a job that was suspended is not ended when it goes on."""
         self.waits: list[Wait] = []
         """Where this rank waits now: at one place, unless several of its threads talk."""
         self._jobs: list[Ending] = []
@@ -122,16 +123,16 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
-            for number in self._signals.wait(self.pause(time.monotonic())):
-                self.hear(number, time.monotonic())
+            for number in self._signals.wait(self.pause(self.clock.now())):
+                self.hear(number, self.clock.now())
             if not self._stopped:
-                self.look(time.monotonic())
+                self.look(self.clock.now())
 
     def pause(self, now: float) -> float:
         """Seconds from ``now`` until there may be something to say."""
         limits = settings.mpi_warning(), settings.mpi_timeout()
         left = [wait.since + wait.slack + limit - now for wait in self.waits for limit in limits]
-        return min([_TICK_SECONDS, *(seconds for seconds in left if seconds > 0)])
+        return min([READ_EVERY, *(seconds for seconds in left if seconds > 0)])
 
     def look(self, now: float) -> None:
         """Look round, at the time ``now``."""
