@@ -28,6 +28,7 @@ __all__ = [
     "cuda_aware",
     "cuda_aware_hint",
     "environment",
+    "exit_timeout",
     "forwarded_variables",
     "is_debugging",
     "is_fault_tolerant",
@@ -82,7 +83,7 @@ EXIT_FAILURE = 1
 """Exit code of an MPI job in which a rank raised, or left before the others."""
 
 EXIT_TIMEOUT = 124
-"""Exit code of an MPI job in which a rank waited longer than `mpi_timeout`."""
+"""Exit code of an MPI job in which a rank waited longer than `mpi_timeout` or `exit_timeout`."""
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
@@ -277,6 +278,7 @@ def check() -> None:
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
+    exit_timeout()
     numba_is_allowed()
     cuda_aware()
     trace_folder()
@@ -290,6 +292,15 @@ def mpi_timeout() -> float:
 def mpi_warning() -> float:
     """MPISHARD_WARN_AFTER: seconds of waiting after which an MPI rank says so; 0 is never."""
     return _seconds("MPISHARD_WARN_AFTER", 30.0)
+
+
+def exit_timeout() -> float:
+    """MPISHARD_EXIT_TIMEOUT: seconds that an MPI rank waits, after its work, for the others to end.
+
+    One hour by default, because a rank may have work of its own after the last collective; 0 is
+    for ever. A rank that has finished says after `mpi_warning` whom it waits for.
+    """
+    return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
 
 
 def _seconds(name: str, default: float) -> float:

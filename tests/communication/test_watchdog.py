@@ -10,7 +10,7 @@ import pytest
 
 from mpishard.communication.contract.backoff import RunningClock
 from mpishard.communication.failure import abort as ending_module
-from mpishard.communication.failure.abort import Ending
+from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, TimeLimit
 from mpishard.communication.failure.signals import SignalPipe
 from mpishard.communication.failure.tracebacks import short_traceback
 from mpishard.communication.failure.watchdog import Watchdog
@@ -29,8 +29,8 @@ class Heard(Ending):
         self.ends.append((code, report))
         self.is_own = is_own
 
-    def warn(self, waited, where, give_up_after):
-        self.warnings.append((waited, where, give_up_after))
+    def warn(self, waited, where, limit):
+        self.warnings.append((waited, where, limit.seconds()))
 
     def dead_rank(self):
         return self.dead
@@ -144,6 +144,19 @@ def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
         assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
         assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
     assert dog.pause(wait.since + 30.75) == 0.5
+
+
+def test_a_wait_for_the_others_to_end_has_a_limit_of_its_own(dog, limits):
+    limits.setenv("MPISHARD_EXIT_TIMEOUT", "1000")
+    heard = Heard()
+    with dog.wait(lambda: "for rank 1. Rank 1 sleeps.", heard, limit=EXIT_LIMIT) as wait:
+        dog.look(wait.since + 999)
+        assert heard.ends == []
+        dog.look(wait.since + 1001)
+    ((code, report),) = heard.ends
+    assert code == 124
+    waited = "has finished, and has waited 1001 s for rank 1. Rank 1 sleeps."
+    assert report == f"mpishard: rank 0 of 2 {waited} The job ends (MPISHARD_EXIT_TIMEOUT)"
 
 
 def test_zero_is_never(dog, limits):
@@ -378,7 +391,7 @@ def closed_stream():
 def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", make())
     monkeypatch.setattr(sys, "stderr", make())
-    Ending(0, 2).warn(31.0, "in collective 7", 0.0)
+    Ending(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
     with pytest.raises(ProcessEnded):
         Ending(0, 2).fail(ValueError("boom"), "in collective 8")
     monkeypatch.undo()

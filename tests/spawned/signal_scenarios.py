@@ -3,6 +3,7 @@
 A rank that says "ready" names its process, and is then as the test wants to find it.
 """
 
+import atexit
 import multiprocessing
 import os
 import shlex
@@ -165,6 +166,44 @@ def finishes_later_on_rank_1():
     backend.barrier()
     if RANK == 1:
         time.sleep(1.5)
+
+
+def does_not_end():
+    """Rank 1 has left its world, or not, and its process does not end: ``where`` it is stuck."""
+    where, leaves = sys.argv[2:]
+    backend = mpishard.init()
+    backend.barrier()
+    if leaves == "shutdown":
+        backend.shutdown()
+    if RANK == 1:
+        if where == "script":
+            time.sleep(LONG)
+        elif where == "thread":
+            threading.Thread(target=time.sleep, args=(LONG,)).start()
+        elif where == "atexit":
+            atexit.register(time.sleep, LONG)
+        elif where == "finalization":
+            kept.append(NeverDeleted())
+
+
+class NeverDeleted:
+    """An object that waits in its finalizer, as one may for a lock of a thread that is gone."""
+
+    def __del__(self):
+        time.sleep(LONG)
+
+
+kept = []
+
+
+def works_on_after_mpi():
+    """MPI is the script's own, and mpi4py ends it after Python itself has ended."""
+    from mpi4py import MPI
+
+    assert MPI.Is_initialized()
+    mpishard.init().shutdown()
+    if RANK == 1:
+        time.sleep(LONG)
 
 
 def forks():

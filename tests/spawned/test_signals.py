@@ -136,6 +136,32 @@ def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
     assert re.search(said, ended.err), ended
 
 
+@pytest.mark.parametrize("leaves", ["end", "shutdown"])
+@pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
+def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
+    limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "3"}
+    ended = run(f"does_not_end {where} {leaves}", **limits)
+    if where == "finalization":  # of Python, whose threads have ended
+        assert ended.code == 1, ended
+        assert "in __del__" in ended.err, ended
+        return
+    assert ended.code == 124, ended
+    has_finished = "rank 0 of 2 has finished, and has waited"
+    if leaves == "end":
+        waits = "for rank 1. Rank 1: in no collective since collective 1, barrier(), at"
+    else:
+        waits = "in MPI_Finalize, which every rank of the job must call"
+    for seconds in (1, 3):
+        assert f"{has_finished} {seconds} s {waits}" in ended.err, ended
+    assert "he job ends after 3 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended
+    assert ended.err.count("he job ends (MPISHARD_EXIT_TIMEOUT)") == 1, ended
+
+
+def test_mpi_that_ends_after_python_is_waited_for_so_long():
+    ended = run("works_on_after_mpi", MPISHARD_EXIT_TIMEOUT="1")
+    assert ended.code not in (0, None), ended
+
+
 def test_a_forked_child_that_ends_leaves_no_world():
     ended = run("forks", MPISHARD_TIMEOUT="10")
     assert ended.code == 0, ended

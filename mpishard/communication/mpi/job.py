@@ -16,7 +16,13 @@ from mpishard.communication.contract.call_file import RankState
 from mpishard.communication.contract.naming import of_group
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.failure.abort import Ending, flush_output, say
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Ending,
+    TimeLimit,
+    flush_output,
+    say,
+)
 from mpishard.communication.failure.exit_call import exit_call
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.call_board import CallBoard
@@ -222,10 +228,10 @@ class Job(Ending):
     def leave(self) -> None:
         """Leave every world, and wait until the others have left, or were told.
 
-        There is no time limit: another rank may have work of its own to finish. That is said once,
-        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
-        meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
-        this one.
+        Another rank may have work of its own to finish: this rank says once whom it waits for,
+        after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
+        collectives of the others that this rank takes part in go on. Where ranks outlive each
+        other and one is gone, those that go on do so without this one.
         """
         if self.board is not None:
             journal = self.board.journal
@@ -234,7 +240,8 @@ class Job(Ending):
         try:
             if self.survival is not None and self.survival.error is not None:
                 raise self.survival.error
-            self._leave_in_good_order()
+            with watchdog.wait(self._late_ranks, self, limit=EXIT_LIMIT):
+                self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
             if self.survival is None or not (
                 isinstance(error, PeerError) or is_loss(self.mpi, error)
@@ -253,7 +260,6 @@ class Job(Ending):
             group.leave()
         flush_output()
         start = time.monotonic()
-        warn_after = settings.mpi_warning() or float("inf")
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -264,13 +270,9 @@ class Job(Ending):
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            waited = time.monotonic() - start
-            if waited > _NOTICE_SECONDS:
+            if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
-            if waited > warn_after:
-                warn_after = float("inf")
-                self._say_who_works_on(waited)
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
                 f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
@@ -335,16 +337,18 @@ class Job(Ending):
             for record in self.board.records()
         )
 
-    def _say_who_works_on(self, waited: float) -> None:
+    def _late_ranks(self) -> str:
+        """The ranks that have not left, behind "has waited .. s"."""
         if self.board is None:
-            return
-        records = self.board.records()
-        first = min(record.rank for record in records if record.has_left)
-        if first == self.rank:
-            say(
-                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
-                f"{unfinished(records, time.time())}"
-            )
+            return "for the others to leave"
+        return unfinished(self.board.records(), time.time())
+
+    def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
+        if limit.is_at_end and self.board is not None:
+            left = [record.rank for record in self.board.records() if record.has_left]
+            if self.rank != min(left):  # the first of those that wait speaks for all
+                return
+        super().warn(waited, where, limit)
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpishard import settings
 from mpishard.communication.failure import marks
-from mpishard.communication.failure.abort import flush_output
+from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
@@ -90,7 +90,7 @@ def _start_under_watch() -> ModuleType:
         rc.initialize, rc.finalize = wanted, ends
     if wanted and ends is not False:
         _finalizes[:] = [True]
-        atexit.register(_finalize, MPI, os.getpid())
+        atexit.register(finalize_mpi, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
     marks.mark(f"{marks.STARTING}{os.getpid()}")
@@ -100,11 +100,15 @@ def _start_under_watch() -> ModuleType:
     return MPI
 
 
-def _finalize(mpi: Any, process: int) -> None:
+def finalize_mpi(mpi: Any, process: int) -> None:
     """End MPI with the process that started it, and not with one that this forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # MPI may wait for other ranks
-        mpi.Finalize()
+        finalizing.set()
+        try:
+            ctypes.CDLL(mpi.__file__).MPI_Finalize()  # without Python's lock: the watchdog goes on
+        except (OSError, AttributeError):
+            mpi.Finalize()
 
 
 def _initialize(mpi: Any, rc: Any) -> None:
