@@ -205,7 +205,7 @@ class PipeBackend(CommunicationBackend):
 
     def _on_shutdown(self):
         me = self._pipes.rank
-        text = f"rank {me} left after collective {self._sequence} of {self.call_log.group or WORLD}"
+        text = f"rank {me} left after collective {self._sequence} of {self.label or WORLD}"
         letter = Letter(("ended", self.group, me, text, False))
         if self._is_root:
             for group in set(self._pipes.backends) - {self}:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from mpishard.communication.contract.call_file import CallFile, call_files
+from mpishard.communication.contract.status import RankRecord, records_in
 from mpishard.communication.failure import marks
 
 __all__ = ["RankProcess", "RankProcesses", "held_pipes"]
@@ -146,10 +146,10 @@ class RankProcesses:
         self._is_looking = True
         try:
             self._search(self._launcher)
-            for file in call_files(self._folder):
-                rank = file.launched_rank
-                if rank not in self.ranks and file.host == socket.gethostname():
-                    self._add(rank, file.pid, file)
+            for record in records_in(self._folder, with_calls=False):
+                rank = record.launched_rank
+                if rank not in self.ranks and record.host == socket.gethostname():
+                    self._add(rank, record.pid, record)
         finally:
             self._is_looking = False
 
@@ -197,17 +197,18 @@ class RankProcesses:
                 return int(value) if value.isdigit() else None
         return None
 
-    def _add(self, rank: int, pid: int, file: CallFile | None) -> None:
+    def _add(self, rank: int, pid: int, record: RankRecord | None) -> None:
         process = RankProcess(rank, pid)
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
-            if file is not None:  # it came and went between two looks
+            if record is not None:  # it came and went between two looks
                 self.ranks[rank] = process
                 self.wait(0)  # for what is known of others by now
                 self._add_ended(process)
             return
-        if file is not None and not file.is_alive():  # or the number is another process's by now
+        # Or the number is another process's by now.
+        if record is not None and not record.is_alive:
             self.wait(0)
             self._add_ended(process)
             os.close(handle)

@@ -25,8 +25,8 @@ from mpishard.cli.log_folder import CALLS
 from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
-from mpishard.communication.contract.call_file import RankState, call_files
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import RankState, records_in
 from mpishard.communication.failure import marks
 
 __all__ = ["Supervisor"]
@@ -175,9 +175,9 @@ class Supervisor:
         self, launcher_code: int, folder: Path, ended: Sequence[RankProcess], seconds: float
     ) -> Outcome:
         processes = self._processes
-        files = call_files(folder)
-        remove_shared_memory(files)
-        logs = RankLogs.of_job(files)
+        records = records_in(folder)
+        remove_shared_memory(records)
+        logs = RankLogs.of_job(records)
         end = JobEnd(
             self.world_size,
             launcher_code,
@@ -243,7 +243,7 @@ class Supervisor:
         """
         if not processes.ended:
             return None
-        logs = RankLogs.of_job(call_files(folder))
+        logs = RankLogs.of_job(records_in(folder, with_calls=False))
         states = {rank: log.state for rank, log in logs.items()}
         if RankState.REPORTED in states.values():
             return None
@@ -259,7 +259,7 @@ class Supervisor:
 
     def _end_early(self, folder: Path) -> None:
         """End ranks that are not in a world yet: of SIGTERM they would speak as of a failure."""
-        logs = RankLogs.of_job(call_files(folder))
+        logs = RankLogs.of_job(records_in(folder, with_calls=False))
         for process in self._running():
             log = logs.get(process.rank)
             if log is None or log.state is RankState.STARTED:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import StatusPage
 from mpishard.communication.failure import marks
 
 pytestmark = [
@@ -278,8 +278,8 @@ def test_the_system_closes_files_of_high_numbers_first():
     os.close(high[0])
 
 
-def test_a_rank_that_srun_started_is_known_by_its_call_log(tmp_path):
-    CallFile.create(tmp_path / "rank-1.calls", 1, 2)
+def test_a_rank_that_srun_started_is_known_by_its_status_page(tmp_path):
+    StatusPage(1, 2).publish(tmp_path)
     processes = RankProcesses(os.getpid(), "NO_SUCH_VARIABLE", tmp_path, 2)
     processes.look()
     assert {rank: p.pid for rank, p in processes.ranks.items()} == {1: os.getpid()}

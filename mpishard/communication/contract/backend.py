@@ -22,7 +22,6 @@ from mpishard.communication.contract.arguments import (
     piece_sizes,
 )
 from mpishard.communication.contract.call import DTYPES, Kind
-from mpishard.communication.contract.call_log import CallLog
 from mpishard.communication.contract.point_to_point import PointToPoint
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
@@ -447,7 +446,7 @@ class CommunicationBackend(PointToPoint):
             member._is_root = False
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
-            member.call_log = CallLog(self.call_log.journal, "a new group")
+            member.status, member.label = self.status, "a new group"
             member.initialize()
             if member._world_ranks is None:
                 mine = np.array([self.world_ranks[self.rank]])

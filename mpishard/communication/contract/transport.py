@@ -16,12 +16,10 @@ import numpy as np
 from mpishard import settings
 from mpishard.arrays import Array
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import RankState
-from mpishard.communication.contract.call_log import CallLog, Journal
-from mpishard.communication.contract.matching import check_calls
-from mpishard.communication.contract.naming import group_label
+from mpishard.communication.contract.matching import check_calls, group_label
 from mpishard.communication.contract.nodes import Places, same_everywhere, shared_by_node
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.contract.status import RankState, StatusPage
 from mpishard.communication.contract.traffic_booking import TrafficBooking
 from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work
 from mpishard.communication.mpi.node_memory import PRIVATE, Regions
@@ -53,6 +51,8 @@ class Transport(TrafficBooking):
     the caller may change ``array``.
     """
 
+    status: StatusPage
+    """What this rank does, in all its worlds; there from `initialize` on."""
     _rank_is_process = True  # and not a thread of it
     _heir: Self | None  # the world after this one, without the ranks that were lost
 
@@ -79,8 +79,8 @@ class Transport(TrafficBooking):
         and its checks. In memory there is no header: it saves nothing, and calls are compared all
         the same. Nor does it in a world of one, where nothing is compared.
         """
-        self.call_log = CallLog(Journal())
-        """The last collectives of this rank here; its `group` is what messages call this world."""
+        self.label = ""
+        """The name of this world in reports; empty for a root world."""
         self.group, self.axis = "world", ""
         """What traces call this world, the same on its ranks alone, and its axis of a mesh."""
         self.recorder: Recorder | None = None
@@ -114,12 +114,14 @@ class Transport(TrafficBooking):
             raise self._not_ready_error()
         if not self._initialized:
             settings.check()
+            if self._is_root:
+                self.status = StatusPage(self.rank, self.world_size)
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
             self._initialized = True
             if self._is_root:
-                self.call_log.journal.end(RankState.RUNNING)
+                self.status.end(RankState.RUNNING)
 
     def shutdown(self) -> None:
         """Leave the world. Idempotent. Peers that still wait for this rank are told."""
@@ -128,7 +130,7 @@ class Transport(TrafficBooking):
             self._on_shutdown()
             self._initialized = False
             if self._is_root:
-                self.call_log.journal.end(RankState.LEFT)
+                self.status.end(RankState.LEFT)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -171,7 +173,7 @@ class Transport(TrafficBooking):
     def _name_group(self, purpose: str) -> None:
         """Let reports say what this group, which was split off another, is for."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
-        self.call_log.group = group_label(purpose, ".".join(steps), self.world_ranks)
+        self.label = group_label(purpose, ".".join(steps), self.world_ranks)
 
     # -------------------------------------------------------------------------- for the transport
 
@@ -216,7 +218,7 @@ class Transport(TrafficBooking):
         """Be done with: ``heir`` is the world of the ranks that are left."""
         stop_recording(self)
         if self._is_root and self._initialized:
-            self.call_log.journal.end(RankState.LEFT)
+            self.status.end(RankState.LEFT)
         self._initialized, self._heir = False, heir
         self._pending.clear()
         self._transfers.clear()
@@ -338,7 +340,7 @@ class Transport(TrafficBooking):
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
-        check_calls(calls, self.world_ranks, self.call_log.group, self._parting)
+        check_calls(calls, self.world_ranks, self.label, self._parting)
 
     def _parting(self, sequence: int) -> str:
         """Where the ranks went different ways, up to collective ``sequence``, as far as is known.
@@ -364,7 +366,7 @@ class Transport(TrafficBooking):
             self._sequence, kind, array, operation=operation, root=root, counts=counts,
             out_rows=out_rows,
         )  # fmt: skip
-        self.call_log.record(call, sys._getframe(1))
+        self.status.record(call, self.label, sys._getframe(1))
         return call
 
     def _admit(self, kind: Kind, sequence: int) -> None:

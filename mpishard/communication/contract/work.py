@@ -12,9 +12,8 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.call_file import MessageWait
-from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.naming import of_group
+from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError
 
@@ -36,7 +35,7 @@ Steps = Generator[Waitable, None, Any]
 class Driver(Protocol):
     """Who advances collectives: the backend that issued them."""
 
-    call_log: CallLog
+    label: str
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
@@ -76,7 +75,7 @@ class Work(ABC):
     @property
     @abstractmethod
     def awaited(self) -> Call | MessageWait:
-        """What a rank that waits for it says in its journal."""
+        """What a rank that waits for it writes on its status page."""
 
     @property
     def done(self) -> bool:
@@ -162,11 +161,11 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        return _name(self.call, self._driver.call_log.group)
+        return _name(self.call, self._driver.label)
 
     @property
     def where(self) -> str:
-        return in_call(self.call, self._driver.call_log.group)
+        return in_call(self.call, self._driver.label)
 
     @property
     def awaited(self) -> Call:
@@ -204,7 +203,7 @@ class Transfer(Work):
     @property
     def name(self) -> str:
         way = "send to" if self.is_send else "receive from"
-        group = self._driver.call_log.group
+        group = self._driver.label
         inside = f" in {group}," if group else ""
         return f"{way} rank {self._driver.world_ranks[self.peer]}, tag {self.tag},{inside}"
 
@@ -215,7 +214,7 @@ class Transfer(Work):
     @property
     def awaited(self) -> MessageWait:
         peer = self._driver.world_ranks[self.peer]
-        return MessageWait(peer, self.tag, self.is_send, self._driver.call_log.group)
+        return MessageWait(peer, self.tag, self.is_send, self._driver.label)
 
     def cancel(self) -> None:
         """Give up a receive: the message, come or not, is the next receive's. Idempotent.

@@ -10,15 +10,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.matching import differing_calls, differing_methods
-from mpishard.communication.contract.naming import of_group, who
-from mpishard.communication.contract.rank_record import RankRecord, Watched, members_of
-from mpishard.communication.diagnostics.table import call_text, exit_text, rank_table, seconds_text
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.matching import (
+    advice_on_leaving,
+    differing_calls,
+    differing_methods,
+    of_group,
+    who,
+)
+from mpishard.communication.contract.status import (
+    LoggedCall,
+    MessageWait,
+    RankRecord,
+    RankState,
+    members_of,
+)
+from mpishard.communication.contract.work import in_call
+from mpishard.communication.diagnostics.table import rank_table, seconds_text, stopped_text
 
 __all__ = [
-    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+    "circle_of", "describe_departure", "describe_stall", "longest_waiting", "parting",
+    "unfinished", "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
@@ -26,14 +40,13 @@ _AGO = "{ago}"
 """Stands for a time that differs between ranks that otherwise do the same."""
 
 
-def describe_stall(watched: Watched) -> str:
-    """What a job does that does not go on: who waits for whom, and a table of all ranks.
+def describe_stall(records: Sequence[RankRecord]) -> str:
+    """Why a job does not go on: who waits for whom, and a table of all ranks.
 
     Parameters
     ----------
-    watched : Watched
-        A `CallBoard`, or the root world of thread-ranks. Nobody's help is needed to read them, so
-        that a signal handler or a thread of a stuck rank may ask.
+    records : sequence of RankRecord
+        One for each rank of the root world.
 
     Returns
     -------
@@ -41,7 +54,7 @@ def describe_stall(watched: Watched) -> str:
         The verdict of one or a few sentences, a line "What each rank does, and its last
         collectives:", and the table; no line break at the end.
     """
-    records, now = watched.records(), time.time()
+    now = time.time()
     return (
         f"{verdict(records, now)}\nWhat each rank does, and its last collectives:\n"
         f"{rank_table(records, now)}"
@@ -50,7 +63,10 @@ def describe_stall(watched: Watched) -> str:
 
 def longest_waiting(records: Sequence[RankRecord]) -> int | None:
     """The rank that has waited for the longest: who may speak for all. None where none waits."""
-    waiting = [record for record in records if record.waited]
+    able = [r for r in records if r.is_alive and not r.is_stopped]
+    waiting = [r for r in able if r.waited]
+    if not waiting and (all(r.is_known for r in records) or any(map(_stopped, records))):
+        waiting = [r for r in able if r.state is RankState.STARTED]
     return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
 
 
@@ -65,15 +81,20 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         Seconds since the epoch.
     """
     by_rank = {record.rank: record for record in records}
-    waiting = [record for record in records if record.waits is not None]
+    waiting = [record for record in records if _is_waiting(record)]
     waits_for = {record.rank: _waits_for(record, records) for record in waiting}
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
         record
         for record in records
-        if record.is_known
-        and record.waits is None
-        and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        if _stopped(record)
+        or (is_in_init and record.is_known and record.state is None)
+        or (
+            record.is_known
+            and record.waits is None
+            and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        )
     ]
     if odd:
         names = {record.rank for record in odd}
@@ -97,11 +118,11 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    late = [record for record in records if record.is_known and not record.has_left]
+    late = [r for r in records if r.is_known and (not r.has_left or _stopped(r))]
     if not late:
         return "for ranks of other nodes, of which nothing is known here"
-    waiting = [record for record in late if record.waits is not None]
-    others = [record for record in late if record.waits is None]
+    waiting = [record for record in late if _is_waiting(record)]
+    others = [record for record in late if not _is_waiting(record)]
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
     told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
     return f"for {who([record.rank for record in late])}. {told}"
@@ -149,6 +170,14 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     return ""
 
 
+def _stopped(record: RankRecord) -> bool:
+    return record.is_stopped and record.state is not RankState.LEFT
+
+
+def _is_waiting(record: RankRecord) -> bool:
+    return record.waits is not None and not _stopped(record)
+
+
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
     wait = record.waits
     if isinstance(wait, MessageWait):
@@ -165,7 +194,7 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
 def _wait_text(record: RankRecord) -> str:
     wait = record.waits
     assert wait is not None
-    return str(wait) if isinstance(wait, MessageWait) else f"in {call_text(wait)}"
+    return str(wait) if isinstance(wait, MessageWait) else f"in {wait}"
 
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
@@ -200,7 +229,9 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
 def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     """What one odd rank does, behind its name: the same text for those that do the same."""
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {call_text(last)}"
+    after = "before any collective" if last is None else f"after {last}"
+    if _stopped(record):
+        return f" is {stopped_text(record)}; continue it with kill -CONT {record.pid}, or end it"
     if not record.is_alive and not record.has_left:
         return ": gone, killed (out of memory?) or ended without leaving"
     if record.state is None:
@@ -208,7 +239,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     if record.state is RankState.STARTED:
         return ": still in init"
     if record.has_left:
-        return f" left {after}{exit_text(record)}"
+        return f" left {after}"
     if record.state is RankState.REPORTED:
         return f" reported why the job ends, {after}"
     if last is None:
@@ -216,16 +247,15 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
     missing = f", {behind} collectives behind" if behind > 1 else ""
     done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    return (
-        f": in no collective since {call_text(last)}, {_AGO} ago{done}{missing}: computing, asleep "
-        "or stuck"
-    )
+    return f": in no collective since {last}, {_AGO} ago{done}{missing}: computing, asleep or stuck"
 
 
 def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
     """What the ranks ought to have called, where a function of this package was called."""
+    if any(map(_stopped, odd)):
+        return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
         sentence = parting(records, group)
@@ -310,3 +340,50 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
         return [*sentences, f"Nothing is known of {who(unknown)}, on other nodes."]
     stuck = "its data are under way, or what carries them is stuck"
     return [*sentences, f"Every rank has called what it waits for: {stuck}."]
+
+
+def describe_departure(
+    rank: int,
+    last: int,
+    group: str,
+    waiting: int,
+    awaited: Call | MessageWait,
+    records: Sequence[RankRecord],
+) -> str:
+    """Say that a rank left a world in which another one waits for it, and what to look for.
+
+    Parameters
+    ----------
+    rank, last : int
+        The rank that left, by its number in the root world, and the number of its last collective
+        in the world that it left.
+    group : str
+        The label of that world.
+    waiting : int
+        The rank that waits, by its number in the root world.
+    awaited : Call or MessageWait
+        The collective or message that it waits for.
+    records : sequence of RankRecord
+        Those of all ranks; empty if they cannot be read.
+    """
+    where = in_call(awaited, group) if isinstance(awaited, Call) else str(awaited)
+    text = (
+        f"rank {rank} left after collective {last}{of_group(group)}, while rank {waiting} waits "
+        f"{where}. "
+    )
+    # The rank that waits may not have written it down yet.
+    seen = [_waiting_for(r, awaited) if r.rank == waiting else r for r in records]
+    circle = circle_of(seen)
+    if circle:
+        return text + circle[0].upper() + circle[1:].removesuffix(".")
+    if not isinstance(awaited, Call):
+        return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
+    parted = parting(records, group, upto=awaited.sequence)
+    return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
+
+
+def _waiting_for(record: RankRecord, awaited: Call | MessageWait) -> RankRecord:
+    if isinstance(awaited, Call):
+        found = (logged for logged in record.calls if logged.number == awaited.number)
+        return replace(record, waits=next(found, None))
+    return replace(record, waits=awaited)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mpishard.communication.contract.call_file import LoggedCall, RankState
-from mpishard.communication.contract.naming import of_group, who
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.matching import of_group, who
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 
-__all__ = ["call_text", "exit_text", "rank_table", "seconds_text"]
+__all__ = ["rank_table", "seconds_text", "stopped_text"]
 
 _ONE_EACH = 8
 """Up to so many ranks each has an entry of its own."""
@@ -46,21 +45,27 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     return "\n".join(lines)
 
 
-def call_text(logged: LoggedCall) -> str:
-    """A collective in a sentence."""
-    call = logged.call
-    return f"collective {call.sequence}, {call},{of_group(logged.group)} at {call.place}"
-
-
-def exit_text(record: RankRecord) -> str:
-    """How a rank left, behind where: only where it did so in the middle of its script."""
-    return f", by {record.exit_call}" if record.exit_call else ""
-
-
 def seconds_text(seconds: Iterable[float]) -> str:
     """A time, or the range of several: ``31 s``, ``28 to 31 s``."""
     texts = [f"{s:.1f}" if s < 10 else f"{s:.0f}" for s in sorted(seconds)]
     return f"{texts[0]} s" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]} s"
+
+
+def stopped_text(record: RankRecord) -> str:
+    """The place where the process of a rank is stopped."""
+    if record.state is None:
+        where = "before or in init"
+    elif record.state is RankState.STARTED:
+        where = "in init"
+    elif record.state is RankState.LEAVING:
+        where = "while it waits for the others to leave"
+    elif isinstance(record.waits, MessageWait):
+        where = f"while it waits {record.waits}"
+    elif record.waits is not None:
+        where = f"in {record.waits}"
+    else:
+        where = f"in or after {record.calls[-1]}" if record.calls else "before any collective"
+    return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +111,15 @@ def _entry(record: RankRecord, now: float, calls: int) -> _Entry:
 def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     """What the rank does, with ``{time}`` for the seconds that come second."""
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {_literal(call_text(last))}"
+    after = "before any collective" if last is None else f"after {_literal(str(last))}"
+    if record.is_stopped and record.state is not RankState.LEFT:
+        return _literal(stopped_text(record)), 0.0
     if not record.is_known:
-        return "on another node, whose call log cannot be read from here", 0.0
+        return "on another node, whose status pages cannot be read from here", 0.0
     if record.state is None:
         return "has not come to init", 0.0
     if record.has_left:
-        return f"left {after}{_literal(exit_text(record))}", 0.0
+        return f"left {after}", 0.0
     if not record.is_alive:
         return f"its process is gone, {after}", 0.0
     if record.state is RankState.STARTED:
@@ -123,14 +130,14 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
         return f"waits {{time}} {_literal(_awaited(record))}", record.waited
     if last is None:
         return "has called no collective yet: computing, asleep or stuck", 0.0
-    where = _literal(call_text(last))
+    where = _literal(str(last))
     text = f"in no collective since {where}, {{time}} ago: computing, asleep or stuck"
     return text, max(0.0, now - last.time)
 
 
 def _awaited(record: RankRecord) -> str:
     if isinstance(record.waits, LoggedCall):
-        return f"in {call_text(record.waits)}"
+        return f"in {record.waits}"
     return str(record.waits or "in a collective that its log does not hold any more")
 
 

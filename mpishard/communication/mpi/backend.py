@@ -14,19 +14,17 @@ from mpishard import settings
 from mpishard.arrays import Array, to_device
 from mpishard.communication.contract.backoff import Patience
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import MessageWait
-from mpishard.communication.contract.call_log import CallLog
+from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work, in_call
-from mpishard.communication.diagnostics.departure import Departure
-from mpishard.communication.diagnostics.stall import parting
+from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks as exit_hooks
-from mpishard.communication.failure.exit_call import watch_exit
 from mpishard.communication.failure.rank_process import helper_error, is_helper
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.job import IN_INIT, Job
 from mpishard.communication.mpi.lanes import Condition, Turn
 from mpishard.communication.mpi.launcher import check_launched_world, not_launched_error
 from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication.mpi.mapped_files import library_files
 from mpishard.communication.mpi.messages import Messages
 from mpishard.communication.mpi.node_memory import number_nodes, share_memory
 from mpishard.communication.mpi.rings import NO_RING
@@ -137,11 +135,9 @@ class MPICommunicationBackend(ShrinkingWorld):
         self._job.join(self._group, self)
         _worlds.add(self)
         if self._is_root:
-            board = self._job.board
-            if board is not None:
-                self.call_log = CallLog(board.journal)
-                board.note_shared_memory()
-                watch_exit(lambda: board.journal.file.count)
+            if self._job.statuses is not None:
+                self.status = self._job.statuses.page
+                self.status.note_shared_memory(library_files())
             exit_hooks.install(self)
 
     def _world_of(self, comm: Any) -> Self:
@@ -173,7 +169,7 @@ class MPICommunicationBackend(ShrinkingWorld):
             return
         job, _ = self._joined()
         if job.world_size > 1:
-            last = self.call_log.journal.last
+            last = self.status.last
             job.fail(
                 error,
                 "before any collective"
@@ -248,9 +244,8 @@ class MPICommunicationBackend(ShrinkingWorld):
                 self._forget_done()
                 return
         patience = Patience(job.crowded, lambda: self._look_round(work))
-        journal = self.call_log.journal
         polls = 0
-        journal.wait(work.awaited)
+        self.status.wait(work.awaited)
         try:
             with job.wait(lambda: work.where):
                 while not work.done:
@@ -261,7 +256,7 @@ class MPICommunicationBackend(ShrinkingWorld):
                     if polls % _STIR_EVERY == 0:
                         job.stir()
         finally:
-            journal.go_on()
+            self.status.go_on()
         self._forget_done()
 
     def _look_round(self, work: Work) -> None:
@@ -271,38 +266,36 @@ class MPICommunicationBackend(ShrinkingWorld):
         self._messages.reap()
         for rank, last in group.departures().items():
             if _needs(work, rank, last):
-                group.broken = self._left_error(rank, last, work.where, work.awaited)
+                group.broken = self._left_error(rank, last, work.awaited)
                 raise group.broken
 
-    def _left_error(
-        self, local: int, last: int, where: str, awaited: Call | MessageWait
-    ) -> PeerError:
-        """Say that this rank waits ``where`` for one that left after its collective ``last``."""
+    def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
+        """The error of a rank that waits for one that left after its collective ``last``."""
         rank, me = self.world_ranks[local], self.world_ranks[self._rank]
-        departure = Departure(rank, last, self.call_log.group, me, where, awaited)
-        board = self._joined()[0].board
-        return PeerError(departure.describe([] if board is None else board.records()), rank)
+        statuses = self._joined()[0].statuses
+        records = [] if statuses is None else statuses.records()
+        text = describe_departure(rank, last, self.label, me, awaited, records)
+        return PeerError(text, rank)
 
     @contextmanager
     def _blocked_in(self, call: Call) -> Iterator[None]:
         """Say, while MPI holds this rank up, that it waits in ``call``."""
-        journal = self.call_log.journal
-        before = journal.awaited
-        journal.wait(call)
+        before = self.status.awaited
+        self.status.wait(call)
         try:
-            with self._joined()[0].wait(lambda: in_call(call, self.call_log.group)):
+            with self._joined()[0].wait(lambda: in_call(call, self.label)):
                 yield
         finally:
             if before is None:
-                journal.go_on()
+                self.status.go_on()
             else:
-                journal.wait(before)
+                self.status.wait(before)
 
     def _parting(self, sequence: int) -> str:
-        board = self._joined()[0].board
-        if board is None:
+        statuses = self._joined()[0].statuses
+        if statuses is None:
             return ""
-        return parting(board.records(), self.call_log.group, upto=sequence)
+        return parting(statuses.records(), self.label, upto=sequence)
 
     # -------------------------------------------------------------------------------- sub-worlds
 
@@ -355,9 +348,7 @@ class MPICommunicationBackend(ShrinkingWorld):
             try:
                 request = next(steps)
             except StopIteration as stop:
-                board = self._joined()[0].board
-                if board is not None:
-                    board.note_shared_memory()  # a window is the library's
+                self.status.note_shared_memory(library_files())  # a window is the library's
                 return stop.value
             yield self._keep(request)
 

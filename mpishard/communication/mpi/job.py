@@ -12,8 +12,8 @@ from typing import Any
 from mpishard import settings
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.call_file import RankState
-from mpishard.communication.contract.naming import of_group
+from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.failure.abort import (
@@ -23,9 +23,7 @@ from mpishard.communication.failure.abort import (
     flush_output,
     say,
 )
-from mpishard.communication.failure.exit_call import exit_call
 from mpishard.communication.failure.watchdog import Wait, watchdog
-from mpishard.communication.mpi.call_board import CallBoard
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_memory
 from mpishard.communication.mpi.progress import ProgressThread
@@ -62,9 +60,9 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board: CallBoard | None = None
+        self.statuses: StatusReader | None = None
         if self.world_size > 1:
-            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
+            self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.is_waiting = False
         """Whether this rank is polling for a collective."""
@@ -85,8 +83,8 @@ class Job(Ending):
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
-        if self.board is not None:
-            self.board.journal.end(RankState.STARTED)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
@@ -102,8 +100,8 @@ class Job(Ending):
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
-        if self.board is not None:
-            self.board.share(node, comm, ranks)
+        if self.statuses is not None:
+            self.statuses.share(node.bcast, comm.allgather, ranks)
         node.Free()
         self._post_office = self._open_post_office(comm)
 
@@ -233,10 +231,8 @@ class Job(Ending):
         collectives of the others that this rank takes part in go on. Where ranks outlive each
         other and one is gone, those that go on do so without this one.
         """
-        if self.board is not None:
-            journal = self.board.journal
-            journal.file.note_exit(exit_call(journal.file.count))
-            journal.end(RankState.LEAVING)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.LEAVING)
         try:
             if self.survival is not None and self.survival.error is not None:
                 raise self.survival.error
@@ -322,8 +318,8 @@ class Job(Ending):
             self.progress_thread.stop()
             self.progress_thread = None
         self._groups.clear()
-        if self.board is not None:
-            self.board.journal.end(RankState.LEFT)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.LEFT)
         watchdog.release(self)
 
     @property
@@ -332,20 +328,20 @@ class Job(Ending):
 
     def is_last(self) -> bool:
         over = RankState.REPORTED, RankState.LEFT
-        return self.board is None or all(
+        return self.statuses is None or all(
             record.rank == self.rank or not record.is_alive or record.state in over
-            for record in self.board.records()
+            for record in self.statuses.records()
         )
 
     def _late_ranks(self) -> str:
         """The ranks that have not left, behind "has waited .. s"."""
-        if self.board is None:
+        if self.statuses is None:
             return "for the others to leave"
-        return unfinished(self.board.records(), time.time())
+        return unfinished(self.statuses.records(), time.time())
 
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        if limit.is_at_end and self.board is not None:
-            left = [record.rank for record in self.board.records() if record.has_left]
+        if limit.is_at_end and self.statuses is not None:
+            left = [record.rank for record in self.statuses.records() if record.has_left]
             if self.rank != min(left):  # the first of those that wait speaks for all
                 return
         super().warn(waited, where, limit)
@@ -355,7 +351,7 @@ class Job(Ending):
         return watchdog.wait(where, self)
 
     def dead_rank(self) -> int | None:
-        dead = None if self.board is None else self.board.dead_rank()
+        dead = None if self.statuses is None else self.statuses.dead_rank()
         if dead is None or self.survival is None:
             return dead
         # MPI tells the others, and they go on; but not of every end.
@@ -363,31 +359,31 @@ class Job(Ending):
         return dead if overlooked else None
 
     def describe(self) -> str:
-        if self.board is None:
+        if self.statuses is None:
             return ""
         now = time.time()
-        return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
+        return rank_table([self.statuses.page.read()], now, calls=_CALLS_SHOWN)
 
     def last_calls(self) -> str:
-        if self.board is None:
+        if self.statuses is None:
             return ""
-        calls = self.board.journal.record_of(self.rank, time.time()).calls[-_CALLS_OF_A_FAILURE:]
+        calls = self.statuses.page.read().calls[-_CALLS_OF_A_FAILURE:]
         if not calls:
             return ""
         lines = [f"  {c.number}: {c.call}{of_group(c.group)} at {c.call.place}" for c in calls]
         return "\n".join([f"--- last collectives of rank {self.rank} ---", *lines])
 
     def describe_stall(self) -> str:
-        return "" if self.board is None else describe_stall(self.board)
+        return "" if self.statuses is None else describe_stall(self.statuses.records())
 
     def speaks_for_all(self) -> bool:
-        return self.board is None or longest_waiting(self.board.records()) == self.rank
+        return self.statuses is None or longest_waiting(self.statuses.records()) == self.rank
 
     def claim_report(self, code: int) -> bool:
         first = super().claim_report(code)
-        claimed = first and (self.board is None or self.board.claim_report(code))
-        if self.leaves_alone and self.board is not None:
-            self.board.journal.file.end(RankState.REPORTED, code)
+        claimed = first and (self.statuses is None or self.statuses.claim_report(code))
+        if self.leaves_alone and self.statuses is not None:
+            self.statuses.page.end(RankState.REPORTED, code)
         return claimed
 
     def close(self, report: str) -> None:

@@ -139,7 +139,7 @@ class MessageCollectives(StagedCollectives):
 
     def _break_off(self, call: Call, *keep: object) -> None:
         """Refuse what comes after ``call``, of which an interruption left out the rest."""
-        where = in_call(call, self.call_log.group)
+        where = in_call(call, self.label)
         error = CommunicationError(
             f"rank {self.world_ranks[self.rank]} was interrupted {where}, and the others are "
             "further than it is: nothing more can be called on this world; end the job"

@@ -227,5 +227,5 @@ class QuickCollectives(MessageCollectives):
         self._admit(call.kind, self._sequence + 1)
         self._sequence += 1
         call = call.again(self._sequence)
-        self.call_log.record(call, sys._getframe(2))
+        self.status.record(call, self.label, sys._getframe(2))
         return call

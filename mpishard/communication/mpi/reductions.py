@@ -27,15 +27,15 @@ import numpy as np
 
 from mpishard.arrays import Array, is_own, synchronize
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.call_file import (
+from mpishard.communication.contract.nodes import Places
+from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.status import (
     PLACE_BYTES,
     MessageWait,
     decode_place,
     encode_place,
 )
-from mpishard.communication.contract.nodes import Places
-from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.communication.contract.work import Steps, Waitable, in_call
+from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, Readiness, make_row
 from mpishard.communication.mpi.lanes import Pending, Turn
 from mpishard.communication.mpi.node_memory import PRIVATE
@@ -59,10 +59,8 @@ class MPIReductions(PairwiseCollectives):
         return super().scratch_bytes + self._pool.nbytes
 
     @abstractmethod
-    def _left_error(
-        self, local: int, last: int, where: str, awaited: Call | MessageWait
-    ) -> PeerError:
-        """Say that this rank waits ``where`` for one that left after its collective ``last``."""
+    def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
+        """The error of a rank that waits for one that left after its collective ``last``."""
 
     # ----------------------------------------------------------------------------------- headers
 
@@ -94,8 +92,7 @@ class MPIReductions(PairwiseCollectives):
             except PeerError as error:
                 local = self.world_ranks.index(error.rank)
                 last = headers.calls[local].sequence - 1
-                where = in_call(call, self.call_log.group)
-                group.broken = self._left_error(local, last, where, call)
+                group.broken = self._left_error(local, last, call)
                 raise group.broken from None
             except CollectiveMismatchError:
                 mismatch = True

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.communication.contract.backoff import Patience
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
 __all__ = ["OnFailure", "Survival", "check_on_failure", "check_survivable", "is_loss"]

@@ -1,12 +1,12 @@
-"""What a rank says of itself, where its peers can read it: files, places, functions, waits."""
+"""The status page of a rank, where its peers can read it: files, places, functions, waits."""
 
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,57 +14,77 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads, settings
+from mpishard.communication.contract import status
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, MessageWait, RankState, call_files
-from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import (
+    MessageWait,
+    RankState,
+    StatusPage,
+    StatusReader,
+    records_in,
+)
 from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.mpi import call_board, mapped_files
-from mpishard.communication.mpi.call_board import CallBoard, FileJournal
+from mpishard.communication.mpi import mapped_files
 
 
 class Node:
-    """A communicator over boards that are shared one after the other, as ranks would at once."""
+    """The ranks of a node that share their pages one after the other, as ranks would at once."""
 
-    def __init__(self, size):
-        self.size = size
-        self.folder = None
-        self.names = [f"of rank {rank} of another node" for rank in range(size)]
+    def __init__(self, readers, monkeypatch):
+        self.readers = readers
+        self.folder = readers[0]._choose_folder()
+        self.monkeypatch = monkeypatch
 
-    def of(self, rank):
-        return Seat(self, rank)
+    def share(self):
+        for reader in self.readers:
+            if self.folder is not None:
+                reader._publish(self.folder)
+        # The folder of the node is removed when all have opened the pages: by rank 0, the last.
+        self.monkeypatch.setattr(self.readers[0], "_choose_folder", lambda: self.folder)
+        for reader in reversed(self.readers):
+            reader.share(lambda _: self.folder, self.from_all, range(len(self.readers)))
 
-
-class Seat:
-    def __init__(self, node, rank):
-        self.node, self.rank = node, rank
-
-    def bcast(self, value):
-        if self.rank == 0:
-            self.node.folder = value
-        return self.node.folder
-
-    def allgather(self, value):
-        if value.endswith(".calls"):
-            self.node.names[self.rank] = value
-            return self.node.names
-        return [value if rank == self.rank else "" for rank in range(self.node.size)]
+    def from_all(self, value):
+        if isinstance(value, tuple):
+            return [(reader.page.name, reader._error) for reader in self.readers]
+        return [reader._error for reader in self.readers]
 
 
 def shared(world_size, monkeypatch):
-    """Boards of one node. Rank 0 comes last to what is done when all have opened the files."""
-    boards = [CallBoard(rank, world_size) for rank in range(world_size)]
-    node, ranks = Node(world_size), range(world_size)
-    node.names = [board.name for board in boards]
-    seats = [node.of(rank) for rank in ranks]
-    folder = seats[0].bcast(boards[0]._choose_folder())
-    for board in boards:
-        board._make_file(folder)
-    monkeypatch.setattr(CallBoard, "_make_file", lambda self, folder: None)
-    monkeypatch.setattr(CallBoard, "_choose_folder", lambda self: folder)
-    for rank in reversed(ranks):
-        boards[rank].share(seats[rank], seats[rank], ranks)
-    return boards
+    """Readers of one node that have opened each other's pages."""
+    readers = [StatusReader(rank, world_size) for rank in range(world_size)]
+    Node(readers, monkeypatch).share()
+    return readers
+
+
+def share_alone(reader, names):
+    """Share the pages of a world of which only ``reader`` is on this node."""
+
+    def from_all(value):
+        if not isinstance(value, tuple):
+            return [""] * len(names)
+        return [(name, "") if name else value for name in names]
+
+    reader.share(lambda value: value, from_all, [names.index(None)])
+
+
+def counting(read, ranks):
+    """``read``, which notes the ranks of the pages that it reads in ``ranks``."""
+
+    def noted(page, *calls):
+        record = read(page, *calls)
+        ranks.append(record.rank)
+        return record
+
+    return noted
+
+
+def end_process(reader):
+    """Write down that the page is that of a process that is gone."""
+    fields = list(status._IDENTITY.unpack_from(reader.page._memory))
+    fields[6] = 2**22 + 1  # beyond any process number
+    status._IDENTITY.pack_into(reader.page._memory, 0, *fields)
 
 
 @pytest.fixture
@@ -85,13 +105,13 @@ def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE):
 
 class TestFiles:
     def test_peers_read_each_other_and_nothing_stays_behind(self, temporary, monkeypatch):
-        boards = shared(3, monkeypatch)
+        readers = shared(3, monkeypatch)
         assert list(temporary.iterdir()) == []
-        log = CallLog(boards[1].journal, "tensor group 4 (ranks 1, 2)")
+        group = "tensor group 4 (ranks 1, 2)"
         for number in range(1, settings.CALL_LOG_LENGTH + 6):
-            log.record(a_call(number, number), None)
-        for board in boards:
-            records = board.records()
+            readers[1].page.record(a_call(number, number), group, None)
+        for reader in readers:
+            records = reader.records()
             assert [len(r.calls) for r in records] == [0, settings.CALL_LOG_LENGTH, 0]
             last = records[1].calls[-1]
             assert (last.call.sequence, last.group) == (261, "tensor group 4 (ranks 1, 2)")
@@ -100,31 +120,27 @@ class TestFiles:
 
     def test_the_files_of_a_job_s_folder_stay(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
-        early = CallBoard(1, 2)
-        assert call_files(tmp_path)[0].state is RankState.STARTED
+        early = StatusReader(1, 2)
+        assert records_in(tmp_path)[0].state is RankState.STARTED
         assert early.records()[0].state is None
         assert early.records()[0].is_known
-        boards = shared(2, monkeypatch)
-        boards[0].journal.end(RankState.RUNNING)
-        assert boards[1].records()[0].state is RankState.RUNNING
-        assert (tmp_path / boards[0].name).exists()
+        readers = shared(2, monkeypatch)
+        readers[0].page.end(RankState.RUNNING)
+        assert readers[1].records()[0].state is RankState.RUNNING
+        assert (tmp_path / readers[0].page.name).exists()
 
     def test_worlds_beside_each_other_do_not_read_each_other(self, tmp_path, monkeypatch):
         """Two halves of a job of 4 in one folder: both have a rank 0 and a rank 1."""
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
-        stranger = CallBoard(0, 2, (0, 1))
-        mine = CallBoard(1, 2, (2, 3))
+        stranger = StatusReader(0, 2, (0, 1))
+        mine = StatusReader(1, 2, (2, 3))
         assert [record.state for record in mine.records()] == [None, RankState.STARTED]
-        peer = CallBoard(0, 2, (2, 3))
+        peer = StatusReader(0, 2, (2, 3))
         assert mine.records()[0].state is RankState.STARTED
-        node = Node(2)
-        node.names = [peer.name, mine.name]
-        for board in (peer, mine):
-            board._make_file(tmp_path)
-        stranger.journal.end(RankState.LEFT)
-        mine.share(node.of(1), node.of(1), [0, 1])
+        stranger.page.end(RankState.LEFT)
+        Node([peer, mine], monkeypatch).share()
         assert mine.records()[0].state is RankState.STARTED
-        assert [file.launched_rank for file in call_files(tmp_path)] == [0, 2, 3]
+        assert [file.launched_rank for file in records_in(tmp_path)] == [0, 2, 3]
         # They end together: one report is enough.
         assert stranger.claim_report(1)
         assert not mine.claim_report(1)
@@ -133,46 +149,62 @@ class TestFiles:
         self, tmp_path, monkeypatch
     ):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
-        here, elsewhere = CallBoard(0, 3), CallBoard(1, 3)
-        seat = Node(3).of(0)
-        seat.node.names[1] = elsewhere.name
-        here.share(seat, seat, [0])
-        elsewhere.journal.end(RankState.RUNNING)
+        here, elsewhere = StatusReader(0, 3), StatusReader(1, 3)
+        share_alone(here, [None, elsewhere.page.name, "of rank 2 of another node"])
+        elsewhere.page.end(RankState.RUNNING)
         assert [record.is_known for record in here.records()] == [True, True, False]
         assert here.records()[1].state is RankState.RUNNING
 
     def test_a_folder_that_this_node_has_not_is_none(self, temporary, monkeypatch):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(temporary / "on another node"))
-        boards = shared(2, monkeypatch)
-        assert all(record.is_known for record in boards[1].records())
+        readers = shared(2, monkeypatch)
+        assert all(record.is_known for record in readers[1].records())
         assert list(temporary.iterdir()) == []
 
     def test_a_world_that_begins_again_leaves_the_old_file_to_its_readers(self, tmp_path):
-        path = tmp_path / "rank-0.calls"
-        old = CallFile.create(path, 0, 2)
-        reader = CallFile.open(path)
-        new = CallFile.create(path, 0, 2)
+        old, new = StatusPage(0, 2), StatusPage(0, 2)
+        old.publish(tmp_path)
+        reader = status._open(tmp_path / old.name)
+        new.publish(tmp_path)
         new.end(RankState.RUNNING)
         old.end(RankState.LEFT)
-        assert reader.state is RankState.LEFT
-        assert [p.name for p in tmp_path.iterdir()] == ["rank-0.calls"]
+        assert status._read(reader).state is RankState.LEFT
+        assert [p.name for p in tmp_path.iterdir()] == [new.name]
+
+    def test_a_page_keeps_its_content_when_it_is_published(self, tmp_path):
+        page = StatusPage(0, 2)
+        page.record(a_call(1), "a row", None)
+        page.end(RankState.RUNNING)
+        page.publish(tmp_path)
+        page.record(a_call(2), "", None)
+        (record,) = records_in(tmp_path)
+        assert record.state is RankState.RUNNING
+        assert [(c.number, c.group) for c in record.calls] == [(1, "a row"), (2, "")]
+        assert record.pid == os.getpid()
+
+    def test_other_files_are_left_out(self, tmp_path):
+        page = StatusPage(0, 2)
+        page.publish(tmp_path)
+        (tmp_path / "rank-1-1-0.calls").write_bytes(b"short")
+        (tmp_path / "rank-2-1-0.calls").write_bytes(bytes(status._PAGE_BYTES))
+        assert [record.rank for record in records_in(tmp_path)] == [0]
 
     def test_a_file_that_lies_in_its_way_is_neither_followed_nor_written(
         self, tmp_path, monkeypatch
     ):
-        path, precious = tmp_path / "rank-0.calls", tmp_path / "precious"
+        page, precious = StatusPage(0, 2), tmp_path / "precious"
         precious.write_text("keep")
-        begun = tmp_path / f".rank-0.calls.{os.getpid()}"
+        begun = tmp_path / f".{page.name}.part"
         begun.symlink_to(precious)
-        CallFile.create(path, 0, 2)
-        assert not path.is_symlink()
+        page.publish(tmp_path)
+        assert not (tmp_path / page.name).is_symlink()
         assert precious.read_text() == "keep"
         # Another user puts it there between the two steps.
         monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
         for trap in (lambda: begun.symlink_to(precious), begun.touch):
             trap()
             with pytest.raises(FileExistsError):
-                CallFile.create(path, 0, 2)
+                page.publish(tmp_path)
             os.unlink(begun)  # noqa: PTH108
         assert precious.read_text() == "keep"
 
@@ -183,80 +215,97 @@ class TestFiles:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        boards = [CallBoard(rank, 2) for rank in range(2)]
-        node = Node(2)
+        readers = [StatusReader(rank, 2) for rank in range(2)]
         with caplog.at_level(logging.WARNING, "mpishard"):
-            for board in boards:
-                seat = node.of(board.rank)
-                monkeypatch.setattr(board, "_choose_folder", lambda: Path(temporary))
-                monkeypatch.setattr(call_board.shutil, "rmtree", lambda folder: None)
-                board.share(seat, seat, range(2))
+            Node(readers, monkeypatch).share()
         assert len(caplog.records) == 1
         assert "rank 0 could not keep a file" in caplog.text
         assert "No space left" in caplog.text
         assert [path.name for path in temporary.iterdir()] == []
-        CallLog(boards[1].journal).record(a_call(1), None)
-        assert len(boards[1].records()[1].calls) == 1
-        assert not boards[1].records()[0].is_known
-        assert boards[1].dead_rank() is None
-        assert boards[1].claim_report(1)
+        readers[1].page.record(a_call(1), "", None)
+        assert len(readers[1].records()[1].calls) == 1
+        assert not readers[1].records()[0].is_known
+        assert readers[1].dead_rank() is None
+        assert readers[1].claim_report(1)
 
-    def test_that_one_rank_has_no_file_is_heard_by_all(self, temporary, monkeypatch):
-        board = CallBoard(1, 2)
-        seat = Node(2).of(1)
-        seat.node.folder = temporary
-        monkeypatch.setattr(seat, "allgather", lambda value: ["no space", value], raising=False)
-        board.share(seat, seat, range(2))
-        assert not board.records()[0].is_known
+    def test_that_one_rank_has_no_file_is_known_on_all(self, temporary):
+        reader = StatusReader(1, 2)
+
+        def from_all(value):
+            return [("a name", "no space"), value]
+
+        reader.share(lambda _: temporary, from_all, range(2))
+        assert not reader.records()[0].is_known
 
 
 class TestReports:
     def test_one_rank_reports_and_says_with_which_code(self, temporary, monkeypatch):
-        boards = shared(2, monkeypatch)
-        assert boards[1].claim_report(124)
-        assert not boards[1].claim_report(1)
-        assert not boards[0].claim_report(1)
-        assert boards[0].records()[1].state is RankState.REPORTED
-        assert boards[0]._files[1].code == 124
+        readers = shared(2, monkeypatch)
+        assert readers[1].claim_report(124)
+        assert not readers[1].claim_report(1)
+        assert not readers[0].claim_report(1)
+        assert readers[0].records()[1].state is RankState.REPORTED
+        assert readers[0].records()[1].code == 124
 
     def test_who_is_about_to_report_keeps_the_others_silent(self, temporary, monkeypatch):
-        boards = shared(2, monkeypatch)
-        fcntl.flock(boards[1]._lock, fcntl.LOCK_EX)
-        assert not boards[0].claim_report(1)
+        readers = shared(2, monkeypatch)
+        fcntl.flock(readers[1]._lock, fcntl.LOCK_EX)
+        assert not readers[0].claim_report(1)
 
     def test_a_report_of_another_node_counts_where_the_folder_is_shared(
         self, tmp_path, monkeypatch
     ):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
-        here, elsewhere = CallBoard(0, 2), CallBoard(1, 2)
-        seat = Node(2).of(0)
-        here.share(seat, seat, [0])
-        elsewhere.journal.end(RankState.REPORTED)
+        here, elsewhere = StatusReader(0, 2), StatusReader(1, 2)
+        share_alone(here, [None, elsewhere.page.name])
+        elsewhere.page.end(RankState.REPORTED)
         assert not here.claim_report(1)
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
     def test_a_process_that_is_gone_is_dead_unless_it_left(self, temporary, monkeypatch):
-        boards = shared(2, monkeypatch)
-        assert boards[0].dead_rank() is None
-        monkeypatch.setattr(boards[0]._files[1], "pid", 2**22 + 1)  # beyond any process number
-        assert boards[0].dead_rank() == 1
-        assert not boards[0].records()[1].is_alive
-        boards[1].journal.end(RankState.LEAVING)  # and never got out
-        assert boards[0].dead_rank() == 1
-        boards[1].journal.end(RankState.LEFT)
-        assert boards[0].dead_rank() is None
+        readers = shared(2, monkeypatch)
+        assert readers[0].dead_rank() is None
+        end_process(readers[1])
+        assert readers[0].dead_rank() == 1
+        assert not readers[0].records()[1].is_alive
+        readers[1].page.end(RankState.LEAVING)  # and never got out
+        assert readers[0].dead_rank() == 1
+        readers[1].page.end(RankState.LEFT)
+        assert readers[0].dead_rank() is None
+
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
+    def test_a_process_that_is_stopped_is_seen(self, temporary, monkeypatch):
+        readers = shared(2, monkeypatch)
+        assert not readers[0].records()[1].is_stopped
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+            fields = list(status._IDENTITY.unpack_from(readers[1].page._memory))
+            fields[6:8] = child.pid, status._process(child.pid)[1]
+            status._IDENTITY.pack_into(readers[1].page._memory, 0, *fields)
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            record = readers[0].records()[1]
+            child.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, child.pid, os.WCONTINUED)
+            after = readers[0].records()[1]
+            child.kill()
+        assert (record.is_stopped, record.is_alive, record.pid) == (True, True, child.pid)
+        assert readers[0].dead_rank() == 1  # now it is gone
+        assert (after.is_stopped, after.is_alive) == (False, True)
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
     @pytest.mark.parametrize("gone", [(1,), (3,), (0, 3), (1, 2), (4, 0, 1)])
     @pytest.mark.parametrize("left", [(), (2,)])
     def test_each_rank_watches_the_next(self, temporary, monkeypatch, gone, left):
-        boards = shared(5, monkeypatch)
+        readers = shared(5, monkeypatch)
         for rank in left:
-            boards[rank].journal.end(RankState.LEFT)
-        for board in boards:
-            for rank in gone:
-                monkeypatch.setattr(board._files[rank], "pid", 2**22 + 1)
-        found = {b.rank: b.dead_rank() for b in boards if b.rank not in (*gone, *left)}
+            readers[rank].page.end(RankState.LEFT)
+        for rank in gone:
+            end_process(readers[rank])
+        found = {
+            rank: reader.dead_rank()
+            for rank, reader in enumerate(readers)
+            if rank not in (*gone, *left)
+        }
         dead = set(gone) - set(left)
         assert set(found.values()) <= dead | {None}
         # The one before the first of those that are gone, in the ring, sees it at once.
@@ -266,51 +315,49 @@ class TestReports:
                 before = (before - 1) % 5
             assert before in gone or found[before] == rank
         # Whoever is stopped meanwhile is watched by the others in turn.
-        for board in boards:
-            if board.rank in found:
-                assert any(board.dead_rank() in dead for _ in range(4))
+        for rank in found:
+            assert any(readers[rank].dead_rank() in dead for _ in range(4))
 
     def test_watching_costs_the_same_on_a_node_of_many(self, temporary, monkeypatch):
-        boards = shared(40, monkeypatch)
+        readers = shared(40, monkeypatch)
         asked = []
-        monkeypatch.setattr(CallFile, "is_alive", lambda file: asked.append(file.rank) or True)
+        monkeypatch.setattr(status, "_read", counting(status._read, asked))
         for _ in range(39):
             before = len(asked)
-            assert boards[0].dead_rank() is None
+            assert readers[0].dead_rank() is None
             assert len(asked) - before <= 2
         assert set(asked) == set(range(1, 40))
 
     def test_a_process_number_that_nobody_sees_says_nothing(self, temporary, monkeypatch):
-        monkeypatch.setattr(CallFile, "is_alive", lambda self: False)
+        monkeypatch.setattr(status, "_process", lambda pid: None)
         assert shared(2, monkeypatch)[0].dead_rank() is None
 
 
 def test_waits_are_read_as_they_were_written(temporary, monkeypatch):
-    boards = shared(2, monkeypatch)
-    log = CallLog(boards[1].journal)
+    readers = shared(2, monkeypatch)
     first, second = a_call(1), a_call(2)
-    log.record(first, None)
-    log.record(second, None)
-    assert boards[0].records()[1].waits is None
-    assert boards[0].journal.last is None
-    assert boards[1].journal.last.call == second
-    boards[1].journal.wait(first)  # issued before the second, and waited for after it
-    assert boards[0].records()[1].waits.call == first
+    for call in first, second:
+        readers[1].page.record(call, "", None)
+    assert readers[0].records()[1].waits is None
+    assert readers[0].page.last is None
+    assert readers[1].page.last.call == second
+    readers[1].page.wait(first)  # issued before the second, and waited for after it
+    assert readers[0].records()[1].waits.call == first
     message = MessageWait(0, 7, True, "pipeline group 3 (ranks 0, 1)")
-    boards[1].journal.wait(message)
-    record = boards[0].records()[1]
+    readers[1].page.wait(message)
+    record = readers[0].records()[1]
     assert record.waits == message
     assert record.waited < 60
-    boards[1].journal.go_on()
-    assert boards[0].records()[1].waits is None
-    assert not boards[0].records()[1].waited
+    readers[1].page.go_on()
+    assert readers[0].records()[1].waits is None
+    assert not readers[0].records()[1].waited
 
 
 class TestPlaces:
     def calls_of(self, body, world_size=2):
         def run(backend):
             body(backend)
-            return [(call.kind.label, call.method) for call in backend.call_log]
+            return [(c.call.kind.label, c.call.method) for c in backend.status.read().calls]
 
         return run_in_threads(world_size, run)[0]
 
@@ -330,17 +377,17 @@ class TestPlaces:
         def body(backend):
             model = ms.as_distributed(ms.nn.MLP([3, 1], seed=0), backend)
             optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend)
-            before = len(backend.call_log)
+            before = backend.status.count
             for name, call in {
                 "FSDPOptimizer.step": lambda: optimizer.step(model, x, y),
                 "FSDPModel.predict": lambda: model.predict(x),
                 "FSDPModel.unsharded": lambda: model.unsharded().__enter__(),
             }.items():
                 call()
-                calls = list(backend.call_log)
+                calls = [logged.call for logged in backend.status.read().calls]
                 if backend.rank == 0:
                     seen[name] = {c.method for c in calls[before:]}
-                assert {Path(c.filename).name for c in calls[before:]} == {"test_call_log.py"}
+                assert {Path(c.filename).name for c in calls[before:]} == {"test_status.py"}
                 before = len(calls)
 
         run_in_threads(2, body)
@@ -374,13 +421,13 @@ class TestGroups:
     def test_ranks_of_groups_by_their_numbers_in_the_world(self):
         def body(backend):
             assert backend.world_ranks == tuple(range(6))
-            assert backend.call_log.group == ""
+            assert backend.label == ""
             odd = backend.split(backend.rank % 2, key=-backend.rank)
             inner = odd.split(0 if odd.rank < 2 else None)
             return (
                 odd.world_ranks,
-                odd.call_log.group,
-                inner and (inner.world_ranks, inner.call_log.group),
+                odd.label,
+                inner and (inner.world_ranks, inner.label),
             )
 
         found = run_in_threads(6, body)
@@ -395,7 +442,7 @@ class TestGroups:
     def test_axes_of_a_mesh_are_named(self):
         def body(backend):
             mesh = ms.ProcessMesh(backend, pipeline=2, tensor=2, data=2)
-            return [(g.world_ranks, g.call_log.group.split(" group")[0])
+            return [(g.world_ranks, g.label.split(" group")[0])
                     for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.replica)]  # fmt: skip
 
         assert run_in_threads(8, body)[3] == [
@@ -424,12 +471,12 @@ class TestGroups:
         assert run_in_threads(4, body)[1] == ((1, 3), (3, 1))
 
 
-def test_the_journal_of_a_thread_holds_all_its_worlds():
+def test_the_page_of_a_thread_holds_all_its_worlds():
     def body(backend):
         group = backend.split(0)
         group.barrier()
         backend.barrier()
-        record = backend.call_log.journal.record_of(backend.rank, time.time())
+        record = backend.status.read()
         return [(c.number, c.call.kind.label, c.group) for c in record.calls]
 
     name = "group 1 (ranks 0, 1)"
@@ -438,13 +485,12 @@ def test_the_journal_of_a_thread_holds_all_its_worlds():
     ]  # fmt: skip
 
 
-def test_a_journal_says_how_its_rank_stands():
-    backend = ms.InMemoryCommunicationBackend(0, 1, "a journal")
-    journal = backend.call_log.journal
-    assert journal.state is RankState.STARTED
+def test_a_page_says_how_its_rank_stands():
+    backend = ms.InMemoryCommunicationBackend(0, 1, "a page")
+    assert StatusPage(0, 1).read().state is RankState.STARTED
     with backend:
-        assert journal.state is RankState.RUNNING
-    assert journal.state is RankState.LEFT
+        assert backend.status.read().state is RankState.RUNNING
+    assert backend.status.read().state is RankState.LEFT
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
@@ -473,20 +519,18 @@ def test_only_files_with_a_library_s_name_are_its_own():
 
 
 def test_a_long_path_keeps_its_end():
-    journal = FileJournal(CallFile.unshared(0, 1))
+    page = StatusPage(0, 1)
     call = a_call(1)
     call.filename = "/very/long" * 40 + "/train.py"
-    CallLog(journal).record(call, None)
-    assert rank_table([journal.record_of(0, 0.0)], 0.0).endswith("/train.py:1")
+    page.record(call, "", None)
+    assert rank_table([page.read()], 0.0).endswith("/train.py:1")
 
 
 def test_a_world_that_is_named_later_is_called_so_from_then_on():
-    journal = FileJournal(CallFile.unshared(0, 1))
-    log = CallLog(journal)
+    page = StatusPage(0, 1)
     for group in ("", "a row"):
-        log.group = group
-        log.record(a_call(1), sys._getframe())
-    assert [logged.group for logged in journal.file.calls()] == ["", "a row"]
+        page.record(a_call(1), group, sys._getframe())
+    assert [logged.group for logged in page.read().calls] == ["", "a row"]
 
 
 @pytest.mark.mpi
@@ -497,8 +541,8 @@ def test_processes_read_each_other(backend):
     assert list(group.world_ranks) == mine[::-1]
     group.all_reduce(np.ones(3))
     backend.barrier()
-    board = backend._job.board
-    records = board.records()
+    reader = backend._job.statuses
+    records = reader.records()
     backend.barrier()
     for record in records:
         assert record.is_known
@@ -507,9 +551,9 @@ def test_processes_read_each_other(backend):
         theirs = [rank for rank in range(backend.world_size) if rank % 2 == record.rank % 2]
         last = [c for c in record.calls if c.call.kind is Kind.ALL_REDUCE][-1]
         assert last.group.endswith(f"({who(theirs)})")
-        assert last.call.filename.endswith("test_call_log.py")
-    assert board.dead_rank() is None
-    for path in board.journal.file.shared_memory:
+        assert last.call.filename.endswith("test_status.py")
+    assert reader.dead_rank() is None
+    for path in reader.page.read().shared_memory:
         assert Path(path).parent == Path("/dev/shm")
 
 
@@ -520,11 +564,11 @@ def test_the_log_holds_exactly_the_last_256(count):
     def body(backend):
         for _ in range(count):
             backend.barrier()
-        return [call.sequence for call in backend.call_log]
+        return [logged.call.sequence for logged in backend.status.read().calls]
 
     kept = list(range(max(1, count - 255), count + 1))
     assert run_in_threads(2, body) == [kept, kept]
-    journal = FileJournal(CallFile.unshared(0, 1))
+    page = StatusPage(0, 1)
     for number in range(1, count + 1):
-        journal.record(a_call(number), journal.place(a_call(number), ""))
-    assert [logged.call.sequence for logged in journal.file.calls()] == kept
+        page.record(a_call(number), "", None)
+    assert [logged.call.sequence for logged in page.read().calls] == kept
