@@ -21,6 +21,7 @@ __all__ = [
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
+    "alike",
     "arena_sources",
     "blas_thread_variables",
     "blas_threads_are_set",
@@ -283,6 +284,17 @@ def check() -> None:
     numba_is_allowed()
     cuda_aware()
     trace_folder()
+
+
+def alike() -> dict[str, str]:
+    """The settings that must be the same on every rank of a job: variable -> value here."""
+    return {
+        "MPISHARD_ARENA": os.environ.get("MPISHARD_ARENA", "auto").lower(),
+        "MPISHARD_CUDA_AWARE": str(int(cuda_aware())),
+        # Each machine may have a folder of its own, but all ranks record or none.
+        "MPISHARD_TRACE": "not set" if trace_folder() is None else "set",
+        "MPISHARD_VIRTUAL_NODES": str(virtual_nodes()),
+    }
 
 
 def mpi_timeout() -> float:

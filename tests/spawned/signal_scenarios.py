@@ -130,6 +130,16 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def settings_differ():
+    """Each argument is for rank 1 alone: a variable and its value."""
+    if RANK == 1:
+        os.environ.update(argument.split("=") for argument in sys.argv[2:])
+    try:
+        mpishard.init()
+    except mpishard.errors.CollectiveMismatchError as error:
+        print(f"rank {RANK}: {error}", flush=True)
+
+
 def waits_until_asked():
     """Rank 1 waits in a collective until the file appears."""
     backend = mpishard.init()

@@ -136,6 +136,28 @@ def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
     assert re.search(said, ended.err), ended
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("MPISHARD_ARENA=off", "MPISHARD_ARENA is auto on rank 0, off on rank 1. "),
+     ("MPISHARD_ARENA=file", "MPISHARD_ARENA is auto on rank 0, file on rank 1. "),
+     ("MPISHARD_TRACE=/tmp/mpishard-no-traces MPISHARD_VIRTUAL_NODES=2",
+      "MPISHARD_TRACE is not set on rank 0, set on rank 1; MPISHARD_VIRTUAL_NODES is 1 on")],
+)  # fmt: skip
+def test_a_setting_that_differs_between_ranks_is_named_on_all(given, words):
+    ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
+    assert ended.code == 0, ended  # each rank has caught it
+    for rank in range(2):
+        assert f"rank {rank}: init(): {words}" in ended.out, ended
+
+
+@pytest.mark.parametrize("given", ["MPISHARD_ARENA=AUTO", "MPISHARD_NUMBA=auto"])
+def test_settings_of_one_meaning_do_not_differ(given):
+    ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
+    assert ended.code == 0, ended
+    assert "differ" not in ended.out + ended.err, ended
+    assert "init()" not in ended.out, ended
+
+
 @pytest.mark.parametrize("leaves", ["end", "shutdown"])
 @pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
 def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):

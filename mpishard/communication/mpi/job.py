@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.matching import of_group, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
@@ -29,7 +29,7 @@ from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_
 from mpishard.communication.mpi.progress import ProgressThread
 from mpishard.communication.mpi.rings import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
 from mpishard.communication.mpi.ulfm import Survival, is_loss
-from mpishard.errors import CommunicationError, PeerError
+from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -74,10 +74,8 @@ class Job(Ending):
         self.guard()
         try:
             with self.wait(lambda: IN_INIT):
-                if survives and self.world_size > 1:
-                    self.survival = Survival(mpi, comm)
-                self._meet(comm)
-        except mpi.Exception:
+                self._meet(comm, survives=survives)
+        except (mpi.Exception, CollectiveMismatchError):
             self.retire()
             raise
 
@@ -87,14 +85,16 @@ class Job(Ending):
             self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self)
 
-    def _meet(self, comm: Any) -> None:
+    def _meet(self, comm: Any, *, survives: bool) -> None:
         """Learn where the other ranks run, and set up what they share."""
         mpi = self.mpi
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
-        names = comm.allgather((ranks[0], pretended.owner(node.Get_rank())))
-        self.nodes = number_nodes(names)
+        mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
+        _require_alike([row[2] for row in rows])
+        self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         cores = [tuple(cores) for cores in node.allgather(_affinity())]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
@@ -103,6 +103,8 @@ class Job(Ending):
         if self.statuses is not None:
             self.statuses.share(node.bcast, comm.allgather, ranks)
         node.Free()
+        if survives and self.world_size > 1:
+            self.survival = Survival(mpi, comm)
         self._post_office = self._open_post_office(comm)
 
     def start_progress(self, comm: Any) -> None:
@@ -391,6 +393,29 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
+    """Refuse settings that differ between the ranks of which these are.
+
+    Raises
+    ------
+    CollectiveMismatchError
+        On every rank, with the names of those that differ, and their values by rank.
+    """
+    differing = []
+    for name in rows[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row[name], []).append(rank)
+        if len(ranks) > 1:
+            values = [f"{value} on {who(of)}" for value, of in ranks.items()]
+            differing.append(f"{name} is {', '.join(values)}")
+    if differing:
+        raise CollectiveMismatchError(
+            f"init(): {'; '.join(differing)}. Every rank of a job needs the same settings: set "
+            "them for all, as `mpishard run` passes on the variables of its environment"
+        )
 
 
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
