@@ -38,6 +38,7 @@ __all__ = [
     "is_slurm_step",
     "job_folder",
     "launch_identity",
+    "launched_local_size",
     "launched_rank",
     "launched_world_size",
     "launcher_variable",
@@ -119,6 +120,15 @@ def launcher_variable() -> str | None:
 def launched_world_size() -> int | None:
     """Number of processes that the launcher started, where it says so."""
     for name in _LAUNCHERS:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def launched_local_size() -> int | None:
+    """Number of processes that the launcher started on this machine, if it says so."""
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         value = os.environ.get(name, "")
         if value.isdecimal():
             return int(value)

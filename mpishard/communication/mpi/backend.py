@@ -22,8 +22,7 @@ from mpishard.communication.failure.rank_process import helper_error, is_helper
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.job import IN_INIT, Job
 from mpishard.communication.mpi.lanes import Condition, Turn
-from mpishard.communication.mpi.launcher import check_launched_world, not_launched_error
-from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication.mpi.library import check_launched_world, load_mpi, not_launched_error
 from mpishard.communication.mpi.mapped_files import library_files
 from mpishard.communication.mpi.messages import Messages
 from mpishard.communication.mpi.node_memory import number_nodes, share_memory
