@@ -221,16 +221,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # --------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        world = self._joined()
+        world, family = self._joined(), tuple(self._family)
         left = self._timeout or math.inf
         try:
             while True:
-                for member in tuple(self._family):
+                for member in family:
                     member.progress()
                 if work.done:
                     return
+                under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                 with world.changed:
-                    if not self._may_go_on():
+                    if not any(w.waitable is not None and w.waitable.test() for w in under_way):
                         self._raise_if_hopeless(work, left)
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
@@ -238,14 +239,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         finally:
             if self.status.awaited is not None:
                 self.status.go_on()
-
-    def _may_go_on(self) -> bool:
-        """Whether anything that is under way on this rank need not wait any more."""
-        return any(
-            pending.waitable is not None and pending.waitable.test()
-            for member in tuple(self._family)
-            for pending in (*member._pending, *member._transfers)
-        )
 
     def _raise_if_hopeless(self, work: Work, left: float) -> None:
         """Raise if a rank that ``work`` waits for failed, left or is late. Needs the lock."""
@@ -298,30 +291,34 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._verify([peer for peer, _ in pairs])
         return [other for _, other in pairs]
 
+    def _writes(self, rank: int) -> bool:
+        """Whether this rank writes the piece of ``rank`` into a result that its node shares."""
+        return Nodes(self.nodes, self._rank).agent(rank) == self._rank
+
     def _steps_barrier(self, call: Call) -> Steps:
         yield from self._open(call, None)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         given = yield from self._open(call, (array, self._places(array, out)), array)
         places = [where for _, where in given]
-        layout = ShardLayout(int(array.size), self._world_size)
-        mine = layout.slice(self._rank)
+        sizes = ShardLayout(int(array.size), self._world_size).sizes
+        starts = list(itertools.accumulate(sizes, initial=0))
+        mine = slice(starts[self._rank], starts[self._rank + 1])
         near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
-        piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
+        piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
         out_is_shared = self._out_is_shared(places)
-        nodes = Nodes(self.nodes, self._rank)
         for rank, other in enumerate(pieces):
-            if not out_is_shared or nodes.agent(rank) == self._rank:
-                copy_into(result[layout.slice(rank)], other)
-        if self._arrays_are_shared(places) and out_is_shared:
-            self._count_shared_reduce(layout.sizes, array.dtype)
-            self._count_shared_gather(layout.sizes, array.dtype)
+            if not out_is_shared or self._writes(rank):
+                copy_into(result[starts[rank] : starts[rank + 1]], other)
+        if out_is_shared and self._arrays_are_shared(places):
+            self._count_shared_reduce(sizes, array.dtype)
+            self._count_shared_gather(sizes, array.dtype)
         else:
-            self._count_all_reduce(call, layout.sizes)
+            self._count_all_reduce(call, sizes)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
@@ -362,10 +359,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         # overwrite it waits so long.
         overlaps = not in_place and bool(array_namespace(out).may_share_memory(array, out))
         target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
-        nodes = Nodes(self.nodes, self._rank)
         for rank, (other, _) in enumerate(given):
-            is_mine = not out_is_shared or nodes.agent(rank) == self._rank
-            if is_mine and not (in_place and rank == self._rank):
+            is_there = in_place and rank == self._rank
+            if not is_there and (not out_is_shared or self._writes(rank)):
                 copy_into(target[starts[rank] : starts[rank + 1]], other)
         yield from self._meet(call, 1, None, target)
         if overlaps:
