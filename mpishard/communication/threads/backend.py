@@ -21,14 +21,12 @@ from mpishard.arrays import (
     is_device_array,
     synchronize,
 )
-from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.arena import anonymous_memory
+from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.nodes import Nodes
-from mpishard.communication.contract.point_to_point import refuse_other_message
 from mpishard.communication.contract.status import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
-from mpishard.communication.mpi.node_memory import anonymous_memory
 from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World
 from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
@@ -291,10 +289,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._verify([peer for peer, _ in pairs])
         return [other for _, other in pairs]
 
-    def _writes(self, rank: int) -> bool:
-        """Whether this rank writes the piece of ``rank`` into a result that its node shares."""
-        return Nodes(self.nodes, self._rank).agent(rank) == self._rank
-
     def _steps_barrier(self, call: Call) -> Steps:
         yield from self._open(call, None)
 
@@ -310,15 +304,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
-        out_is_shared = self._out_is_shared(places)
+        out_is_shared = self.topology.results_are_shared(places)
         for rank, other in enumerate(pieces):
-            if not out_is_shared or self._writes(rank):
+            if not out_is_shared or self.topology.agent(rank) == self._rank:
                 copy_into(result[starts[rank] : starts[rank + 1]], other)
-        if out_is_shared and self._arrays_are_shared(places):
-            self._count_shared_reduce(sizes, array.dtype)
-            self._count_shared_gather(sizes, array.dtype)
+        if out_is_shared and self.topology.arrays_are_shared(places):
+            self.traffic.count_shared_reduce(sizes, array.dtype)
+            self.traffic.count_shared_gather(sizes, array.dtype)
         else:
-            self._count_all_reduce(call, sizes)
+            self.traffic.count_all_reduce(call, sizes)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
@@ -340,17 +334,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         yield from self._meet(call, 1, None, piece)
         if overlaps:
             out[...] = piece
-        if self._arrays_are_shared([where for _, where in given]):
+        if self.topology.arrays_are_shared([where for _, where in given]):
             row = math.prod(array.shape[1:])
-            self._count_shared_reduce([count * row for count in counts], array.dtype)
+            self.traffic.count_shared_reduce([count * row for count in counts], array.dtype)
         else:
-            self._count_reduce_scatter(call, counts)
+            self.traffic.count_reduce_scatter(call, counts)
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
         given = yield from self._open(call, (array, self._places(array, out)), array)
         starts = list(itertools.accumulate((other.shape[0] for other, _ in given), initial=0))
-        out_is_shared = self._out_is_shared([where for _, where in given])
+        out_is_shared = self.topology.results_are_shared([where for _, where in given])
         if out is None:
             out = array_namespace(array).empty((starts[-1], *array.shape[1:]), array.dtype)
         own = out[starts[self._rank] : starts[self._rank + 1]]
@@ -361,15 +355,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
         for rank, (other, _) in enumerate(given):
             is_there = in_place and rank == self._rank
-            if not is_there and (not out_is_shared or self._writes(rank)):
+            if not is_there and (not out_is_shared or self.topology.agent(rank) == self._rank):
                 copy_into(target[starts[rank] : starts[rank + 1]], other)
         yield from self._meet(call, 1, None, target)
         if overlaps:
             out[...] = target
         if out_is_shared:
-            self._count_shared_gather([other.size for other, _ in given], array.dtype)
+            self.traffic.count_shared_gather([other.size for other, _ in given], array.dtype)
         else:
-            self._count_all_gather(array)
+            self.traffic.count_all_gather(array)
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -381,7 +375,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             copy_into(array, sent)
         assert array is not None
         yield from self._meet(call, 1, None, array)
-        self._count_broadcast(array, root)
+        self.traffic.count_broadcast(array, root)
         return array
 
     def _steps_scatter(
@@ -393,7 +387,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
         yield from self._meet(call, 1, None, piece)
-        self._count_scatter(sent if self._rank == root else None, piece)
+        self.traffic.count_scatter(sent if self._rank == root else None, piece)
         return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
@@ -403,14 +397,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             near = [beside(other, array) for other in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
         yield from self._meet(call, 1, None, array)
-        self._count_gather(array, root)
+        self.traffic.count_gather(array, root)
         return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts, *parts)
         received = [sent[self._rank].copy() for sent in values]
         yield from self._meet(call, 1, None, *received)
-        self._count_all_to_all(parts)
+        self.traffic.count_all_to_all(parts)
         return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:

@@ -17,10 +17,10 @@ from typing import Any
 
 from mpishard import settings
 from mpishard.arrays import Array, beside, synchronize
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.communication.mpi.node_memory import number_nodes
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
