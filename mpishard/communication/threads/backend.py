@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -189,18 +189,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _shrink(self) -> Self:
         world = self._joined()
-        left = self._timeout or math.inf
+        deadline = world.clock.now() + (self._timeout or math.inf)
         with world.changed:
             world.survive(self._rank)
             while not world.has_heirs():
-                if left <= 0:
+                if not world.wait(deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
                         f"{sorted(world.absent() - {self._rank})}, which neither failed nor left: "
                         "every rank that is left calls it"
                     )
-                left = world.wait(left)
         _forget(self._environment_id, world)
         heir = type(self)(
             world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
@@ -220,7 +219,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _drive(self, work: Work) -> None:
         world, family = self._joined(), tuple(self._family)
-        left = self._timeout or math.inf
+        deadline = world.clock.now() + (self._timeout or math.inf)
         try:
             while True:
                 for member in family:
@@ -230,37 +229,41 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                 with world.changed:
                     if not any(w.waitable is not None and w.waitable.test() for w in under_way):
-                        self._raise_if_hopeless(work, left)
+                        self._raise_if_hopeless(work)
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
-                        left = world.wait(left)
+                        if not world.wait(deadline):
+                            self._give_up(work)
         finally:
             if self.status.awaited is not None:
                 self.status.go_on()
 
-    def _raise_if_hopeless(self, work: Work, left: float) -> None:
-        """Raise if a rank that ``work`` waits for failed, left or is late. Needs the lock."""
+    def _raise_if_hopeless(self, work: Work) -> None:
+        """Raise if a rank that ``work`` waits for failed or left. Needs the lock."""
         world = self._joined()
         if world.failures:
             raise world.failures[0].error(f"{work.name} cannot complete", self._me)
-        awaited = work.waitable
-        assert isinstance(awaited, Awaited)
-        for local in awaited.missing():
+        assert isinstance(work.waitable, Awaited)
+        for local in work.waitable.missing():
             if local in world.left:
                 wait = self.label, self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
                 raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
-        if left <= 0:
-            missing = [world.global_ranks[local] for local in awaited.missing()]
-            text = (
-                f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
-                f"arrive. {describe_stall(world.records())}"
-            )
-            if isinstance(work, CollectiveWork):
-                # The ranks are out of step from here on. Those that have waited nearly as long
-                # are told now, and late ones when they come. A message may still be received.
-                world.end(Failure(missing[0], text, CollectiveTimeoutError))
-            raise CollectiveTimeoutError(text)
+
+    def _give_up(self, work: Work) -> NoReturn:
+        """Raise because ``work`` takes too long. Needs the lock."""
+        world = self._joined()
+        assert isinstance(work.waitable, Awaited)
+        missing = [world.global_ranks[local] for local in work.waitable.missing()]
+        text = (
+            f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
+            f"arrive. {describe_stall(world.records())}"
+        )
+        if isinstance(work, CollectiveWork):
+            # The ranks are out of step from here on. Those that have waited nearly as long
+            # are told now, and late ones when they come. A message may still be received.
+            world.end(Failure(missing[0], text, CollectiveTimeoutError))
+        raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
         return parting(self._joined().records(), self.label, upto=sequence)

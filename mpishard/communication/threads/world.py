@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from mpishard import settings
 from mpishard.arrays import Array, beside, synchronize
 from mpishard.communication.contract.arena import number_nodes
+from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.tracebacks import short_traceback
@@ -29,7 +29,6 @@ __all__ = ["NO_RANK", "Awaited", "Channel", "Failure", "Message", "Receive", "Re
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
-_SLICE_SECONDS = 0.5
 _ABSENT = object()
 _losses = itertools.count()
 
@@ -156,8 +155,8 @@ class Failure:
 class World:
     """The state that the thread-ranks of one world share. Every field is guarded by ``changed``.
 
-    Worlds split from one another share ``changed``, ``failures`` and ``pages``, so that a failure
-    in any of them wakes every rank, and a report shows what each rank does in all of them.
+    Worlds split from one another share ``pages``, ``clock``, ``changed`` and ``failures``, so that
+    a failure in any of them wakes every rank, and a report shows what each rank does in all.
     Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
     the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
     world that comes after this one, called ``heir_name``, once all survivors have come.
@@ -167,6 +166,7 @@ class World:
     global_ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     pages: list[StatusPage | None]
+    clock: RunningClock = field(default_factory=RunningClock)
     changed: threading.Condition = field(default_factory=threading.Condition)
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
@@ -195,6 +195,7 @@ class World:
                 tuple(self.global_ranks[rank] for _, rank in order),
                 number_nodes([self.nodes[rank] for _, rank in order]),
                 self.pages,
+                self.clock,
                 self.changed,
                 self.failures,
             )
@@ -223,16 +224,15 @@ class World:
                 self.changed.notify_all()
         return rendezvous
 
-    def wait(self, left: float) -> float:
-        """Wait, with the lock, until something changes; return how much of ``left`` is left.
+    def wait(self, deadline: float) -> bool:
+        """Wait, with the lock, until something changes; return False if it is too late for that.
 
-        It waits for 0.5 s at most. If that took longer, the process stood still (Ctrl-Z, SIGSTOP,
-        a frozen cgroup), and no rank was late meanwhile: the excess does not count.
+        ``deadline`` is a reading of ``clock``, which has to be read every `READ_EVERY` seconds.
         """
-        asked = min(left, _SLICE_SECONDS)
-        began = time.monotonic()
-        self.changed.wait(asked)
-        return left - min(time.monotonic() - began, asked)
+        left = deadline - self.clock.now()
+        if left > 0:
+            self.changed.wait(min(left, READ_EVERY))
+        return left > 0
 
     def fail(self, rank: int, who: str, after: str, error: BaseException) -> None:
         """End the world on every rank, because ``who``, which is ``rank``, raised ``error``.
