@@ -114,10 +114,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if self._is_root:
                 self._world = self._next_world()
             assert self._world is not None
-            self._world.members[self._rank] = self
-            self._world.left.pop(self._rank, None)
+            with self._world.changed:
+                self._world.members[self._rank] = self
+                self._world.left.pop(self._rank, None)
+                self._world.pages[self._me] = self.status
         if self._is_root:
-            self._world.pages[self._rank] = self.status
             # Whatever was under way in an earlier world of this backend belongs to no world now.
             self._sequence = 0
             self._pending.clear()
