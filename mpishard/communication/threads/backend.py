@@ -443,7 +443,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
         synchronize(array)
-        world, message = self._joined(), Message(array, destination, is_copy=is_copy)
+        world, message = self._joined(), Message(array, destination, is_copy)
         with world.changed:
             world.channel(self._rank, destination, tag).messages.append(message)
             world.changed.notify_all()

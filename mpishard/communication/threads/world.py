@@ -41,14 +41,12 @@ class Awaited(Waitable):
         """The ranks that have not acted yet."""
 
 
+@dataclass(slots=True, eq=False)
 class Rendezvous(Awaited):
     """A point that all ranks pass, with the value that each leaves there."""
 
-    __slots__ = ("arrived", "values")
-
-    def __init__(self, world_size: int) -> None:
-        self.values: list[Any] = [_ABSENT] * world_size
-        self.arrived = 0
+    values: list[Any]
+    arrived: int = 0
 
     def test(self) -> bool:
         """Whether all ranks have come."""
@@ -58,6 +56,7 @@ class Rendezvous(Awaited):
         return [rank for rank, value in enumerate(self.values) if value is _ABSENT]
 
 
+@dataclass(slots=True, eq=False)
 class Message(Awaited):
     """A message on its way. Its sender may wait until the receiver has copied it.
 
@@ -71,13 +70,10 @@ class Message(Awaited):
         Whether the array is nobody else's. The sender's own is copied when it is received.
     """
 
-    __slots__ = ("array", "is_copy", "is_taken", "receiver")
-
-    def __init__(self, array: Array, receiver: int, *, is_copy: bool) -> None:
-        self.array = array
-        self.receiver = receiver
-        self.is_copy = is_copy
-        self.is_taken = False
+    array: Array
+    receiver: int
+    is_copy: bool
+    is_taken: bool = False
 
     def test(self) -> bool:
         """Whether the receiver has copied it."""
@@ -105,21 +101,19 @@ class Channel:
     receives: deque[Receive] = field(default_factory=deque)
 
 
+@dataclass(slots=True, eq=False)
 class Receive(Awaited):
     """The place in line of one receive."""
 
-    __slots__ = ("_channel", "_sender")
-
-    def __init__(self, channel: Channel, sender: int) -> None:
-        self._channel = channel
-        self._sender = sender
+    channel: Channel
+    sender: int
 
     def test(self) -> bool:
         """Whether it stands first in line and a message has come."""
-        return bool(self._channel.messages) and self._channel.receives[0] is self
+        return bool(self.channel.messages) and self.channel.receives[0] is self
 
     def missing(self) -> list[int]:
-        return [self._sender]
+        return [self.sender]
 
 
 @dataclass(slots=True)
@@ -216,7 +210,7 @@ class World:
         with self.changed:
             rendezvous = self.rendezvous.get(key)
             if rendezvous is None:
-                rendezvous = self.rendezvous[key] = Rendezvous(self.world_size)
+                rendezvous = self.rendezvous[key] = Rendezvous([_ABSENT] * self.world_size)
             rendezvous.values[rank] = value
             rendezvous.arrived += 1
             if rendezvous.arrived == self.world_size:
