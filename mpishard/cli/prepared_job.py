@@ -20,7 +20,7 @@ from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
 from mpishard.cli.rank_environment import RankEnvironment, parse_variables, variables_for_ranks
 from mpishard.cli.restarts import Restarts
 from mpishard.cli.wording import counted
-from mpishard.communication.mpi.ulfm import check_on_failure
+from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["PreparedJob", "own_log_folder", "prepare_job"]

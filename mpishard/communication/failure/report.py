@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from mpishard.communication.failure.tracebacks import short_traceback
 from mpishard.errors import (
     CollectiveMismatchError,
@@ -12,7 +14,10 @@ from mpishard.errors import (
     PeerError,
 )
 
-__all__ = ["failure_report"]
+__all__ = ["OnFailure", "check_on_failure", "failure_report"]
+
+OnFailure = Literal["abort", "shrink"]
+"""The fate of the other ranks if one fails: they end with it, or go on without it."""
 
 _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
     (CollectiveMismatchError, "the ranks' calls differ"),
@@ -21,6 +26,12 @@ _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
     (NoSampleError, "no rank has a sample that counts"),
 )
 """Errors that every rank raises: the one that is first to say so need not have caused them."""
+
+
+def check_on_failure(on_failure: str) -> None:
+    """Refuse a value that is no `OnFailure`, with `ValueError`."""
+    if on_failure not in ("abort", "shrink"):
+        raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
 def failure_report(

@@ -31,6 +31,7 @@ from mpishard.communication.contract.work import (
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.rank_process import helper_error, is_helper
+from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.collectives import Collectives, in_turn
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
@@ -45,7 +46,7 @@ from mpishard.communication.mpi.library import (
 from mpishard.communication.mpi.mapped_files import library_files
 from mpishard.communication.mpi.messages import Condition, Messages
 from mpishard.communication.mpi.node_memory import share_memory
-from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure, check_survivable
+from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.session import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
 
