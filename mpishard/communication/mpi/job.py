@@ -5,25 +5,32 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
+from mpishard.arrays import Array
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.matching import of_group, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.failure.abort import Ending, flush_output, say
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Ending,
+    TimeLimit,
+    flush_output,
+    say,
+)
 from mpishard.communication.failure.watchdog import Wait, watchdog
-from mpishard.communication.mpi.group import Group
-from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_memory
-from mpishard.communication.mpi.progress import ProgressThread
-from mpishard.communication.mpi.rings import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
+from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
+from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
 from mpishard.communication.mpi.ulfm import Survival, is_loss
-from mpishard.errors import CommunicationError, PeerError
+from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -32,7 +39,6 @@ _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
 _CALLS_SHOWN = 10
 _CALLS_OF_A_FAILURE = 3
-_CORES_FOR_PROGRESS = 2
 
 IN_INIT = "in init() for the other ranks to call it"
 
@@ -58,20 +64,13 @@ class Job(Ending):
         if self.world_size > 1:
             self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
-        self.is_waiting = False
-        """Whether this rank is polling for a collective."""
-        self.progress_thread: ProgressThread | None = None
-        """What moves data while this rank computes, where that is worth a thread."""
-        self._progress_comm: Any = None
         self.survival: Survival | None = None
         """What lets this rank outlive others; None where it ends with them."""
         self.guard()
         try:
             with self.wait(lambda: IN_INIT):
-                if survives and self.world_size > 1:
-                    self.survival = Survival(mpi, comm)
-                self._meet(comm)
-        except mpi.Exception:
+                self._meet(comm, survives=survives)
+        except (mpi.Exception, CollectiveMismatchError):
             self.retire()
             raise
 
@@ -81,14 +80,16 @@ class Job(Ending):
             self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self)
 
-    def _meet(self, comm: Any) -> None:
+    def _meet(self, comm: Any, *, survives: bool) -> None:
         """Learn where the other ranks run, and set up what they share."""
         mpi = self.mpi
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
-        names = comm.allgather((ranks[0], pretended.owner(node.Get_rank())))
-        self.nodes = number_nodes(names)
+        mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
+        _require_alike([row[2] for row in rows])
+        self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         cores = [tuple(cores) for cores in node.allgather(_affinity())]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
@@ -97,66 +98,50 @@ class Job(Ending):
         if self.statuses is not None:
             self.statuses.share(comm.allgather, ranks)
         node.Free()
-        self._post_office = self._open_post_office(comm)
+        if survives and self.world_size > 1:
+            self.survival = Survival(mpi, comm)
+        self._rings = self._make_rings(comm)
 
-    def start_progress(self, comm: Any) -> None:
-        """Start the progress thread, where it is wanted, until `leave`. Collective."""
-        wanted = settings.progress_thread()
-        if wanted is None:
-            sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
-            wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
-        wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
-        if comm.allreduce(wanted, op=self.mpi.MAX):
-            self._progress_comm = comm.Dup()
-            if wanted:
-                self.progress_thread = ProgressThread(
-                    self.mpi, self._progress_comm, self._is_anything_in_flight
-                )
+    # ----------------------------------------------------------------------------------- rings
 
-    def _stop_progress(self) -> None:
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
-        if self._progress_comm is not None:
-            self._progress_comm.Free()
-            self._progress_comm = None
-
-    def _is_anything_in_flight(self) -> bool:
-        # A rank that waits calls MPI itself, and two threads would stand in each other's way.
-        return not self.is_waiting and any(group.in_flight for group in tuple(self._groups))
-
-    # ------------------------------------------------------------------------------- mailboxes
-
-    def _open_post_office(self, comm: Any) -> PostOffice | None:
-        if len(set(self.nodes)) == self.world_size or not stores_are_ordered():
+    def _make_rings(self, comm: Any) -> Rings | None:
+        """The rings of this rank, and its rows of data; None if its node has no memory for them."""
+        if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
             return None
         node = comm.Split(self.nodes[self.rank], self.rank)
-        nbytes = PostOffice.nbytes(node.Get_size())
-        memory = at_once(share_memory(self.mpi, node, comm, nbytes, settings.arena_sources()))
+        sources, ranks = settings.arena_sources(), node.Get_size()
+        memory = at_once(share_memory(self.mpi, node, comm, Rings.nbytes(ranks), sources))
+        rows = None
+        if memory is not None:
+            nbytes = RowChannel.nbytes(Rings.pairs(ranks))
+            rows = at_once(share_memory(self.mpi, node, comm, nbytes, sources))
         local_rank = node.Get_rank()
         node.Free()
-        return None if memory is None else PostOffice(memory, local_rank)
+        return None if memory is None else Rings(memory, rows, local_rank)
 
     def take_ring(self) -> Ring:
-        """What this rank can give to the mailbox of a new group."""
-        return NO_RING if self._post_office is None else self._post_office.take()
+        """A ring of this rank for a new group."""
+        return NO_RING if self._rings is None else self._rings.take()
 
     def put_back_ring(self, ring: Ring) -> None:
-        """Return what `take_ring` gave, where no mailbox came of it."""
-        if self._post_office is not None:
-            self._post_office.put_back(ring)
+        """Return a ring that `take_ring` gave, and that no group uses."""
+        if self._rings is not None:
+            self._rings.put_back(ring)
 
-    def make_mailbox(
-        self, rings: Sequence[Ring], nodes: Sequence[int], rank: int
-    ) -> Mailbox | None:
-        """The mailbox of a group whose ranks took ``rings`` and run on ``nodes``.
+    def open_rings(
+        self, taken: Sequence[Ring], nodes: Sequence[int], rank: int
+    ) -> tuple[RingExchange | None, tuple[Array, list[int]] | None]:
+        """The exchange and the rows of a group whose ranks took these rings and run on ``nodes``.
 
-        None, on all of them alike, where they are on several nodes or one has no ring to give.
+        None, on all of them alike, if they are on several nodes or one has none to give.
         """
-        if self._post_office is None or len(rings) == 1 or len(set(nodes)) > 1 or NO_RING in rings:
-            self.put_back_ring(rings[rank])
-            return None
-        return Mailbox(self._post_office, rings, rank)
+        rings = self._rings
+        if rings is None or len(taken) == 1 or len(set(nodes)) > 1 or NO_RING in taken:
+            self.put_back_ring(taken[rank])
+            return None, None
+        places = Rings.rows_of(taken)
+        rows = None if rings.rows is None or places is None else (rings.rows, places)
+        return RingExchange(rings, taken, rank), rows
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -220,17 +205,18 @@ class Job(Ending):
     def leave(self) -> None:
         """Leave every world, and wait until the others have left, or were told.
 
-        There is no time limit: another rank may have work of its own to finish. That is said once,
-        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
-        meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
-        this one.
+        Another rank may have work of its own to finish: this rank says once whom it waits for,
+        after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
+        collectives of the others that this rank takes part in go on. Where ranks outlive each
+        other and one is gone, those that go on do so without this one.
         """
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEAVING)
         try:
             if self.survival is not None and self.survival.error is not None:
                 raise self.survival.error
-            self._leave_in_good_order()
+            with watchdog.wait(self._late_ranks, self, limit=EXIT_LIMIT):
+                self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
             if self.survival is None or not (
                 isinstance(error, PeerError) or is_loss(self.mpi, error)
@@ -249,7 +235,6 @@ class Job(Ending):
             group.leave()
         flush_output()
         start = time.monotonic()
-        warn_after = settings.mpi_warning() or float("inf")
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -260,13 +245,9 @@ class Job(Ending):
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            waited = time.monotonic() - start
-            if waited > _NOTICE_SECONDS:
+            if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
-            if waited > warn_after:
-                warn_after = float("inf")
-                self._say_who_works_on(waited)
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
                 f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
@@ -275,7 +256,6 @@ class Job(Ending):
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
-        self._stop_progress()
         for group in groups:
             group.free()
 
@@ -287,7 +267,7 @@ class Job(Ending):
             try:
                 self.survival.look(where)
             except PeerError as error:
-                self._break(error)
+                self.break_worlds(error)
                 raise
 
     def explain(self, error: Exception, where: str) -> Exception:
@@ -296,12 +276,19 @@ class Job(Ending):
             return error
         explained = self.survival.explain(where, error)
         if isinstance(explained, PeerError):
-            self._break(explained)
+            self.break_worlds(explained)
         return explained
 
-    def _break(self, error: PeerError) -> None:
+    def break_worlds(self, error: CommunicationError) -> None:
+        """Refuse with ``error`` all that is called on any world from now on."""
         for group in self._groups:
             group.broken = error
+
+    def send_notices(self) -> None:
+        """Tell the ranks of every world that this one was cut off in a collective."""
+        for group in self._groups:
+            if not group.is_leaving:
+                group.send_notice(CUT_OFF)
 
     def call_off(self) -> None:
         """Give up every world: nobody is to wait in one of them any more."""
@@ -312,9 +299,6 @@ class Job(Ending):
 
     def retire(self) -> None:
         """Be done with worlds that were called off. Their backends refuse what they are asked."""
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
         self._groups.clear()
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEFT)
@@ -331,16 +315,18 @@ class Job(Ending):
             for record in self.statuses.records()
         )
 
-    def _say_who_works_on(self, waited: float) -> None:
+    def _late_ranks(self) -> str:
+        """The ranks that have not left, behind "has waited .. s"."""
         if self.statuses is None:
-            return
-        records = self.statuses.records()
-        first = min(record.rank for record in records if record.has_left)
-        if first == self.rank:
-            say(
-                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
-                f"{unfinished(records, time.time())}"
-            )
+            return "for the others to leave"
+        return unfinished(self.statuses.records(), time.time())
+
+    def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
+        if limit.is_at_end and self.statuses is not None:
+            left = [record.rank for record in self.statuses.records() if record.has_left]
+            if self.rank != min(left):  # the first of those that wait speaks for all
+                return
+        super().warn(waited, where, limit)
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
@@ -387,6 +373,29 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
+    """Refuse settings that differ between the ranks of which these are.
+
+    Raises
+    ------
+    CollectiveMismatchError
+        On every rank, with the names of those that differ, and their values by rank.
+    """
+    differing = []
+    for name in rows[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row[name], []).append(rank)
+        if len(ranks) > 1:
+            values = [f"{value} on {who(of)}" for value, of in ranks.items()]
+            differing.append(f"{name} is {', '.join(values)}")
+    if differing:
+        raise CollectiveMismatchError(
+            f"init(): {'; '.join(differing)}. Every rank of a job needs the same settings: set "
+            "them for all, as `mpishard run` passes on the variables of its environment"
+        )
 
 
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
