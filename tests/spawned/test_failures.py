@@ -173,7 +173,7 @@ def test_a_rank_that_is_stopped_is_named(scenario, where, has_folder, tmp_path):
     folder = {"MPISHARD_JOB_FOLDER": str(tmp_path)} if has_folder else {}
     ended = job(scenario, 3, MPISHARD_TIMEOUT="3", MPISHARD_WARN_AFTER="2", **folder)
     assert ended.code == 124, ended
-    assert ended.seconds < 15, ended
+    assert ended.seconds < 25, ended  # the start of MPI has 10 s more
     where = where or ("in init" if has_folder else "before or in init")
     words = f"ank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
     warning, _, report = ended.err.partition("the job ends (MPISHARD_TIMEOUT)")
