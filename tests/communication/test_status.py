@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -28,45 +27,18 @@ from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.mpi import mapped_files
 
 
-class Node:
-    """The ranks of a node that share their pages one after the other, as ranks would at once."""
-
-    def __init__(self, readers, monkeypatch):
-        self.readers = readers
-        self.folder = readers[0]._choose_folder()
-        self.monkeypatch = monkeypatch
-
-    def share(self):
-        for reader in self.readers:
-            if self.folder is not None:
-                reader._publish(self.folder)
-        # The folder of the node is removed when all have opened the pages: by rank 0, the last.
-        self.monkeypatch.setattr(self.readers[0], "_choose_folder", lambda: self.folder)
-        for reader in reversed(self.readers):
-            reader.share(lambda _: self.folder, self.from_all, range(len(self.readers)))
-
-    def from_all(self, value):
-        if isinstance(value, tuple):
-            return [(reader.page.name, reader._error) for reader in self.readers]
-        return [reader._error for reader in self.readers]
+def share(readers, ranks=None):
+    """Open the pages of each other, of ``readers`` of a whole world; ``ranks`` are on one node."""
+    ranks = range(len(readers)) if ranks is None else ranks
+    for rank in ranks:
+        readers[rank].share(lambda _: [reader._path for reader in readers], ranks)
 
 
-def shared(world_size, monkeypatch):
+def shared(world_size):
     """Readers of one node that have opened each other's pages."""
     readers = [StatusReader(rank, world_size) for rank in range(world_size)]
-    Node(readers, monkeypatch).share()
+    share(readers)
     return readers
-
-
-def share_alone(reader, names):
-    """Share the pages of a world of which only ``reader`` is on this node."""
-
-    def from_all(value):
-        if not isinstance(value, tuple):
-            return [""] * len(names)
-        return [(name, "") if name else value for name in names]
-
-    reader.share(lambda value: value, from_all, [names.index(None)])
 
 
 def counting(read, ranks):
@@ -88,13 +60,9 @@ def end_process(reader):
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """The folder for temporary files."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+def no_folder(monkeypatch):
+    """No folder of a job."""
     monkeypatch.delenv("MPISHARD_JOB_FOLDER", raising=False)
-    return folder
 
 
 def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE):
@@ -104,9 +72,8 @@ def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE):
 
 
 class TestFiles:
-    def test_peers_read_each_other_and_nothing_stays_behind(self, temporary, monkeypatch):
-        readers = shared(3, monkeypatch)
-        assert list(temporary.iterdir()) == []
+    def test_peers_read_each_other(self, no_folder):
+        readers = shared(3)
         group = "tensor group 4 (ranks 1, 2)"
         for number in range(1, settings.CALL_LOG_LENGTH + 6):
             readers[1].page.record(a_call(number, number), group, None)
@@ -124,7 +91,7 @@ class TestFiles:
         assert records_in(tmp_path)[0].state is RankState.STARTED
         assert early.records()[0].state is None
         assert early.records()[0].is_known
-        readers = shared(2, monkeypatch)
+        readers = shared(2)
         readers[0].page.end(RankState.RUNNING)
         assert readers[1].records()[0].state is RankState.RUNNING
         assert (tmp_path / readers[0].page.name).exists()
@@ -138,7 +105,7 @@ class TestFiles:
         peer = StatusReader(0, 2, (2, 3))
         assert mine.records()[0].state is RankState.STARTED
         stranger.page.end(RankState.LEFT)
-        Node([peer, mine], monkeypatch).share()
+        share([peer, mine])
         assert mine.records()[0].state is RankState.STARTED
         assert [file.launched_rank for file in records_in(tmp_path)] == [0, 2, 3]
         # They end together: one report is enough.
@@ -150,16 +117,41 @@ class TestFiles:
     ):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         here, elsewhere = StatusReader(0, 3), StatusReader(1, 3)
-        share_alone(here, [None, elsewhere.page.name, "of rank 2 of another node"])
+        monkeypatch.delenv("MPISHARD_JOB_FOLDER")
+        without = StatusReader(2, 3)
+        share([here, elsewhere, without], [0])
         elsewhere.page.end(RankState.RUNNING)
         assert [record.is_known for record in here.records()] == [True, True, False]
         assert here.records()[1].state is RankState.RUNNING
 
-    def test_a_folder_that_this_node_has_not_is_none(self, temporary, monkeypatch):
-        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(temporary / "on another node"))
-        readers = shared(2, monkeypatch)
+    def test_a_folder_that_this_node_has_not_is_none(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path / "on another node"))
+        readers = shared(2)
         assert all(record.is_known for record in readers[1].records())
-        assert list(temporary.iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name")
+    def test_a_page_in_memory_outlives_its_process(self, no_folder):
+        script = (
+            "import os, sys\n"
+            "from mpishard.communication.contract.status import RankState, StatusReader\n"
+            "reader = StatusReader(1, 2)\n"
+            "reader.page.end(RankState.RUNNING)\n"
+            "print(reader._path, flush=True)\n"
+            "input()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            path = Path(child.stdout.readline().decode().strip())
+            reader = StatusReader(0, 2)
+            reader.share(lambda own: [own, path], [0, 1])
+            assert reader.dead_rank() is None
+            child.kill()
+        assert not path.exists()
+        record = reader.records()[1]
+        assert (record.state, record.is_alive) == (RankState.RUNNING, False)
+        assert reader.dead_rank() == 1
 
     def test_a_world_that_begins_again_leaves_the_old_file_to_its_readers(self, tmp_path):
         old, new = StatusPage(0, 2), StatusPage(0, 2)
@@ -194,22 +186,23 @@ class TestFiles:
     ):
         page, precious = StatusPage(0, 2), tmp_path / "precious"
         precious.write_text("keep")
-        begun = tmp_path / f".{page.name}.part"
-        begun.symlink_to(precious)
+        path = tmp_path / page.name
+        path.symlink_to(precious)
         page.publish(tmp_path)
-        assert not (tmp_path / page.name).is_symlink()
+        assert not path.is_symlink()
+        path.unlink()
         assert precious.read_text() == "keep"
         # Another user puts it there between the two steps.
         monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
-        for trap in (lambda: begun.symlink_to(precious), begun.touch):
+        for trap in (lambda: path.symlink_to(precious), path.touch):
             trap()
             with pytest.raises(FileExistsError):
                 page.publish(tmp_path)
-            os.unlink(begun)  # noqa: PTH108
+            os.unlink(path)  # noqa: PTH108
         assert precious.read_text() == "keep"
 
     def test_without_files_training_goes_on_and_one_rank_says_so(
-        self, temporary, monkeypatch, caplog
+        self, no_folder, monkeypatch, caplog
     ):
         def full(handle, start, length):
             raise OSError(28, "No space left on device")
@@ -217,38 +210,35 @@ class TestFiles:
         monkeypatch.setattr(os, "posix_fallocate", full)
         readers = [StatusReader(rank, 2) for rank in range(2)]
         with caplog.at_level(logging.WARNING, "mpishard"):
-            Node(readers, monkeypatch).share()
+            share(readers)
         assert len(caplog.records) == 1
-        assert "rank 0 could not keep a file" in caplog.text
+        assert "rank 0 could not share its status page" in caplog.text
         assert "No space left" in caplog.text
-        assert [path.name for path in temporary.iterdir()] == []
         readers[1].page.record(a_call(1), "", None)
         assert len(readers[1].records()[1].calls) == 1
         assert not readers[1].records()[0].is_known
         assert readers[1].dead_rank() is None
         assert readers[1].claim_report(1)
 
-    def test_that_one_rank_has_no_file_is_known_on_all(self, temporary):
-        reader = StatusReader(1, 2)
-
-        def from_all(value):
-            return [("a name", "no space"), value]
-
-        reader.share(lambda _: temporary, from_all, range(2))
-        assert not reader.records()[0].is_known
+    def test_a_page_out_of_reach_leaves_the_others_readable(self, no_folder):
+        readers = [StatusReader(rank, 3) for rank in range(3)]
+        readers[1]._path = Path("/proc/self/fd/0")
+        share(readers)
+        assert [record.is_known for record in readers[0].records()] == [True, False, True]
+        assert readers[0].dead_rank() is None
 
 
 class TestReports:
-    def test_one_rank_reports_and_says_with_which_code(self, temporary, monkeypatch):
-        readers = shared(2, monkeypatch)
+    def test_one_rank_reports_and_says_with_which_code(self, no_folder):
+        readers = shared(2)
         assert readers[1].claim_report(124)
         assert not readers[1].claim_report(1)
         assert not readers[0].claim_report(1)
         assert readers[0].records()[1].state is RankState.REPORTED
         assert readers[0].records()[1].code == 124
 
-    def test_who_is_about_to_report_keeps_the_others_silent(self, temporary, monkeypatch):
-        readers = shared(2, monkeypatch)
+    def test_who_is_about_to_report_keeps_the_others_silent(self, no_folder):
+        readers = shared(2)
         fcntl.flock(readers[1]._lock, fcntl.LOCK_EX)
         assert not readers[0].claim_report(1)
 
@@ -257,13 +247,13 @@ class TestReports:
     ):
         monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
         here, elsewhere = StatusReader(0, 2), StatusReader(1, 2)
-        share_alone(here, [None, elsewhere.page.name])
+        share([here, elsewhere], [0])
         elsewhere.page.end(RankState.REPORTED)
         assert not here.claim_report(1)
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
-    def test_a_process_that_is_gone_is_dead_unless_it_left(self, temporary, monkeypatch):
-        readers = shared(2, monkeypatch)
+    def test_a_process_that_is_gone_is_dead_unless_it_left(self, no_folder):
+        readers = shared(2)
         assert readers[0].dead_rank() is None
         end_process(readers[1])
         assert readers[0].dead_rank() == 1
@@ -274,8 +264,8 @@ class TestReports:
         assert readers[0].dead_rank() is None
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
-    def test_a_process_that_is_stopped_is_seen(self, temporary, monkeypatch):
-        readers = shared(2, monkeypatch)
+    def test_a_process_that_is_stopped_is_seen(self, no_folder):
+        readers = shared(2)
         assert not readers[0].records()[1].is_stopped
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
             fields = list(status._IDENTITY.unpack_from(readers[1].page._memory))
@@ -295,8 +285,8 @@ class TestReports:
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are files there")
     @pytest.mark.parametrize("gone", [(1,), (3,), (0, 3), (1, 2), (4, 0, 1)])
     @pytest.mark.parametrize("left", [(), (2,)])
-    def test_each_rank_watches_the_next(self, temporary, monkeypatch, gone, left):
-        readers = shared(5, monkeypatch)
+    def test_each_rank_watches_the_next(self, no_folder, gone, left):
+        readers = shared(5)
         for rank in left:
             readers[rank].page.end(RankState.LEFT)
         for rank in gone:
@@ -318,8 +308,8 @@ class TestReports:
         for rank in found:
             assert any(readers[rank].dead_rank() in dead for _ in range(4))
 
-    def test_watching_costs_the_same_on_a_node_of_many(self, temporary, monkeypatch):
-        readers = shared(40, monkeypatch)
+    def test_watching_costs_the_same_on_a_node_of_many(self, no_folder, monkeypatch):
+        readers = shared(40)
         asked = []
         monkeypatch.setattr(status, "_read", counting(status._read, asked))
         for _ in range(39):
@@ -328,13 +318,13 @@ class TestReports:
             assert len(asked) - before <= 2
         assert set(asked) == set(range(1, 40))
 
-    def test_a_process_number_that_nobody_sees_says_nothing(self, temporary, monkeypatch):
-        monkeypatch.setattr(status, "_process", lambda pid: None)
-        assert shared(2, monkeypatch)[0].dead_rank() is None
+    def test_a_process_number_that_nobody_sees_says_nothing(self, no_folder, monkeypatch):
+        monkeypatch.setattr(status, "_process", lambda pid: (b"", -1))
+        assert shared(2)[0].dead_rank() is None
 
 
-def test_waits_are_read_as_they_were_written(temporary, monkeypatch):
-    readers = shared(2, monkeypatch)
+def test_waits_are_read_as_they_were_written(no_folder):
+    readers = shared(2)
     first, second = a_call(1), a_call(2)
     for call in first, second:
         readers[1].page.record(call, "", None)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["READ_EVERY", "Patience", "RunningClock", "yield_processor"]
+__all__ = ["READ_EVERY", "Backoff", "RunningClock", "yield_processor"]
 
 READ_EVERY = 0.5
 """Seconds between two readings of a `RunningClock` by those who wait with it."""
@@ -70,7 +70,7 @@ class RunningClock:
             return present - self._suspended
 
 
-class Patience:
+class Backoff:
     """One wait, from its first unsuccessful poll to its end.
 
     Polling without yielding is ruinous where more ranks than cores run, and yielding costs

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.errors import CollectiveMismatchError, PeerError
+from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
 
 __all__ = [
     "GROUP_BYTES",
@@ -60,7 +60,7 @@ def check_calls(
     CollectiveMismatchError
         Where kinds differ, or what the collective says must match does. The message names the odd
         ones out, where most ranks agree, and lists each rank's call.
-    ValueError
+    OutMismatchError
         Where the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
     """
     numbers = range(len(calls)) if ranks is None else ranks
@@ -91,7 +91,7 @@ def check_calls(
         rows = [call.shape[0] for call in calls if call.shape]
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
-                raise ValueError(
+                raise OutMismatchError(
                     f"all_gather{of_group(group)}: out on rank {rank} has {call.out_rows} rows; "
                     f"the ranks send {rows}, {sum(rows)} in all"
                 )

@@ -17,10 +17,9 @@ import itertools
 import logging
 import mmap
 import os
-import shutil
+import re
 import socket
 import struct
-import tempfile
 import threading
 import time
 import weakref
@@ -36,19 +35,10 @@ from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.matching import GROUP_BYTES, group_members, of_group
 
 __all__ = [
-    "PLACE_BYTES",
-    "LoggedCall",
-    "MessageWait",
-    "RankRecord",
-    "RankState",
-    "StatusPage",
-    "StatusReader",
-    "decode_place",
-    "encode_place",
-    "members_of",
-    "records_in",
+    "PLACE_BYTES", "LoggedCall", "MessageWait", "RankRecord", "RankState", "StatusPage",
+    "StatusReader", "decode_place", "encode_place", "members_of", "records_in",
     "stopped_siblings",
-]
+]  # fmt: skip
 
 _MAGIC = b"mpishard"
 _FORMAT = 3
@@ -56,11 +46,13 @@ _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
 # Magic, format, rank, world size, launched rank, world number, process, its start, host.
 _IDENTITY = struct.Struct("=8sqqqqqqq64s")
-_STATE, _CODE, _COUNT, _WAITS, _WAITS_SINCE = 128, 136, 144, 152, 160
-_MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
+_COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
+# Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
+_WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
+_WAITS = _WAIT_AT + 8
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
-_NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
+_NUMBER = struct.Struct("=q")
 _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 PLACE_BYTES = _PLACE.size
 """Number of bytes of `encode_place`."""
@@ -69,7 +61,6 @@ _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{PLACE_BYTES}sq")
 _PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 _LOCK = "report.lock"
-_HAS_PROC = Path("/proc/self").is_dir()
 
 _PLACES_KEPT = 1024
 _CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
@@ -243,37 +234,42 @@ class StatusPage:
         self._memory = mmap.mmap(-1, _PAGE_BYTES)
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[LoggedCall, ...] = ()
-        _, start = _process(pid) or (b"", 0)
         _IDENTITY.pack_into(
-            self._memory, 0, _MAGIC, _FORMAT, rank, world_size, launched, world_number, pid, start,
-            socket.gethostname().encode()[:64],
+            self._memory, 0, _MAGIC, _FORMAT, rank, world_size, launched, world_number, pid,
+            _process(pid)[1], socket.gethostname().encode()[:64],
         )  # fmt: skip
 
-    def publish(self, folder: Path) -> None:
-        """Move the page to a file in ``folder``, which other processes can read from now on.
+    def publish(self, folder: Path | None) -> Path:
+        """Move the page to memory that other processes can open from now on; return its path.
+
+        Parameters
+        ----------
+        folder : Path, optional
+            The folder for a file that outlives the process. Without it the page is in memory
+            without a name, which the system frees when the last process has let go of it.
 
         Raises
         ------
         OSError
-            If the file cannot be written.
+            If the memory or the file cannot be had.
         """
-        # A reader that has an earlier file of this name mapped keeps it; none sees half a page.
-        path = folder / f".{self.name}.part"
-        # A file there is of an earlier process of this number, or the trap of another user.
-        path.unlink(missing_ok=True)
-        handle = os.open(path, _CREATE, 0o600)
-        try:
-            # A full file system must fail here, and not by SIGBUS later.
-            os.posix_fallocate(handle, 0, _PAGE_BYTES)
-            memory = mmap.mmap(handle, _PAGE_BYTES)
-            memory[:] = self._memory[:]
-            path.replace(folder / self.name)
-        except OSError:
-            path.unlink()
-            raise
-        finally:
-            os.close(handle)
+        if folder is None:
+            handle = os.memfd_create(self.name)
+            path = Path(f"/proc/{os.getpid()}/fd/{handle}")
+        else:
+            path = folder / self.name
+            # A file there is of an earlier process of this number, or the trap of another user.
+            path.unlink(missing_ok=True)
+            handle = os.open(path, _CREATE, 0o600)
+        weakref.finalize(self, os.close, handle)
+        # A full file system must fail here, and not by SIGBUS later.
+        os.posix_fallocate(handle, 0, _PAGE_BYTES)
+        memory = mmap.mmap(handle, _PAGE_BYTES)
+        # The magic comes last: it makes the file a page.
+        memory[8:] = self._memory[8:]
+        memory[:8] = self._memory[:8]
         self._memory = memory
+        return path
 
     def record(self, call: Call, group: str, frame: FrameType | None) -> None:
         """Number ``call``, and write it down with the nearest frame of the user's code.
@@ -324,14 +320,11 @@ class StatusPage:
         """Write down what the rank waits for from now on. A short wait need not be recorded."""
         self.awaited = awaited
         if isinstance(awaited, MessageWait):
-            number, group = -1, _tail(awaited.group, GROUP_BYTES)
-            _MESSAGE.pack_into(
-                self._memory, _MESSAGE_AT, awaited.peer, awaited.tag, awaited.is_send, group
-            )
+            group = _tail(awaited.group, GROUP_BYTES)
+            what = -1, awaited.peer, awaited.tag, awaited.is_send, group
         else:
-            number = awaited.number
-        _SECONDS.pack_into(self._memory, _WAITS_SINCE, time.time())
-        _NUMBER.pack_into(self._memory, _WAITS, number)
+            what = awaited.number, 0, 0, False, b""
+        _WAIT.pack_into(self._memory, _WAIT_AT, time.time(), *what)
 
     def go_on(self) -> None:
         """Write down that the wait is over."""
@@ -363,17 +356,17 @@ class StatusPage:
         """The content of the page. Ranks that are threads read each other's."""
         calls = self._calls_read
         if not calls or calls[-1].number != self.count:
-            self._calls_read = calls = _calls(self._memory, _ROWS)
+            self._calls_read = calls = _calls(self._memory)
         return _read(self._memory, calls)
 
 
 class StatusReader:
     """The pages of one root world's ranks, as far as they can be read from this rank's node.
 
-    In the job's folder, if `mpishard run` made one: it reads the pages when the job has ended, and
-    removes them. Otherwise in a folder of the node that is removed as soon as all of its ranks
-    have opened the pages, so that nothing stays behind however the job ends. If the files cannot
-    be made the job goes on, and this rank can read only its own page.
+    The page of this rank is in the job's folder, if `mpishard run` made one: it reads the pages
+    when the job has ended, and removes them. Otherwise the page is in memory without a name, so
+    that nothing stays behind however the job ends. If neither can be had the job goes on, and this
+    page can be read by this rank only.
 
     Parameters
     ----------
@@ -390,69 +383,86 @@ class StatusReader:
         self._launched = tuple(launched_ranks or range(world_size))
         self.page = StatusPage(rank, world_size, self._launched[rank], next(_world_numbers))
         """The page of this rank."""
-        self._names: tuple[str, ...] = ()  # of all ranks' files, once they were exchanged
-        self._pages: dict[int, mmap.mmap] = {}
+        self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
+        self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
         # The node's other ranks whose process can be seen, from the one after this on.
         self._ring: list[int] = []
         self._ring_turn = 0
-        self._is_shared = False
         self._lock = -1
         self._claiming = threading.Lock()
-        self._error = ""
         folder = settings.job_folder()
         # A node that the job's folder is not on has none.
         self._folder = folder if folder is not None and folder.is_dir() else None
-        if self._folder is not None:
-            self._publish(self._folder)
+        self._path: Path | str  # of the page; or why there is none
+        try:
+            self._path = self.page.publish(self._folder)
+        except (OSError, AttributeError) as error:  # no memfd_create on this system
+            self._path = str(error)
 
-    def share(
-        self,
-        from_leader: Callable[[Any], Any],
-        from_all: Callable[[Any], list[Any]],
-        ranks: Sequence[int],
-    ) -> None:
+    def share(self, exchange: Callable[[Any], Sequence[Any]], ranks: Sequence[int]) -> None:
         """Open the pages of this node's other ranks. Collective.
 
         Parameters
         ----------
-        from_leader : callable
-            Broadcasts the value of the first rank of the node to the node's ranks.
-        from_all : callable
-            Gathers one value from every rank of the root world, on every rank.
+        exchange : callable
+            Gives every rank of the root world the values of all, in rank order.
         ranks : sequence of int
-            The world rank of each rank of the node.
+            The world rank of each rank of this node.
         """
-        is_leader = self.page.rank == ranks[0]
-        folder: Path | None = from_leader(self._choose_folder() if is_leader else None)
-        if folder is None:
-            self._error = self._error or "the first rank of its node could make no folder"
-        elif not self._error:
-            self._publish(folder)
-        self._names, errors = zip(*from_all((self.page.name, self._error)), strict=True)
-        if folder is not None and not self._has_failed(errors):
-            self._open_pages(folder, ranks)
-            if self._has_failed(from_all(self._error)):
-                self._pages.clear()
-                self._ring.clear()
-        if is_leader and folder is not None and folder != self._folder:
-            shutil.rmtree(folder)
-        self._is_shared = True
+        self._paths = exchange(self._path)
+        failed = next((r for r, path in enumerate(self._paths) if isinstance(path, str)), None)
+        if failed is not None and self.page.rank == 0:
+            _logger.warning(
+                "reports on ranks that fail or wait will say less: rank %d could not share its "
+                "status page (%s). Training goes on", failed, self._paths[failed],
+            )  # fmt: skip
+        here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
+        for rank in here.keys() - {self.page.rank}:
+            # In containers with process numbers of their own a page may be out of reach.
+            with contextlib.suppress(OSError, ValueError):
+                self._pages[rank] = _open(here[rank], rank)
+        seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
+        self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
+        lock = next(iter(here.values()), None) if self._folder is None else self._folder / _LOCK
+        with contextlib.suppress(OSError):
+            if lock is not None:
+                # Each rank opens it for itself: a lock belongs to the opening, not to the file.
+                self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                weakref.finalize(self, os.close, self._lock)
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world, in rank order."""
-        found = {rank: _read(page) for rank, page in self._found_pages().items()}
-        found[self.page.rank] = self.page.read()
-        # A page that is not in the job's folder yet is that of a rank that has not come to init.
-        is_known = self._folder is not None and not self._is_shared
-        if not self._is_shared:
+        found: dict[int, RankRecord] = {}
+        if not self._paths:
             for record in stopped_siblings():
                 if record.rank in self._launched:
                     rank = self._launched.index(record.rank)
-                    found.setdefault(rank, replace(record, rank=rank))
-        return [
-            found.get(rank) or RankRecord(rank, is_known=is_known)
-            for rank in range(len(self._launched))
-        ]
+                    found[rank] = replace(record, rank=rank)
+            if self._folder is not None:
+                found |= {r.rank: r for r in records_in(self._folder) if self._may_be_ours(r)}
+        for rank, path in enumerate(self._paths):
+            with contextlib.suppress(OSError, ValueError):  # of a node without the job's folder
+                if rank in self._pages:
+                    found[rank] = _read(self._pages[rank])
+                elif isinstance(path, Path) and path.parent == self._folder:
+                    found[rank] = _read(_open(path, rank))
+        found[self.page.rank] = self.page.read()
+        # A page that is not in the job's folder yet is that of a rank that has not come to init.
+        is_known = self._folder is not None and not self._paths
+        size = len(self._launched)
+        return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
+
+    def _may_be_ours(self, record: RankRecord) -> bool:
+        """Whether a page is that of a rank of this world, if the paths were not exchanged yet.
+
+        A process enters a world of the same processes; of several such worlds the last one is
+        meant, and one that is complete is not this one.
+        """
+        return (
+            record.state in (RankState.STARTED, RankState.REPORTED)
+            and record.world_size == len(self._launched)
+            and self._launched[record.rank] == record.launched_rank
+        )
 
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone though it has not left; None if none is seen.
@@ -462,18 +472,15 @@ class StatusReader:
         """
         left = RankState.LEFT
         watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
-        if watched:
-            self._ring_turn += 1
-            for rank in watched[0], watched[self._ring_turn % len(watched)]:
-                if not _read(self._pages[rank], ()).is_alive:
-                    return rank
-        return None
+        self._ring_turn += 1
+        two = [*watched[:1], *watched[self._ring_turn % max(1, len(watched)) :][:1]]
+        return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
     def claim_report(self, code: int) -> bool:
         """Whether this rank is the first to report the end of the job, with exit code ``code``.
 
-        First among all ranks whose pages are in one folder, in any root world: they end together.
-        Without a job's folder, first among the ranks of this world on the node.
+        First among all ranks whose pages are in the job's folder, in any root world: they end
+        together. Without a job's folder, first among the ranks of this world on the node.
         """
         import fcntl  # not on every system that only trains in memory
 
@@ -484,85 +491,13 @@ class StatusReader:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     return False
-            records = [_read(page, ()) for page in self._pages.values()]
+            records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
             if self._folder is not None:
                 records += records_in(self._folder, with_calls=False)
-            if any(r.state is RankState.REPORTED for r in [*records, self.page.read()]):
+            if any(record.state is RankState.REPORTED for record in records):
                 return False
             self.page.end(RankState.REPORTED, code)
             return True
-
-    # ----------------------------------------------------------------------------------- the files
-
-    def _choose_folder(self) -> Path | None:
-        if self._folder is not None:
-            return self._folder
-        try:
-            return Path(tempfile.mkdtemp(prefix="mpishard-calls-"))
-        except OSError as error:
-            self._error = str(error)
-            return None
-
-    def _publish(self, folder: Path) -> None:
-        try:
-            if self._lock < 0:
-                self.page.publish(folder)
-                # Each rank opens it for itself: a lock belongs to the opening, not to the file.
-                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                weakref.finalize(self, os.close, lock)
-                self._lock = lock
-        except OSError as error:
-            self._error = str(error)
-
-    def _open_pages(self, folder: Path, ranks: Sequence[int]) -> None:
-        me = self.page.rank
-        try:
-            self._pages = {r: _open(folder / self._names[r]) for r in ranks if r != me}
-        except (OSError, ValueError) as error:
-            self._error = str(error)
-        # In containers with process numbers of their own nobody sees whether another is alive.
-        seen = sorted(rank for rank, page in self._pages.items() if _read(page, ()).is_alive)
-        self._ring = [r for r in seen if r > me] + [r for r in seen if r < me]
-
-    def _has_failed(self, errors: Sequence[str]) -> bool:
-        """Whether a rank has no page that others can read; rank 0 says so."""
-        failed = next((rank for rank, error in enumerate(errors) if error), None)
-        if failed is not None and self.page.rank == 0:
-            _logger.warning(
-                "reports on ranks that fail or wait will say little: rank %d could not keep a "
-                "file of its last collectives (%s). Training goes on; TMPDIR chooses the folder",
-                failed, errors[failed],
-            )  # fmt: skip
-        return failed is not None
-
-    def _found_pages(self) -> dict[int, mmap.mmap]:
-        """The pages that can be read now: other nodes' too, if the job's folder is shared."""
-        if self._folder is None:
-            return self._pages
-        if not self._names:
-            return {
-                record.rank: page
-                for page in _pages_in(self._folder)
-                if self._may_be_ours(record := _read(page, ()))
-            }
-        found = dict(self._pages)
-        for rank, name in enumerate(self._names):
-            if rank not in found:
-                with contextlib.suppress(OSError, ValueError):  # of a node without the folder
-                    found[rank] = _open(self._folder / name)
-        return found
-
-    def _may_be_ours(self, record: RankRecord) -> bool:
-        """Whether a page, whose name was not exchanged yet, is that of a rank of this world.
-
-        Its process enters a world of the same processes; of several such worlds the last one is
-        meant, and one that is complete is not this one.
-        """
-        return (
-            record.state in (RankState.STARTED, RankState.REPORTED)
-            and record.world_size == len(self._launched)
-            and self._launched[record.rank] == record.launched_rank
-        )
 
 
 # ------------------------------------------------------------------------------------ reading pages
@@ -574,7 +509,11 @@ def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
     They are sorted by the launcher's number of their process, and then by the order in which the
     process entered its worlds.
     """
-    return [_read(page, None if with_calls else ()) for page in _pages_in(folder)]
+    records = []
+    for path in folder.glob("rank-*.calls"):
+        with contextlib.suppress(OSError, ValueError):
+            records.append(_read(_open(path), None if with_calls else ()))
+    return sorted(records, key=lambda record: (record.launched_rank, record.world_number))
 
 
 def stopped_siblings() -> list[RankRecord]:
@@ -586,66 +525,54 @@ def stopped_siblings() -> list[RankRecord]:
     found = []
     for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a process may end meanwhile
-            for pid in path.read_text().split():
-                letter, _ = _process(int(pid)) or (b"", 0)
-                if letter and letter in b"Tt":
-                    text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                    pairs = (variable.partition("=") for variable in text.split("\0"))
-                    rank = settings.launched_rank({name: value for name, _, value in pairs})
+            for pid in map(int, path.read_text().split()):
+                if _process(pid)[0] in (b"T", b"t"):
+                    text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                    rank = settings.launched_rank(dict(re.findall("([^=\0]+)=([^\0]*)", text)))
                     if rank is not None:
-                        stopped = RankRecord(
-                            rank, is_known=False, is_stopped=True, launched_rank=rank, pid=int(pid)
-                        )
-                        found.append(stopped)
+                        found.append(RankRecord(rank, is_known=False, is_stopped=True, pid=pid))
     return found
 
 
-def _pages_in(folder: Path) -> list[mmap.mmap]:
-    pages = []
-    for path in folder.glob("rank-*.calls"):
-        with contextlib.suppress(OSError, ValueError):
-            pages.append(_open(path))
-    return sorted(pages, key=lambda page: _IDENTITY.unpack_from(page)[4:6])
-
-
-def _open(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == _PAGE_BYTES:
+def _open(path: Path, rank: int | None = None) -> mmap.mmap:
+    # Only what has the size of a page is opened: opening the pipe of another process may block.
+    if path.stat().st_size == _PAGE_BYTES:
+        with path.open("rb") as file:
             page = mmap.mmap(file.fileno(), _PAGE_BYTES, prot=mmap.PROT_READ)
-            if _IDENTITY.unpack_from(page)[:2] == (_MAGIC, _FORMAT):
-                return page
+        magic, version, found, *_ = _IDENTITY.unpack_from(page)
+        if (magic, version) == (_MAGIC, _FORMAT) and rank in (None, found):
+            return page
     raise ValueError(f"{path} is no status page of this version of mpishard")
 
 
 def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankRecord:
     """The content of ``page``; the last collectives are read unless they are given."""
     _, _, rank, world_size, launched, world_number, pid, start, host = _IDENTITY.unpack_from(page)
-    state, code, count, number = (_number(page, at) for at in (_STATE, _CODE, _COUNT, _WAITS))
-    since: float = _SECONDS.unpack_from(page, _WAITS_SINCE)[0]
-    calls = _calls(page, _ROWS) if calls is None else calls
+    since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
+    calls = _calls(page) if calls is None else calls
     waits: LoggedCall | MessageWait | None
     if number < 0:
-        peer, tag, is_send, group = _MESSAGE.unpack_from(page, _MESSAGE_AT)
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     else:
         waits = next((logged for logged in calls if logged.number == number), None)
     is_alive, is_stopped = True, False
-    if _HAS_PROC and _text(host) == socket.gethostname():
-        letter, began = _process(pid) or (b"X", start)
-        is_alive = letter not in b"ZX" and began == start
-        is_stopped = is_alive and letter in b"Tt"
+    if _text(host) == socket.gethostname():
+        letter, began = _process(pid)
+        is_alive = began == start and letter not in (b"Z", b"X")
+        is_stopped = is_alive and letter in (b"T", b"t")
     return RankRecord(
-        rank, RankState(state), True, is_alive, is_stopped, calls, waits,
+        rank, RankState(_number(page, _STATE)), True, is_alive, is_stopped, calls, waits,
         max(0.0, time.time() - since) if number else 0.0,
-        world_size, launched, world_number, pid, _text(host), count, code,
+        world_size, launched, world_number, pid, _text(host),
+        _number(page, _COUNT), _number(page, _CODE),
         tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).split("\n")) if page[_MEMORY_AT] else (),
     )  # fmt: skip
 
 
-def _calls(page: mmap.mmap, most: int) -> tuple[LoggedCall, ...]:
+def _calls(page: mmap.mmap) -> tuple[LoggedCall, ...]:
     """The last collectives, newest last, without those that are just being overwritten."""
     count = _number(page, _COUNT)
-    found = (_call_at(page, index) for index in range(max(0, count - most), count))
+    found = (_call_at(page, index) for index in range(max(0, count - _ROWS), count))
     return tuple(logged for logged in found if logged is not None)
 
 
@@ -689,12 +616,12 @@ def _text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
 
 
-def _process(pid: int) -> tuple[bytes, int] | None:
-    """State letter of a process, and its start in clock ticks since boot; None if it is gone."""
+def _process(pid: int) -> tuple[bytes, int]:
+    """State letter of a process, and its start in clock ticks since boot; -1 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return None
+        return b"", -1
     return fields[0], int(fields[19])
 
 

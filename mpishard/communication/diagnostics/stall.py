@@ -1,8 +1,9 @@
-"""Why ranks wait: who is the odd one out, and what it does instead.
+"""Explain why ranks wait: find the odd one out, and say what it does instead.
 
-Pure functions of `RankRecord`. A rank that waits waits *for* ranks: those of its group that have
-not called the same collective, or the other end of a message. Followed from rank to rank this
-ends at one that waits for nobody, which is the odd one out, or goes round in a circle.
+All functions take records of ranks and communicate nothing. A rank that waits waits *for* ranks:
+those of its group that have not called the same collective, or the other end of a message.
+Following these from rank to rank leads to a rank that waits for nobody, which is the odd one out,
+or into a circle. A rank whose process is stopped is always the odd one out.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from mpishard.communication.contract.status import (
     members_of,
 )
 from mpishard.communication.contract.work import in_call
-from mpishard.communication.diagnostics.table import rank_table, seconds_text, stopped_text
+from mpishard.communication.diagnostics.table import (
+    AGO,
+    rank_table,
+    seconds_text,
+    stopped_text,
+    wait_text,
+)
 
 __all__ = [
-    "circle_of", "describe_departure", "describe_stall", "longest_waiting", "parting",
-    "unfinished", "verdict",
+    "describe_departure", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
-_AGO = "{ago}"
-"""Stands for a time that differs between ranks that otherwise do the same."""
 
 
 def describe_stall(records: Sequence[RankRecord]) -> str:
@@ -62,7 +66,11 @@ def describe_stall(records: Sequence[RankRecord]) -> str:
 
 
 def longest_waiting(records: Sequence[RankRecord]) -> int | None:
-    """The rank that has waited for the longest: who may speak for all. None where none waits."""
+    """The rank that may report for all: the one that has waited longest; None if none waits.
+
+    A rank that is stopped or gone cannot report. In ``init``, the first rank reports, if the state
+    of all ranks is known or one is stopped.
+    """
     able = [r for r in records if r.is_alive and not r.is_stopped]
     waiting = [r for r in able if r.waited]
     if not waiting and (all(r.is_known for r in records) or any(map(_stopped, records))):
@@ -71,7 +79,7 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
 
 
 def verdict(records: Sequence[RankRecord], now: float) -> str:
-    """Which ranks are the odd ones out, and what they do instead, in a few sentences.
+    """Name the odd ones out, and say what they do instead, in a few sentences.
 
     Parameters
     ----------
@@ -105,11 +113,11 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         sentences = _circle_text(circle, by_rank) if circle else _all_called(waiting, records)
     else:
         sentences = ["No rank is known to wait for another."]
-    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+    return _text(sentences)
 
 
 def unfinished(records: Sequence[RankRecord], now: float) -> str:
-    """Whom the ranks that have finished wait for, and what those do, in a few sentences.
+    """Name the ranks that have not finished, and say what they do, in a few sentences.
 
     Parameters
     ----------
@@ -124,22 +132,18 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     waiting = [record for record in late if _is_waiting(record)]
     others = [record for record in late if not _is_waiting(record)]
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
-    told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
-    return f"for {who([record.rank for record in late])}. {told}"
+    return f"for {who([record.rank for record in late])}. {_text(sentences)}"
 
 
-def circle_of(records: Sequence[RankRecord]) -> str:
-    """The ranks that wait for each other, and why, in two sentences; empty where none do."""
-    by_rank = {record.rank: record for record in records}
-    circle = _circle({r.rank: _waits_for(r, records) for r in records if r.waits is not None})
-    return " ".join(_circle_text(circle, by_rank)) if circle else ""
+def _text(sentences: Sequence[str]) -> str:
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
-    """Where the ranks of ``group`` first called different functions; empty where they did not.
+    """The first collective that ranks of ``group`` called in different functions; may be empty.
 
-    Collectives of one kind and shape go together whatever they are for: ranks that have parted
-    may go on for a while before the difference shows.
+    Collectives of one kind and shape match whatever their purpose: ranks that have parted may go on
+    for a while before a mismatch is found.
 
     Parameters
     ----------
@@ -191,30 +195,21 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
     return [r.rank for r in others if r.waits is None and not r.waited and not r.has_left]
 
 
-def _wait_text(record: RankRecord) -> str:
-    wait = record.waits
-    assert wait is not None
-    return str(wait) if isinstance(wait, MessageWait) else f"in {wait}"
-
-
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
-    """Who waits where: those that most do first."""
+    """Sentences on the ranks that wait, the most frequent wait first."""
     alike: dict[str, list[RankRecord]] = {}
     for record in waiting:
-        alike.setdefault(_wait_text(record), []).append(record)
+        alike.setdefault(wait_text(record), []).append(record)
     groups = sorted(alike.items(), key=lambda item: -len(item[1]))
     return [
-        f"{_subject(same, 'wait')} {text}, for {seconds_text(r.waited for r in same)}."
+        f"{who([r.rank for r in same])} wait{'' if len(same) > 1 else 's'} {text}, "
+        f"for {seconds_text(r.waited for r in same)}."
         for text, same in groups[:_SENTENCES]
     ]
 
 
-def _subject(records: Sequence[RankRecord], verb: str) -> str:
-    return f"{who([r.rank for r in records])} {verb if len(records) > 1 else verb + 's'}"
-
-
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
-    """What the odd ones out do, and what follows from it."""
+    """Sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
     alike: dict[str, list[RankRecord]] = {}
     for record in odd:
@@ -222,12 +217,12 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
     sentences = []
     for text, same in list(alike.items())[:_SENTENCES]:
         ago = seconds_text(max(0.0, now - r.calls[-1].time) if r.calls else 0.0 for r in same)
-        sentences.append(f"{who([r.rank for r in same])}{text.replace(_AGO, ago)}.")
+        sentences.append(f"{who([r.rank for r in same])}{text.replace(AGO, ago)}.")
     return [*sentences, _advice(odd, waits, waiting)]
 
 
 def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
-    """What one odd rank does, behind its name: the same text for those that do the same."""
+    """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {last}"
     if _stopped(record):
@@ -247,13 +242,13 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
     missing = f", {behind} collectives behind" if behind > 1 else ""
     done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    return f": in no collective since {last}, {_AGO} ago{done}{missing}: computing, asleep or stuck"
+    return f": in no collective since {last}, {AGO} ago{done}{missing}: computing, asleep or stuck"
 
 
 def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
-    """What the ranks ought to have called, where a function of this package was called."""
+    """The function that every rank must call, if the ranks called one of this package."""
     if any(map(_stopped, odd)):
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
@@ -262,20 +257,17 @@ def _advice(
         if sentence:
             return f"{sentence}."
     method = waits[0].call.method if waits else ""
-    left = all(record.has_left for record in odd)
-    if not method or not (left or any(_last_method(record) != method for record in odd)):
-        return ""
-    return f"{method} is collective: every rank calls it, equally often."
-
-
-def _last_method(record: RankRecord) -> str:
-    return record.calls[-1].call.method if record.calls else ""
+    have_left = all(record.has_left for record in odd)
+    elsewhere = any(not r.calls or r.calls[-1].call.method != method for r in odd)
+    if method and (have_left or elsewhere):
+        return f"{method} is collective: every rank calls it, equally often."
+    return ""
 
 
 def _circle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first; empty if there are none.
+    """Ranks that each wait for the next one, and the last for the first; empty if there are none.
 
-    Followed from each rank over all that it waits for, as deep as it goes.
+    A depth-first search from every rank over all ranks that it waits for.
     """
     finished: set[int] = set()
     for start, first in waits_for.items():
@@ -297,7 +289,7 @@ def _circle(waits_for: dict[int, list[int]]) -> list[int]:
 def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
     waits = [by_rank[rank].waits for rank in circle]
     edges = [
-        f"rank {rank} waits {_wait_text(by_rank[rank])}"
+        f"rank {rank} waits {wait_text(by_rank[rank])}"
         + ("" if isinstance(by_rank[rank].waits, MessageWait) else f", for rank {following}")
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
@@ -323,7 +315,7 @@ def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[
 
 
 def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
-    """Nobody is missing: the calls do not fit together, or what carries the data is stuck."""
+    """No rank is missing: the calls do not match, or the transport of the data is stuck."""
     sentences = _waits(waiting)
     for wait in (r.waits for r in waiting if isinstance(r.waits, LoggedCall)):
         calls = {
@@ -372,18 +364,18 @@ def describe_departure(
         f"{where}. "
     )
     # The rank that waits may not have written it down yet.
-    seen = [_waiting_for(r, awaited) if r.rank == waiting else r for r in records]
-    circle = circle_of(seen)
+    waits: LoggedCall | MessageWait | None
+    if isinstance(awaited, Call):
+        calls = (logged for record in records if record.rank == waiting for logged in record.calls)
+        waits = next((logged for logged in calls if logged.number == awaited.number), None)
+    else:
+        waits = awaited
+    by_rank = {r.rank: replace(r, waits=waits) if r.rank == waiting else r for r in records}
+    seen = list(by_rank.values())
+    circle = _circle({r.rank: _waits_for(r, seen) for r in seen if r.waits is not None})
     if circle:
-        return text + circle[0].upper() + circle[1:].removesuffix(".")
+        return text + _text(_circle_text(circle, by_rank)).removesuffix(".")
     if not isinstance(awaited, Call):
         return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
     parted = parting(records, group, upto=awaited.sequence)
     return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
-
-
-def _waiting_for(record: RankRecord, awaited: Call | MessageWait) -> RankRecord:
-    if isinstance(awaited, Call):
-        found = (logged for logged in record.calls if logged.number == awaited.number)
-        return replace(record, waits=next(found, None))
-    return replace(record, waits=awaited)

@@ -30,14 +30,14 @@ from mpishard.communication.failure.tracebacks import is_internal
 from mpishard.communication.failure.watchdog import watchdog
 
 if TYPE_CHECKING:
-    from mpishard.communication.contract.transport import Transport
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["install", "install_before_init", "remove"]
 
 _STDERR = 2
 _LATER_SECONDS = 2.0
 
-_live: list[Transport] = []
+_live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
 # A process that a rank forked is no rank: where it ends, no world is left.
 os.register_at_fork(after_in_child=_live.clear)
@@ -50,7 +50,7 @@ def install_before_init() -> None:
         _hook_exceptions()
 
 
-def install(backend: Transport) -> None:
+def install(backend: CommunicationBackend) -> None:
     """Watch over ``backend``, a root world, until `remove`."""
     _live.append(backend)
     _hooked.add("a world")
@@ -61,7 +61,7 @@ def install(backend: Transport) -> None:
             atexit.register(_leave_all)
 
 
-def remove(backend: Transport) -> None:
+def remove(backend: CommunicationBackend) -> None:
     """Stop watching over ``backend``."""
     if backend in _live:
         _live.remove(backend)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
+from mpishard.arrays import Array
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import of_group, who
@@ -24,10 +26,9 @@ from mpishard.communication.failure.abort import (
     say,
 )
 from mpishard.communication.failure.watchdog import Wait, watchdog
-from mpishard.communication.mpi.group import Group
-from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_memory
-from mpishard.communication.mpi.progress import ProgressThread
-from mpishard.communication.mpi.rings import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
+from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
+from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
 from mpishard.communication.mpi.ulfm import Survival, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -38,7 +39,6 @@ _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
 _CALLS_SHOWN = 10
 _CALLS_OF_A_FAILURE = 3
-_CORES_FOR_PROGRESS = 2
 
 IN_INIT = "in init() for the other ranks to call it"
 
@@ -64,11 +64,6 @@ class Job(Ending):
         if self.world_size > 1:
             self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
-        self.is_waiting = False
-        """Whether this rank is polling for a collective."""
-        self.progress_thread: ProgressThread | None = None
-        """What moves data while this rank computes, where that is worth a thread."""
-        self._progress_comm: Any = None
         self.survival: Survival | None = None
         """What lets this rank outlive others; None where it ends with them."""
         self.guard()
@@ -101,70 +96,52 @@ class Job(Ending):
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
         if self.statuses is not None:
-            self.statuses.share(node.bcast, comm.allgather, ranks)
+            self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
             self.survival = Survival(mpi, comm)
-        self._post_office = self._open_post_office(comm)
+        self._rings = self._make_rings(comm)
 
-    def start_progress(self, comm: Any) -> None:
-        """Start the progress thread, where it is wanted, until `leave`. Collective."""
-        wanted = settings.progress_thread()
-        if wanted is None:
-            sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
-            wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
-        wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
-        if comm.allreduce(wanted, op=self.mpi.MAX):
-            self._progress_comm = comm.Dup()
-            if wanted:
-                self.progress_thread = ProgressThread(
-                    self.mpi, self._progress_comm, self._is_anything_in_flight
-                )
+    # ----------------------------------------------------------------------------------- rings
 
-    def _stop_progress(self) -> None:
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
-        if self._progress_comm is not None:
-            self._progress_comm.Free()
-            self._progress_comm = None
-
-    def _is_anything_in_flight(self) -> bool:
-        # A rank that waits calls MPI itself, and two threads would stand in each other's way.
-        return not self.is_waiting and any(group.in_flight for group in tuple(self._groups))
-
-    # ------------------------------------------------------------------------------- mailboxes
-
-    def _open_post_office(self, comm: Any) -> PostOffice | None:
-        if len(set(self.nodes)) == self.world_size or not stores_are_ordered():
+    def _make_rings(self, comm: Any) -> Rings | None:
+        """The rings of this rank, and its rows of data; None if its node has no memory for them."""
+        if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
             return None
         node = comm.Split(self.nodes[self.rank], self.rank)
-        nbytes = PostOffice.nbytes(node.Get_size())
-        memory = at_once(share_memory(self.mpi, node, comm, nbytes, settings.arena_sources()))
+        sources, ranks = settings.arena_sources(), node.Get_size()
+        memory = at_once(share_memory(self.mpi, node, comm, Rings.nbytes(ranks), sources))
+        rows = None
+        if memory is not None:
+            nbytes = RowChannel.nbytes(Rings.pairs(ranks))
+            rows = at_once(share_memory(self.mpi, node, comm, nbytes, sources))
         local_rank = node.Get_rank()
         node.Free()
-        return None if memory is None else PostOffice(memory, local_rank)
+        return None if memory is None else Rings(memory, rows, local_rank)
 
     def take_ring(self) -> Ring:
-        """What this rank can give to the mailbox of a new group."""
-        return NO_RING if self._post_office is None else self._post_office.take()
+        """A ring of this rank for a new group."""
+        return NO_RING if self._rings is None else self._rings.take()
 
     def put_back_ring(self, ring: Ring) -> None:
-        """Return what `take_ring` gave, where no mailbox came of it."""
-        if self._post_office is not None:
-            self._post_office.put_back(ring)
+        """Return a ring that `take_ring` gave, and that no group uses."""
+        if self._rings is not None:
+            self._rings.put_back(ring)
 
-    def make_mailbox(
-        self, rings: Sequence[Ring], nodes: Sequence[int], rank: int
-    ) -> Mailbox | None:
-        """The mailbox of a group whose ranks took ``rings`` and run on ``nodes``.
+    def open_rings(
+        self, taken: Sequence[Ring], nodes: Sequence[int], rank: int
+    ) -> tuple[RingExchange | None, tuple[Array, list[int]] | None]:
+        """The exchange and the rows of a group whose ranks took these rings and run on ``nodes``.
 
-        None, on all of them alike, where they are on several nodes or one has no ring to give.
+        None, on all of them alike, if they are on several nodes or one has none to give.
         """
-        if self._post_office is None or len(rings) == 1 or len(set(nodes)) > 1 or NO_RING in rings:
-            self.put_back_ring(rings[rank])
-            return None
-        return Mailbox(self._post_office, rings, rank)
+        rings = self._rings
+        if rings is None or len(taken) == 1 or len(set(nodes)) > 1 or NO_RING in taken:
+            self.put_back_ring(taken[rank])
+            return None, None
+        places = Rings.rows_of(taken)
+        rows = None if rings.rows is None or places is None else (rings.rows, places)
+        return RingExchange(rings, taken, rank), rows
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -279,7 +256,6 @@ class Job(Ending):
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
-        self._stop_progress()
         for group in groups:
             group.free()
 
@@ -291,7 +267,7 @@ class Job(Ending):
             try:
                 self.survival.look(where)
             except PeerError as error:
-                self._break(error)
+                self.break_worlds(error)
                 raise
 
     def explain(self, error: Exception, where: str) -> Exception:
@@ -300,12 +276,19 @@ class Job(Ending):
             return error
         explained = self.survival.explain(where, error)
         if isinstance(explained, PeerError):
-            self._break(explained)
+            self.break_worlds(explained)
         return explained
 
-    def _break(self, error: PeerError) -> None:
+    def break_worlds(self, error: CommunicationError) -> None:
+        """Refuse with ``error`` all that is called on any world from now on."""
         for group in self._groups:
             group.broken = error
+
+    def send_notices(self) -> None:
+        """Tell the ranks of every world that this one was cut off in a collective."""
+        for group in self._groups:
+            if not group.is_leaving:
+                group.send_notice(CUT_OFF)
 
     def call_off(self) -> None:
         """Give up every world: nobody is to wait in one of them any more."""
@@ -316,9 +299,6 @@ class Job(Ending):
 
     def retire(self) -> None:
         """Be done with worlds that were called off. Their backends refuse what they are asked."""
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
         self._groups.clear()
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEFT)
