@@ -13,8 +13,8 @@ from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure import hooks as exit_hooks
-from mpishard.communication.failure.preemption import order_to_make_room
-from mpishard.communication.failure.rank_process import is_helper
+from mpishard.communication.failure.hooks import is_helper
+from mpishard.communication.failure.preemption import preemption_notice
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
 from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
@@ -33,7 +33,7 @@ _blas_threads: int | None = None
 
 exit_hooks.install_before_init()
 if settings.launcher_variable() is not None and not is_helper():
-    order_to_make_room.listen()
+    preemption_notice.listen()
 
 
 def init(

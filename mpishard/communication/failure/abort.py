@@ -34,7 +34,7 @@ __all__ = [
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
-_FUSE_SECONDS = 3.0
+_DEADLINE_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.5
 _STDERR = 2
 _BROKEN = (OSError, ValueError, AttributeError)
@@ -135,7 +135,7 @@ class Ending:
             settings.EXIT_TERMINATED,
         )
 
-    def mourn(self, dead: int, where: str) -> NoReturn:
+    def report_dead_rank(self, dead: int, where: str) -> NoReturn:
         """End the job because the process of rank ``dead`` is gone, as after SIGKILL."""
         self.end(
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
@@ -228,7 +228,7 @@ class Ending:
             os._exit(code)
 
     def _report(self, report: str, code: int, is_own: bool, *, is_said: bool = False) -> None:
-        _light_fuse(code)
+        _set_deadline(code)
         _ignore_further_interrupts()
         flush_output()
         try:
@@ -253,7 +253,7 @@ _kept: list[socket.socket] = []
 def _begin_to_end(code: int) -> None:
     """Return to the first thread that ends this process, and to no other."""
     if not _one_thread.acquire(blocking=False):
-        time.sleep(2 * _FUSE_SECONDS)
+        time.sleep(2 * _DEADLINE_SECONDS)
         os._exit(code)
 
 
@@ -283,18 +283,18 @@ def launched_ending() -> Ending:
     return Ending(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
-def _light_fuse(code: int) -> None:
+def _set_deadline(code: int) -> None:
     """End this process soon, whatever becomes of the orderly way.
 
     A write to a pipe that nobody reads, or MPI itself, may hold that up for ever. Where it is held
     up with Python's lock, a thread of C ends the process, and its exit code is 1.
     """
-    fuse = threading.Timer(_FUSE_SECONDS, os._exit, (code,))
+    fuse = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
     fuse.daemon = True
     with suppress(RuntimeError):  # Python starts no thread while it ends
         fuse.start()
     null = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(_FUSE_SECONDS + 0.5, exit=True, file=null)
+    faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
 
 
 def _ignore_further_interrupts() -> None:
@@ -314,7 +314,7 @@ def _abort(code: int) -> None:
     descriptor = settings.pmi_descriptor()
     if descriptor is not None and _is_socket(descriptor):
         os.write(descriptor, f"cmd=abort exitcode={code}\n".encode())
-        time.sleep(_FUSE_SECONDS)
+        time.sleep(_DEADLINE_SECONDS)
 
 
 def _is_socket(descriptor: int) -> bool:

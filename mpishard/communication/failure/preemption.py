@@ -18,17 +18,17 @@ from types import FrameType
 from mpishard.communication.failure import marks
 from mpishard.communication.failure.abort import launched_ending, say
 
-__all__ = ["OrderToMakeRoom", "order_to_make_room"]
+__all__ = ["PreemptionNotice", "preemption_notice"]
 
-_UNHEEDED = "unheeded"
+_IGNORED = "unheeded"
 
 
-class OrderToMakeRoom:
+class PreemptionNotice:
     """Whether this process has been told to make room, and nobody has heeded it yet."""
 
     def __init__(self) -> None:
         self.is_given = False
-        self._was_heeded = False
+        self._was_obeyed = False
         self._process = 0
 
     def listen(self) -> None:
@@ -38,27 +38,27 @@ class OrderToMakeRoom:
         if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
             return
         self._process = os.getpid()
-        signal.signal(signal.SIGUSR1, self._hear)
-        atexit.register(self.say_if_unheeded)
+        signal.signal(signal.SIGUSR1, self._handle)
+        atexit.register(self.report_if_ignored)
         # In this order: whoever leaves the mark sends the signal then, to those who listen.
         self.is_given = marks.is_marked(marks.MAKE_ROOM)
 
-    def heed(self) -> None:
+    def obey(self) -> None:
         """The ranks save, and end: the order is obeyed."""
         self.is_given = False
-        self._was_heeded = True
+        self._was_obeyed = True
 
-    def say_if_unheeded(self) -> None:
+    def report_if_ignored(self) -> None:
         """Tell the user, at the end, of an order that came to nothing."""
-        if not self.is_given or self._was_heeded or os.getpid() != self._process:
+        if not self.is_given or self._was_obeyed or os.getpid() != self._process:
             return
-        if marks.mark(_UNHEEDED, once=True):  # one rank of the job speaks
+        if marks.mark(_IGNORED, once=True):  # one rank of the job speaks
             say(
                 f"mpishard: {launched_ending().name} was told to make room by SIGUSR1, and nobody "
                 "heeded it: no step of an optimize(checkpoint=FOLDER) came after it"
             )
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # forked by the rank, and no rank: a loader of data
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -66,5 +66,5 @@ class OrderToMakeRoom:
         self.is_given = True
 
 
-order_to_make_room = OrderToMakeRoom()
+preemption_notice = PreemptionNotice()
 """That of this process, which hears it where a launcher started it as a rank."""

@@ -30,7 +30,7 @@ from mpishard.communication.contract.work import (
 )
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
-from mpishard.communication.failure.rank_process import helper_error, is_helper
+from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group

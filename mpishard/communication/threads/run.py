@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
-from mpishard.communication.failure.report import failure_report
-from mpishard.communication.failure.tracebacks import drop_internal_frames, is_internal
+from mpishard.communication.failure.report import drop_internal_frames, failure_report, is_internal
 from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
