@@ -81,7 +81,7 @@ def test_one_rank_says_that_nobody_heeded_it(order, folder, capsys):
     for rank in (PreemptionNotice(), PreemptionNotice()):
         rank._process, rank.is_given = os.getpid(), True
         rank.report_if_ignored()
-    assert capsys.readouterr().err.count("told to make room by SIGUSR1, and nobody heeded it") == 1
+    assert capsys.readouterr().err.count("was preempted by SIGUSR1, and nothing obeyed it") == 1
 
 
 def test_a_run_that_saves_is_marked_while_it_does(order, folder):
