@@ -182,6 +182,22 @@ def test_a_rank_that_is_gone_is_seen_while_this_one_computes(dog, limits):
     assert len(heard.ends) == 1
 
 
+def test_a_launcher_that_is_gone_ends_the_rank(limits, monkeypatch):
+    dog, heard = Watchdog(), Heard()
+    dog.guard(heard)
+    try:
+        dog.look(1.0)
+        assert heard.ends == []
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        dog.look(2.0)
+    finally:
+        monkeypatch.undo()
+        dog.release(heard)
+    code, report = heard.ends[0]
+    assert code == 1
+    assert f"process {os.getppid()} of the launcher, which started rank 0 of 2, is gone" in report
+
+
 def test_sigterm_says_what_the_rank_did(dog, limits, monkeypatch):
     monkeypatch.setattr(ending_module, "_LAUNCHER_SECONDS", 0.0)
     heard = Heard()

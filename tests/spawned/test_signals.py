@@ -216,6 +216,24 @@ def test_a_rank_that_computes_sees_that_another_is_gone():
     assert "is gone (killed, or out of memory?), seen by rank" in ended.err, ended
 
 
+def test_ranks_whose_launcher_is_killed_end():
+    with start("sleeps") as job:
+        pids = job.ranks()
+        parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(is_running(pid) for pid in pids):
+            assert time.monotonic() < deadline, pids
+            time.sleep(0.1)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_loss_that_is_not_finite_is_raised_on_all_ranks():
     ended = run("loss_of_nan")
     assert ended.code == 1, ended

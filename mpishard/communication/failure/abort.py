@@ -144,6 +144,18 @@ class Ending:
             is_own=False,
         )
 
+    def report_lost_launcher(self, parent: int, where: str) -> NoReturn:
+        """End the job because the process ``parent`` of the launcher, which started this, is gone.
+
+        Nobody would receive this rank's output or exit code.
+        """
+        self.end(
+            f"mpishard: process {parent} of the launcher, which started {self.name}, is gone, seen "
+            f"{where}; the job ends",
+            settings.EXIT_FAILURE,
+            is_own=False,
+        )
+
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
         """Say that this rank has waited for long, and the one that has for longest, why."""
         stall = self.describe_stall() if self.speaks_for_all() and not limit.is_at_end else ""

@@ -188,6 +188,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._interrupted: tuple[float, object] | None = None
+        self._parent = 0
         # Threads do not survive a fork, and the child is no rank.
         os.register_at_fork(after_in_child=self._forget)
 
@@ -195,6 +196,7 @@ class Watchdog:
         """Begin to watch. Idempotent."""
         if self._thread is None:
             self._stopped = False
+            self._parent = self._parent or os.getppid()
             self._signals.install()
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
@@ -231,7 +233,7 @@ class Watchdog:
         self._thread = None
 
     def _forget(self) -> None:
-        self._thread = None
+        self._thread, self._parent = None, 0
         self._jobs.clear()
         self.waits.clear()
 
@@ -260,6 +262,8 @@ class Watchdog:
             if step == _main_thread_step():
                 # Ctrl-C is an exception between two steps of the main thread, and it makes none.
                 self._ending().interrupt(self._doing())
+        if self._parent and self._jobs and os.getppid() != self._parent:
+            self._ending().report_lost_launcher(self._parent, self._doing())
         for job in tuple(self._jobs):
             dead = job.dead_rank()
             if dead is not None:
