@@ -1,10 +1,15 @@
-"""The thread of an MPI process that watches over it: the clock of its waits, and who is gone.
+"""The watchdog thread of an MPI process: time limits of waits, dead ranks, and signals.
 
-A rank that waits for others polls, and can be told there that they failed or left. It cannot look
-at the clock where it is stuck inside MPI: in ``init`` while ranks are missing, in a split, in a
-call of the user's own. The thread can, and it alone does, for all waits: it warns after
-``MPISHARD_WARN_AFTER`` and ends the job after ``MPISHARD_TIMEOUT``. It looks for ranks of the node
-whose process is gone, and hears signals (`mpishard.communication.failure.watchdog`).
+A rank that waits for others polls, and learns there that they failed or left. It cannot check the
+time while it is stuck inside MPI: in ``init`` while ranks are missing, in a split, in a call of
+the user's own. The thread can, and it alone does so, for all waits: it warns after
+``MPISHARD_WARN_AFTER`` and ends the job after the wait's `TimeLimit`. It also looks for ranks of
+the node, and the launcher, whose process is gone.
+
+It receives signals, even while the main thread is stuck in C. Python runs a signal handler on the
+main thread, between two of its steps. A main thread inside MPI, or inside a long NumPy call, makes
+none. But each signal with a handler is also written as a byte into a pipe
+(`signal.set_wakeup_fd`), and this thread reads it.
 """
 
 from __future__ import annotations
@@ -48,9 +53,9 @@ def is_free(number: signal.Signals) -> bool:
 
 
 class SignalPipe:
-    """Where one thread waits for signals, for so long, or until it is woken.
+    """The pipe on which one thread waits for signals, with a timeout, or until it is woken.
 
-    Who has handlers or a wakeup descriptor of their own keeps them: asyncio, Jupyter, the user.
+    Handlers and wakeup descriptors of others stay: those of asyncio, Jupyter or the user.
     """
 
     def __init__(self) -> None:
@@ -64,7 +69,7 @@ class SignalPipe:
         os.register_at_fork(after_in_child=self.restore)
 
     def install(self) -> None:
-        """Hear SIGTERM and SIGQUIT, where nobody else does, and Ctrl-C. On the main thread alone.
+        """Receive SIGTERM and SIGQUIT, unless others do, and Ctrl-C. Main thread only.
 
         SIGQUIT also makes Python's faulthandler print the stacks of all threads, at once, whatever
         they do.
@@ -84,9 +89,9 @@ class SignalPipe:
             signal.set_wakeup_fd(theirs)
 
     def restore(self) -> None:
-        """Leave signals as they were found. Idempotent.
+        """Restore the handlers that were there before. Idempotent.
 
-        Another thread than the main one cannot: the handlers stay, and do what there was before.
+        Only the main thread can; elsewhere the handlers stay, and act as those before them did.
         """
         self._is_watched = False
         if threading.current_thread() is not threading.main_thread():
@@ -137,13 +142,13 @@ class Wait:
     Parameters
     ----------
     watchdog : Watchdog
-        Who looks at the clock meanwhile.
+        The thread that checks its time.
     where : callable
-        Says where, as ``in collective 3, ..``. Called by another thread.
+        Returns the place, as ``in collective 3, ..``. Called by another thread.
     ending : Ending
         How the job ends if it lasts too long.
     slack : float
-        Seconds that it takes without anybody being late.
+        Seconds that it may take although no rank is late.
     limit : TimeLimit
         How long it may last.
     """
@@ -182,7 +187,7 @@ class Watchdog:
         self.clock = clock or RunningClock()
         """The clock of all waits: a job that was suspended is not ended when it goes on."""
         self.waits: list[Wait] = []
-        """Where this rank waits now: at one place, unless several of its threads talk."""
+        """The present waits of this rank: one, unless several of its threads communicate."""
         self._jobs: list[Ending] = []
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
@@ -256,7 +261,7 @@ class Watchdog:
         return min([READ_EVERY, *(seconds for seconds in left if seconds > 0)])
 
     def look(self, now: float) -> None:
-        """Look round, at the time ``now``."""
+        """Check time limits, the launcher and the other ranks of the node, at the time ``now``."""
         if self._interrupted is not None and now - self._interrupted[0] > _STUCK_SECONDS:
             (_, step), self._interrupted = self._interrupted, None
             if step == _main_thread_step():
@@ -278,7 +283,7 @@ class Watchdog:
                 wait.ending.warn(waited, wait.where(), wait.limit)
 
     def receive(self, number: int, now: float) -> None:
-        """Do what the signal ``number`` asks for."""
+        """Obey the signal ``number``."""
         if number == signal.SIGTERM:
             self._ending().terminate(self._doing())
         elif number == signal.SIGQUIT:
@@ -290,7 +295,7 @@ class Watchdog:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:
-        """What this rank does now, behind "while it"."""
+        """The present work of this rank, for a sentence that begins "while it"."""
         if self.waits:
             return f"while it waited {self.waits[-1].where()}"
         return _COMPUTING
@@ -308,10 +313,10 @@ class Watchdog:
 
 
 watchdog = Watchdog()
-"""The one of this process. It costs nothing until it is started."""
+"""The watchdog of this process. It costs nothing until it is started."""
 
 
 def _main_thread_step() -> object:
-    """Where the main thread is: the same again where it has made no step."""
+    """The step that the main thread is in; equal values mean that it has made none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)
