@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
     if leaves == "end":
         waits = "for rank 1. Rank 1: in no collective since collective 1, barrier(), at"
     else:
-        waits = "in MPI_Finalize, which every rank of the job must call"
+        waits = "in MPI_Finalize, which every rank of the job must call (rank 1 does not); the job"
     for seconds in (1, 3):
         assert f"{has_finished} {seconds} s {waits}" in ended.err, ended
     assert "he job ends after 3 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended

@@ -172,6 +172,13 @@ class Ending:
         """A rank of this node whose process is gone, and that had not left; None: none is known."""
         return None
 
+    def begin_exit(self) -> None:
+        """Record that this process is at its end, for the others that wait for it."""
+
+    def running_ranks(self) -> list[int]:
+        """The other ranks that are known not to be at their end."""
+        return []
+
     def describe(self) -> str:
         """What this rank did last; several lines, or nothing."""
         return ""

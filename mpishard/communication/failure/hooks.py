@@ -25,8 +25,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpishard import settings
+from mpishard.communication.contract.matching import who
 from mpishard.communication.failure import marks
-from mpishard.communication.failure.abort import EXIT_LIMIT, launched_ending
+from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, launched_ending
 from mpishard.communication.failure.report import is_internal
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
@@ -114,7 +115,10 @@ def _leave_all() -> None:
             backend.shutdown()
         except KeyboardInterrupt as error:
             backend.abort(error)
-    watchdog.wait(_where_it_ends, ending, limit=EXIT_LIMIT).__enter__()  # as long as it runs
+    last = watchdog.last or ending
+    last.begin_exit()
+    # As long as the process runs.
+    watchdog.wait(lambda: _where_it_ends(last), ending, limit=EXIT_LIMIT).__enter__()
     limit = EXIT_LIMIT.seconds()
     if limit:
         # The watchdog ends with Python's threads. A thread of C then says where Python is stuck;
@@ -124,11 +128,13 @@ def _leave_all() -> None:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 
 
-def _where_it_ends() -> str:
+def _where_it_ends(job: Ending) -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and is_internal(frame.f_code.co_filename):
         if frame.f_code.co_name == "finalize_mpi":
-            return "in MPI_Finalize, which every rank of the job must call"
+            running = job.running_ranks()
+            late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
+            return f"in MPI_Finalize, which every rank of the job must call{late}"
         frame = frame.f_back
     if frame is None:
         return "for its process to end"

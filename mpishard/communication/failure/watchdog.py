@@ -189,6 +189,8 @@ class Watchdog:
         self.waits: list[Wait] = []
         """The present waits of this rank: one, unless several of its threads communicate."""
         self._jobs: list[Ending] = []
+        self.last: Ending | None = None
+        """The job that was released last: its records are there until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -215,6 +217,7 @@ class Watchdog:
     def release(self, job: Ending) -> None:
         """Leave ``job`` alone; the thread ends with the last. Idempotent."""
         if job in self._jobs:
+            self.last = job
             self._jobs.remove(job)
             if not self._jobs:
                 self._stop()
@@ -238,7 +241,7 @@ class Watchdog:
         self._thread = None
 
     def _forget(self) -> None:
-        self._thread, self._parent = None, 0
+        self._thread, self._parent, self.last = None, 0, None
         self._jobs.clear()
         self.waits.clear()
 

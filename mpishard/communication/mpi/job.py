@@ -17,7 +17,7 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import of_group, who
-from mpishard.communication.contract.status import RankState, StatusReader
+from mpishard.communication.contract.status import MessageWait, RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.failure.abort import (
@@ -339,6 +339,15 @@ class Job(Ending):
         # MPI tells the others, and they go on; but not of every end.
         overlooked = self.ulfm.overlooks(dead, is_waiting=bool(watchdog.waits))
         return dead if overlooked else None
+
+    def begin_exit(self) -> None:
+        if self.statuses is not None:  # a wait that no other reader of a rank that left looks at
+            self.statuses.page.wait(MessageWait(self.rank, 0, is_send=False, group=""))
+
+    def running_ranks(self) -> list[int]:
+        records = [] if self.statuses is None else self.statuses.records()
+        others = [r for r in records if r.rank != self.rank and r.is_known and r.is_alive]
+        return [record.rank for record in others if not record.waited]
 
     def describe(self) -> str:
         if self.statuses is None:
