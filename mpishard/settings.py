@@ -52,7 +52,6 @@ __all__ = [
     "pmi_descriptor",
     "pmix_rank",
     "program_folders",
-    "progress_thread",
     "rank_process",
     "remote_shell",
     "restart_count",
@@ -286,7 +285,6 @@ def check() -> None:
     """
     arena_sources()
     log_level()
-    progress_thread()
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
@@ -339,13 +337,13 @@ def _seconds(name: str, default: float) -> float:
     return value
 
 
-_ARENA_SOURCES = ("memfd", "file", "window")
+_ARENA_SOURCES = ("memfd", "file")
 
 
 def arena_sources() -> tuple[str, ...]:
     """MPISHARD_ARENA: where memory that a node's ranks share may come from, in order.
 
-    ``auto``, the default, tries all; ``memfd``, ``file`` or ``window`` only that one; ``off``
+    ``auto``, the default, tries all; ``memfd`` or ``file`` only that one; ``off``
     none, so that everything travels as messages.
     """
     text = os.environ.get("MPISHARD_ARENA", "auto").lower()
@@ -358,18 +356,6 @@ def arena_sources() -> tuple[str, ...]:
             f"MPISHARD_ARENA must be auto, {', '.join(_ARENA_SOURCES)} or off; got {text!r}"
         )
     return (text,)
-
-
-def progress_thread() -> bool | None:
-    """MPISHARD_PROGRESS: whether a thread lets MPI go on during computation.
-
-    ``on``, ``off``, or ``auto``, the default, which is None: where messages are sent at all and
-    the rank has two cores or more.
-    """
-    text = os.environ.get("MPISHARD_PROGRESS", "auto").lower()
-    if text not in ("auto", "on", "off"):
-        raise ValueError(f"MPISHARD_PROGRESS must be auto, on or off; got {text!r}")
-    return None if text == "auto" else text == "on"
 
 
 def numba_is_allowed() -> bool:

@@ -19,7 +19,7 @@ __all__ = ["SIZES", "SOURCES", "look_at_a_job"]
 SIZES = (8, 2**20, 64 * 2**20)
 """Bytes that are all-reduced."""
 
-SOURCES = ("memfd", "file", "window")
+SOURCES = ("memfd", "file")
 """Where memory that ranks share may come from, each tried alone."""
 
 _LIMIT_SECONDS = 30

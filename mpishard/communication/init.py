@@ -1,4 +1,4 @@
-"""The backend of this process: found out, made, and set up once."""
+"""The backend of this process: chosen, made and set up once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure import hooks as exit_hooks
-from mpishard.communication.failure.preemption import order_to_make_room
-from mpishard.communication.failure.rank_process import is_helper
+from mpishard.communication.failure.hooks import is_helper
+from mpishard.communication.failure.preemption import preemption_notice
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
@@ -33,15 +33,15 @@ _blas_threads: int | None = None
 
 exit_hooks.install_before_init()
 if settings.launcher_variable() is not None and not is_helper():
-    order_to_make_room.listen()
+    preemption_notice.listen()
 
 
 def init(
     backend: Literal["auto", "mpi", "memory"] = "auto", *, on_failure: OnFailure = "abort"
 ) -> CommunicationBackend:
-    """The initialised backend of this process. Called twice, the same one.
+    """Return the initialised backend of this process, the same one every time.
 
-    Under MPI it is collective, and prepares the process: an exception that nobody catches ends
+    Under MPI the call is collective and prepares the process: an uncaught exception ends
     the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
     the environment says how many.
 
@@ -52,8 +52,8 @@ def init(
         rank in memory elsewhere. Inside `run_in_threads`, ``auto`` and ``memory`` are the
         thread's own backend.
     on_failure : {"abort", "shrink"}
-        What becomes of the other ranks of an MPI job where one is killed, or raises what nobody
-        catches: the job ends; or they raise `PeerError`, and may go on with
+        The fate of the other ranks of an MPI job if one is killed or raises an exception that
+        nobody catches: the job ends; or they raise `PeerError`, and may go on with
         `CommunicationBackend.shrink`. That is for Open MPI, started by ``mpishard run --on-failure
         shrink`` or ``mpiexec --with-ft ulfm``. In memory ranks can always go on.
 
@@ -65,12 +65,14 @@ def init(
     Raises
     ------
     MPIUnavailableError
-        Where MPI is asked for and there is no launcher, no mpi4py, or an MPI library that the
-        launcher does not belong to, or where a rank started this process, and the launcher did
-        not. Never a silent world of one. For "shrink" where MPI, as it was started, lets no rank
-        outlive another.
+        If MPI is asked for and there is no launcher, no mpi4py, an MPI library of another
+        launcher, or a machine on which it cannot start; or if a rank, and not the launcher,
+        started this process. Never a silent world of one. For "shrink", if MPI, as it was
+        started, lets no rank outlive another.
+    CollectiveMismatchError
+        On every rank, if settings that must be the same differ between ranks: with their values.
     CommunicationError
-        Where ``memory`` is asked for under a launcher of several processes, or the process has a
+        If ``memory`` is asked for under a launcher of several processes, or the process has a
         backend of the other sort, or one whose ranks end together and "shrink" is asked for.
     """
     global _process_backend  # noqa: PLW0603
@@ -124,12 +126,9 @@ def is_launched() -> bool:
 def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
     if settings.launcher_variable() is None:
         # A launcher that sets no variable we know is seen by what MPI itself says.
-        if "mpi4py.MPI" not in sys.modules:
+        if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
             raise not_launched_error()
-        world = load_mpi().COMM_WORLD
-        if world.Get_size() == 1:
-            raise not_launched_error()
-        return MPICommunicationBackend(world, on_failure=on_failure)
+        return MPICommunicationBackend(load_mpi().COMM_WORLD, on_failure=on_failure)
     return MPICommunicationBackend(on_failure=on_failure)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.failure import marks
-from mpishard.communication.failure.preemption import order_to_make_room
-from mpishard.communication.failure.signals import is_free
+from mpishard.communication.failure.preemption import preemption_notice
+from mpishard.communication.failure.watchdog import is_free
 
 __all__ = ["PREEMPTING_SIGNALS", "Preemption"]
 
@@ -88,13 +88,13 @@ class Preemption:
         is_told = self._may_be_asked and self._is_told
         self._is_heeded, is_said = self._any_of(is_told, flag)
         if self._is_heeded and self._is_main_thread:
-            order_to_make_room.heed()
+            preemption_notice.obey()
         return self._is_heeded, is_said
 
     @property
     def _is_told(self) -> bool:
         """Whether this rank has been told to make room."""
-        return bool(self._heard) or (self._is_main_thread and order_to_make_room.is_given)
+        return bool(self._heard) or (self._is_main_thread and preemption_notice.is_given)
 
     def _any_of(self, *flags: bool) -> list[bool]:
         """Which of the flags any rank has."""

@@ -151,7 +151,7 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
 @pytest.mark.parametrize(
     ("variable", "works", "taken", "verdict", "mend"),
     [
-        ("auto", ["file", "window"], "file", OK, None),
+        ("auto", ["file"], "file", OK, None),
         ("off", ["memfd"], None, NOTE, "unset MPISHARD_ARENA"),
         ("memfd", ["file"], None, NOTE, "unset MPISHARD_ARENA"),
         ("auto", [], None, NOTE, doctor_shm.larger_folder()),

@@ -24,7 +24,7 @@ import os, sys
 from pathlib import Path
 import mpishard
 from mpishard import settings
-from mpishard.communication.mpi.mapped_files import library_files
+from mpishard.communication.mpi.job import library_files
 left, *words = sys.argv[1:]
 backend = mpishard.init()
 start, rank = settings.restart_count(), backend.rank

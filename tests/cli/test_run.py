@@ -44,7 +44,7 @@ if "EARLY" in sys.argv and os.environ["PMI_RANK"] == "1":
     raise ValueError("boom")
 import mpishard, numpy as np
 from mpishard import settings
-from mpishard.communication.mpi.mapped_files import library_files
+from mpishard.communication.mpi.job import library_files
 backend = mpishard.init()
 backend.all_reduce(np.ones(4))
 if backend.rank == 1:

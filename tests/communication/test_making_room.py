@@ -8,8 +8,8 @@ import pytest
 
 from mpishard.communication.failure import marks
 from mpishard.communication.failure import preemption as making_room
-from mpishard.communication.failure.preemption import OrderToMakeRoom
-from mpishard.communication.failure.signals import is_free
+from mpishard.communication.failure.preemption import PreemptionNotice
+from mpishard.communication.failure.watchdog import is_free
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.optimizers.preemption import Preemption
 
@@ -26,10 +26,10 @@ def no_handler(monkeypatch):
 @pytest.fixture
 def order(monkeypatch):
     monkeypatch.setattr(
-        "mpishard.optimizers.preemption.order_to_make_room", made := OrderToMakeRoom()
+        "mpishard.optimizers.preemption.preemption_notice", made := PreemptionNotice()
     )
     yield made
-    atexit.unregister(made.say_if_unheeded)
+    atexit.unregister(made.report_if_ignored)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_an_order_is_kept_until_a_run_heeds_it(order, capsys):
             assert run.is_asked()
         with Preemption(world) as run:  # of a script that goes on all the same
             assert not run.is_asked()
-    order.say_if_unheeded()
+    order.report_if_ignored()
     assert capsys.readouterr().err == ""
 
 
@@ -76,12 +76,12 @@ def test_an_order_to_the_job_before_the_rank_listens(order, folder):
 
 
 def test_one_rank_says_that_nobody_heeded_it(order, folder, capsys):
-    order.say_if_unheeded()
+    order.report_if_ignored()
     assert capsys.readouterr().err == ""
-    for rank in (OrderToMakeRoom(), OrderToMakeRoom()):
+    for rank in (PreemptionNotice(), PreemptionNotice()):
         rank._process, rank.is_given = os.getpid(), True
-        rank.say_if_unheeded()
-    assert capsys.readouterr().err.count("told to make room by SIGUSR1, and nobody heeded it") == 1
+        rank.report_if_ignored()
+    assert capsys.readouterr().err.count("was preempted by SIGUSR1, and nothing obeyed it") == 1
 
 
 def test_a_run_that_saves_is_marked_while_it_does(order, folder):

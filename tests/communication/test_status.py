@@ -24,7 +24,7 @@ from mpishard.communication.contract.status import (
     records_in,
 )
 from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.mpi import mapped_files
+from mpishard.communication.mpi import job as job_module
 
 
 def share(readers, ranks=None):
@@ -487,7 +487,7 @@ def test_a_page_says_how_its_rank_stands():
 def test_only_files_with_a_library_s_name_are_its_own():
     script = (
         "import mmap, os, sys\n"
-        "from mpishard.communication.mpi.mapped_files import library_files\n"
+        "from mpishard.communication.mpi.job import library_files\n"
         "for name in sys.argv[1:]:\n"
         "    with open(name, 'wb+') as f:\n"
         "        f.truncate(4096)\n"
@@ -505,7 +505,7 @@ def test_only_files_with_a_library_s_name_are_its_own():
         for name in names:
             Path(name).unlink(missing_ok=True)
     assert ended.stdout.split() == [names[0]]
-    assert mapped_files._NAMES.match("sm_segment.vm.0.f42c0001.1")
+    assert job_module._NAMES.match("sm_segment.vm.0.f42c0001.1")
 
 
 def test_a_long_path_keeps_its_end():

@@ -11,9 +11,8 @@ import pytest
 from mpishard.communication.contract.backoff import RunningClock
 from mpishard.communication.failure import abort as ending_module
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, TimeLimit
-from mpishard.communication.failure.signals import SignalPipe
-from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.communication.failure.watchdog import Watchdog
+from mpishard.communication.failure.report import short_traceback
+from mpishard.communication.failure.watchdog import SignalPipe, Watchdog
 
 
 class Heard(Ending):
@@ -183,12 +182,28 @@ def test_a_rank_that_is_gone_is_seen_while_this_one_computes(dog, limits):
     assert len(heard.ends) == 1
 
 
+def test_a_launcher_that_is_gone_ends_the_rank(limits, monkeypatch):
+    dog, heard = Watchdog(), Heard()
+    dog.guard(heard)
+    try:
+        dog.look(1.0)
+        assert heard.ends == []
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        dog.look(2.0)
+    finally:
+        monkeypatch.undo()
+        dog.release(heard)
+    code, report = heard.ends[0]
+    assert code == 1
+    assert f"process {os.getppid()} of the launcher, which started rank 0 of 2, is gone" in report
+
+
 def test_sigterm_says_what_the_rank_did(dog, limits, monkeypatch):
     monkeypatch.setattr(ending_module, "_LAUNCHER_SECONDS", 0.0)
     heard = Heard()
     dog.guard(heard)
     with dog.wait(lambda: "in collective 7", heard):
-        dog.hear(signal.SIGTERM, 0.0)
+        dog.receive(signal.SIGTERM, 0.0)
     ((code, report),) = heard.ends
     assert code == 143
     did = "while it waited in collective 7"
@@ -198,9 +213,9 @@ def test_sigterm_says_what_the_rank_did(dog, limits, monkeypatch):
 def test_ctrl_c_is_left_to_a_main_thread_that_makes_steps(dog, limits):
     heard = Heard()
     dog.guard(heard)
-    dog.hear(signal.SIGINT, 10.0)
+    dog.receive(signal.SIGINT, 10.0)
     dog.look(11.0)
-    dog.look(13.0)  # another step than that of `hear`
+    dog.look(13.0)  # another step than that of `receive`
     dog.look(20.0)
     assert heard.ends == []
 
@@ -210,7 +225,7 @@ def test_ctrl_c_ends_the_job_where_the_main_thread_makes_none(dog, limits):
     dog.guard(heard)
 
     def from_another_thread():
-        dog.hear(signal.SIGINT, 10.0)
+        dog.receive(signal.SIGINT, 10.0)
         dog.look(11.0)
         assert heard.ends == []
         dog.look(12.1)
@@ -227,7 +242,7 @@ def test_sigquit_prints_and_goes_on(dog, limits, capsys):
     heard = Heard()
     dog.guard(heard)
     with dog.wait(lambda: "in collective 7", heard) as wait:
-        dog.hear(signal.SIGQUIT, wait.since + 4)
+        dog.receive(signal.SIGQUIT, wait.since + 4)
     shown = capsys.readouterr().err
     assert "rank 0 of 2 was sent SIGQUIT, and goes on\n  waits in collective 7, for 4.0 s" in shown
     assert "  rank 0: its last collectives" in shown
@@ -367,7 +382,7 @@ def ended(monkeypatch):
         raise ProcessEnded
 
     monkeypatch.setattr(ending_module, "_one_thread", threading.Lock())
-    monkeypatch.setattr(ending_module, "_light_fuse", lambda code: None)
+    monkeypatch.setattr(ending_module, "_set_deadline", lambda code: None)
     monkeypatch.setattr(ending_module, "_ignore_further_interrupts", lambda: None)
     monkeypatch.setattr(ending_module, "_OUTPUT_SECONDS", 0.0)
     monkeypatch.setattr(ending_module, "_abort", lambda code: codes.append(("job", code)))
@@ -401,7 +416,7 @@ def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch
     assert "rank 0 of 2 failed in collective 8; the job ends\nValueError: boom" in shown
 
 
-@pytest.mark.parametrize("fails", ["_light_fuse", "_abort"])
+@pytest.mark.parametrize("fails", ["_set_deadline", "_abort"])
 def test_the_job_and_the_process_end_whatever_fails_on_the_way(fails, ended, monkeypatch):
     def fail(code):
         raise OSError("too many open files")
@@ -437,7 +452,7 @@ def test_one_process_of_a_launcher_reports(monkeypatch):
 
 
 def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, tmp_path):
-    monkeypatch.setattr(ending_module, "_FUSE_SECONDS", 0.0)
+    monkeypatch.setattr(ending_module, "_DEADLINE_SECONDS", 0.0)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with (tmp_path / "theirs").open("wb+") as file:
         monkeypatch.setenv("PMI_FD", str(file.fileno()))
@@ -449,7 +464,7 @@ def test_a_descriptor_that_is_not_the_launcher_s_is_not_written_to(monkeypatch, 
 def test_the_launcher_is_told_in_its_words(monkeypatch):
     import socket
 
-    monkeypatch.setattr(ending_module, "_FUSE_SECONDS", 0.0)
+    monkeypatch.setattr(ending_module, "_DEADLINE_SECONDS", 0.0)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     launcher, rank = socket.socketpair()
     with launcher, rank:
@@ -495,7 +510,7 @@ def test_the_call_log_tells_a_failure_from_the_report_of_another_that_is_gone(en
     monkeypatch.setattr(Ending, "claim_report", lambda self, code: claims.append(code) or True)
     monkeypatch.setattr(ending_module, "_one_thread", threading.Semaphore(2))
     for end in (
-        lambda: Ending(0, 2).mourn(1, "while it waited"),
+        lambda: Ending(0, 2).report_dead_rank(1, "while it waited"),
         lambda: Ending(0, 2).fail(ValueError("boom"), "in collective 8"),
     ):
         with pytest.raises(ProcessEnded):

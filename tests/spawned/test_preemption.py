@@ -62,7 +62,7 @@ def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
         (tmp_path / "run-go").touch()
         ended = job.end()
     assert ended.code == 0, ended
-    words = r"rank [01] of 2 was told to make room by SIGUSR1, and nobody heeded it"
+    words = r"rank [01] of 2 was preempted by SIGUSR1, and nothing obeyed it"
     assert len(re.findall(words, ended.err)) == 1, ended
 
 

@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
     if leaves == "end":
         waits = "for rank 1. Rank 1: in no collective since collective 1, barrier(), at"
     else:
-        waits = "in MPI_Finalize, which every rank of the job must call"
+        waits = "in MPI_Finalize, which every rank of the job must call (rank 1 does not); the job"
     for seconds in (1, 3):
         assert f"{has_finished} {seconds} s {waits}" in ended.err, ended
     assert "he job ends after 3 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended
@@ -214,6 +214,24 @@ def test_a_rank_that_computes_sees_that_another_is_gone():
         ended = job.end(LIMIT)
     assert ended.code != 0, ended
     assert "is gone (killed, or out of memory?), seen by rank" in ended.err, ended
+
+
+def test_ranks_whose_launcher_is_killed_end():
+    with start("sleeps") as job:
+        pids = job.ranks()
+        parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(is_running(pid) for pid in pids):
+            assert time.monotonic() < deadline, pids
+            time.sleep(0.1)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_loss_that_is_not_finite_is_raised_on_all_ranks():

@@ -34,7 +34,7 @@ __all__ = [
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
-_FUSE_SECONDS = 3.0
+_DEADLINE_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.5
 _STDERR = 2
 _BROKEN = (OSError, ValueError, AttributeError)
@@ -135,11 +135,23 @@ class Ending:
             settings.EXIT_TERMINATED,
         )
 
-    def mourn(self, dead: int, where: str) -> NoReturn:
+    def report_dead_rank(self, dead: int, where: str) -> NoReturn:
         """End the job because the process of rank ``dead`` is gone, as after SIGKILL."""
         self.end(
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
             f"of memory?), seen by rank {self.rank} {where}; the job ends",
+            settings.EXIT_FAILURE,
+            is_own=False,
+        )
+
+    def report_lost_launcher(self, parent: int, where: str) -> NoReturn:
+        """End the job because the process ``parent`` of the launcher, which started this, is gone.
+
+        Nobody would receive this rank's output or exit code.
+        """
+        self.end(
+            f"mpishard: process {parent} of the launcher, which started {self.name}, is gone, seen "
+            f"{where}; the job ends",
             settings.EXIT_FAILURE,
             is_own=False,
         )
@@ -159,6 +171,13 @@ class Ending:
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone, and that had not left; None: none is known."""
         return None
+
+    def begin_exit(self) -> None:
+        """Record that this process is at its end, for the others that wait for it."""
+
+    def running_ranks(self) -> list[int]:
+        """The other ranks that are known not to be at their end."""
+        return []
 
     def describe(self) -> str:
         """What this rank did last; several lines, or nothing."""
@@ -228,7 +247,7 @@ class Ending:
             os._exit(code)
 
     def _report(self, report: str, code: int, is_own: bool, *, is_said: bool = False) -> None:
-        _light_fuse(code)
+        _set_deadline(code)
         _ignore_further_interrupts()
         flush_output()
         try:
@@ -253,7 +272,7 @@ _kept: list[socket.socket] = []
 def _begin_to_end(code: int) -> None:
     """Return to the first thread that ends this process, and to no other."""
     if not _one_thread.acquire(blocking=False):
-        time.sleep(2 * _FUSE_SECONDS)
+        time.sleep(2 * _DEADLINE_SECONDS)
         os._exit(code)
 
 
@@ -283,18 +302,18 @@ def launched_ending() -> Ending:
     return Ending(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
-def _light_fuse(code: int) -> None:
+def _set_deadline(code: int) -> None:
     """End this process soon, whatever becomes of the orderly way.
 
     A write to a pipe that nobody reads, or MPI itself, may hold that up for ever. Where it is held
     up with Python's lock, a thread of C ends the process, and its exit code is 1.
     """
-    fuse = threading.Timer(_FUSE_SECONDS, os._exit, (code,))
+    fuse = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
     fuse.daemon = True
     with suppress(RuntimeError):  # Python starts no thread while it ends
         fuse.start()
     null = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(_FUSE_SECONDS + 0.5, exit=True, file=null)
+    faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
 
 
 def _ignore_further_interrupts() -> None:
@@ -314,7 +333,7 @@ def _abort(code: int) -> None:
     descriptor = settings.pmi_descriptor()
     if descriptor is not None and _is_socket(descriptor):
         os.write(descriptor, f"cmd=abort exitcode={code}\n".encode())
-        time.sleep(_FUSE_SECONDS)
+        time.sleep(_DEADLINE_SECONDS)
 
 
 def _is_socket(descriptor: int) -> bool:

@@ -17,6 +17,7 @@ import atexit
 import faulthandler
 import os
 import signal
+import stat
 import sys
 import threading
 from contextlib import suppress
@@ -24,15 +25,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpishard import settings
-from mpishard.communication.failure.abort import EXIT_LIMIT, launched_ending
-from mpishard.communication.failure.rank_process import claim_rank, is_helper
-from mpishard.communication.failure.tracebacks import is_internal
+from mpishard.communication.contract.matching import who
+from mpishard.communication.failure import marks
+from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, launched_ending
+from mpishard.communication.failure.report import is_internal
 from mpishard.communication.failure.watchdog import watchdog
+from mpishard.errors import MPIUnavailableError
 
 if TYPE_CHECKING:
     from mpishard.communication.contract.backend import CommunicationBackend
 
-__all__ = ["install", "install_before_init", "remove"]
+__all__ = ["claim_rank", "helper_error", "install", "install_before_init", "is_helper", "remove"]
 
 _STDERR = 2
 _LATER_SECONDS = 2.0
@@ -112,7 +115,10 @@ def _leave_all() -> None:
             backend.shutdown()
         except KeyboardInterrupt as error:
             backend.abort(error)
-    watchdog.wait(_where_it_ends, ending, limit=EXIT_LIMIT).__enter__()  # as long as it runs
+    last = watchdog.last or ending
+    last.begin_exit()
+    # As long as the process runs.
+    watchdog.wait(lambda: _where_it_ends(last), ending, limit=EXIT_LIMIT).__enter__()
     limit = EXIT_LIMIT.seconds()
     if limit:
         # The watchdog ends with Python's threads. A thread of C then says where Python is stuck;
@@ -122,13 +128,63 @@ def _leave_all() -> None:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 
 
-def _where_it_ends() -> str:
+def _where_it_ends(job: Ending) -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and is_internal(frame.f_code.co_filename):
         if frame.f_code.co_name == "finalize_mpi":
-            return "in MPI_Finalize, which every rank of the job must call"
+            running = job.running_ranks()
+            late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
+            return f"in MPI_Finalize, which every rank of the job must call{late}"
         frame = frame.f_back
     if frame is None:
         return "for its process to end"
     code = frame.f_code
     return f"for its process to end, at {code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+
+
+# ------------------------------------------------------------------- which process is the rank
+
+
+def claim_rank() -> None:
+    """Let this process be the rank, where a launcher started several and no rank started it."""
+    if (settings.launched_world_size() or 1) > 1 and not is_helper():
+        words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
+        settings.write_rank_process(" ".join(map(str, words)))
+        marks.hold(f"{marks.HELD}{settings.launched_rank()}")
+
+
+def is_helper() -> bool:
+    """Whether a rank started this process, or forked it.
+
+    A rank may start a job of its own: what that job's launcher starts are ranks, and have another
+    identity or another connection.
+    """
+    words = settings.rank_process().split(" ")
+    if len(words) < 2 or words[0] == str(os.getpid()):
+        return False
+    connection = str(_launcher_socket())
+    return words[2:] == list(settings.launch_identity()) and connection in ("0", words[1])
+
+
+def helper_error() -> MPIUnavailableError:
+    """The error for MPI asked for in a process that a rank started."""
+    return MPIUnavailableError(
+        f"this is a helper process of rank {settings.launched_rank()}: that rank's process "
+        f"({settings.rank_process().partition(' ')[0]}) started it, and no launcher did, so that "
+        "it is no rank and has no place in the world. Let the rank call the collectives; for one "
+        'rank of its own use init("memory"), for ranks of its own mpishard.run_in_threads or '
+        "mpishard run. Where this process is to be the rank, and the other is not, import "
+        "mpishard here alone"
+    )
+
+
+def _launcher_socket() -> int:
+    """The kernel's number of the connection to Hydra; 0 where this process has none."""
+    descriptor = settings.pmi_descriptor()
+    if descriptor is None:
+        return 0
+    try:
+        about = os.fstat(descriptor)
+    except OSError:
+        return 0
+    return about.st_ino if stat.S_ISSOCK(about.st_mode) else 0

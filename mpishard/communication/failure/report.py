@@ -1,10 +1,15 @@
-"""What a rank says of an exception that nobody caught, before it ends the job."""
+"""What a rank says of an exception that nobody caught: the report, and a short traceback."""
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
+from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
-from mpishard.communication.failure.tracebacks import short_traceback
+from mpishard import settings
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -14,7 +19,14 @@ from mpishard.errors import (
     PeerError,
 )
 
-__all__ = ["OnFailure", "check_on_failure", "failure_report"]
+__all__ = [
+    "OnFailure",
+    "check_on_failure",
+    "drop_internal_frames",
+    "failure_report",
+    "is_internal",
+    "short_traceback",
+]
 
 OnFailure = Literal["abort", "shrink"]
 """The fate of the other ranks if one fails: they end with it, or go on without it."""
@@ -81,3 +93,84 @@ def _subject(error: BaseException, name: str) -> str:
         if isinstance(error, kind):
             return f"{what}, reported by {name}"
     return f"{name} failed"
+
+
+# --------------------------------------------------------------------------------- tracebacks
+
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_TESTING = _PACKAGE + "testing" + os.sep
+_LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in frames\n')
+
+
+def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
+    """The traceback of ``error`` and of what caused it, without the frames inside mpishard.
+
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all. Where the message of
+    ``error`` ``is_told`` above, ``(as above)`` stands in its place; its notes are kept.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    if not settings.is_debugging():
+        _shorten(shown)
+    text = "".join(shown.format()).rstrip()
+    if is_told:
+        whole = "".join(shown.format_exception_only()).rstrip()
+        brief = [f"{type(error).__name__}: (as above)", *getattr(error, "__notes__", ())]
+        text = text.removesuffix(whole) + "\n".join(brief)
+    return _LEFT_OUT.sub(
+        lambda found: f"  ... {found[1]} frame{'s' * (found[1] != '1')} inside mpishard\n", text
+    )
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a file is this package's own; its test suites call it as users do."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+
+
+def drop_internal_frames(error: BaseException) -> None:
+    """Take the frames inside mpishard from the traceback of ``error`` and of what caused it.
+
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all.
+    """
+    if settings.is_debugging():
+        return
+    chain, seen = [error], {id(error)}
+    for member in chain:  # grows meanwhile
+        member.__traceback__ = _without_internal(member.__traceback__)
+        for other in (member.__cause__, member.__context__):
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                chain.append(other)
+
+
+def _without_internal(trace: TracebackType | None) -> TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for entry in reversed(entries):
+        frame = entry.tb_frame
+        if kept is None or not is_internal(frame.f_code.co_filename):
+            kept = TracebackType(kept, frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _shorten(shown: traceback.TracebackException) -> None:
+    kept: list[traceback.FrameSummary] = []
+    left_out = 0
+    for number, frame in enumerate(shown.stack, 1):
+        if is_internal(frame.filename) and number < len(shown.stack):
+            left_out += 1
+            continue
+        if left_out:
+            kept.append(_count(left_out))
+            left_out = 0
+        kept.append(frame)
+    shown.stack = traceback.StackSummary.from_list(kept)
+    for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        if other is not None:
+            _shorten(other)
+
+
+def _count(left_out: int) -> traceback.FrameSummary:
+    return traceback.FrameSummary("<left out>", left_out, "frames", lookup_line=False, line="")

@@ -1,19 +1,27 @@
-"""The thread of an MPI process that watches over it: the clock of its waits, and who is gone.
+"""The watchdog thread of an MPI process: time limits of waits, dead ranks, and signals.
 
-A rank that waits for others polls, and can be told there that they failed or left. It cannot look
-at the clock where it is stuck inside MPI: in ``init`` while ranks are missing, in a split, in a
-call of the user's own. The thread can, and it alone does, for all waits: it warns after
-``MPISHARD_WARN_AFTER`` and ends the job after ``MPISHARD_TIMEOUT``. It looks for ranks of the node
-whose process is gone, and hears signals (`mpishard.communication.failure.signals`).
+A rank that waits for others polls, and learns there that they failed or left. It cannot check the
+time while it is stuck inside MPI: in ``init`` while ranks are missing, in a split, in a call of
+the user's own. The thread can, and it alone does so, for all waits: it warns after
+``MPISHARD_WARN_AFTER`` and ends the job after the wait's `TimeLimit`. It also looks for ranks of
+the node, and the launcher, whose process is gone.
+
+It receives signals, even while the main thread is stuck in C. Python runs a signal handler on the
+main thread, between two of its steps. A main thread inside MPI, or inside a long NumPy call, makes
+none. But each signal with a handler is also written as a byte into a pipe
+(`signal.set_wakeup_fd`), and this thread reads it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Self
 
 from mpishard import settings
@@ -25,12 +33,107 @@ from mpishard.communication.failure.abort import (
     launched_ending,
     say,
 )
-from mpishard.communication.failure.signals import SignalPipe
+from mpishard.communication.failure.preemption import PreemptionNotice
 
-__all__ = ["Wait", "Watchdog", "watchdog"]
+__all__ = ["SignalPipe", "Wait", "Watchdog", "is_free", "watchdog"]
+
+_OURS = (signal.SIGTERM, signal.SIGQUIT)
+_STDERR = 2
 
 _STUCK_SECONDS = 2.0
 _COMPUTING = "while it computed, or was in a call that is not mpishard's"
+
+
+def is_free(number: signal.Signals) -> bool:
+    """Whether nobody but this package has a handler for a signal."""
+    present = signal.getsignal(number)
+    if present is signal.SIG_DFL:
+        return True
+    return isinstance(getattr(present, "__self__", None), SignalPipe | PreemptionNotice)
+
+
+class SignalPipe:
+    """The pipe on which one thread waits for signals, with a timeout, or until it is woken.
+
+    Handlers and wakeup descriptors of others stay: those of asyncio, Jupyter or the user.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._installed: list[signal.Signals] = []
+        self._is_wakeup = False
+        self._is_watched = False
+        # A process that this one forks is no rank: multiprocessing ends its own by SIGTERM.
+        os.register_at_fork(after_in_child=self.restore)
+
+    def install(self) -> None:
+        """Receive SIGTERM and SIGQUIT, unless others do, and Ctrl-C. Main thread only.
+
+        SIGQUIT also makes Python's faulthandler print the stacks of all threads, at once, whatever
+        they do.
+        """
+        self._is_watched = True
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        for number in _OURS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._handle)
+                self._installed.append(number)
+        if signal.SIGQUIT in self._installed:
+            faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=True)
+        theirs = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._is_wakeup = theirs == -1
+        if not self._is_wakeup:
+            signal.set_wakeup_fd(theirs)
+
+    def restore(self) -> None:
+        """Restore the handlers that were there before. Idempotent.
+
+        Only the main thread can; elsewhere the handlers stay, and act as those before them did.
+        """
+        self._is_watched = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._installed:
+            if number is signal.SIGQUIT:
+                faulthandler.unregister(number)
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL)
+        self._installed.clear()
+        if self._is_wakeup:
+            self._is_wakeup = False
+            present = signal.set_wakeup_fd(-1)
+            if present != self._write:
+                signal.set_wakeup_fd(present)
+
+    def wait(self, seconds: float) -> set[int]:
+        """The signals that have come and are nobody else's, after at most ``seconds``."""
+        if not select.select([self._read], [], [], seconds)[0]:
+            return set()
+        # Python writes a byte for every handler's signal, a user's flag for a checkpoint included.
+        return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
+
+    def _is_ours(self, number: int) -> bool:
+        present = signal.getsignal(number)
+        if number == signal.SIGINT:
+            return present is signal.default_int_handler
+        return present == self._handle
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        os.write(self._write, b"\0")
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self._is_watched:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        present = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if present != self._write:  # somebody else's since, who alone has the byte
+            signal.set_wakeup_fd(present)
+            os.write(self._write, bytes([number]))
 
 
 class Wait:
@@ -39,13 +142,13 @@ class Wait:
     Parameters
     ----------
     watchdog : Watchdog
-        Who looks at the clock meanwhile.
+        The thread that checks its time.
     where : callable
-        Says where, as ``in collective 3, ..``. Called by another thread.
+        Returns the place, as ``in collective 3, ..``. Called by another thread.
     ending : Ending
         How the job ends if it lasts too long.
     slack : float
-        Seconds that it takes without anybody being late.
+        Seconds that it may take although no rank is late.
     limit : TimeLimit
         How long it may last.
     """
@@ -84,12 +187,15 @@ class Watchdog:
         self.clock = clock or RunningClock()
         """The clock of all waits: a job that was suspended is not ended when it goes on."""
         self.waits: list[Wait] = []
-        """Where this rank waits now: at one place, unless several of its threads talk."""
+        """The present waits of this rank: one, unless several of its threads communicate."""
         self._jobs: list[Ending] = []
+        self.last: Ending | None = None
+        """The job that was released last: its records are there until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._interrupted: tuple[float, object] | None = None
+        self._parent = 0
         # Threads do not survive a fork, and the child is no rank.
         os.register_at_fork(after_in_child=self._forget)
 
@@ -97,6 +203,7 @@ class Watchdog:
         """Begin to watch. Idempotent."""
         if self._thread is None:
             self._stopped = False
+            self._parent = self._parent or os.getppid()
             self._signals.install()
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
@@ -110,6 +217,7 @@ class Watchdog:
     def release(self, job: Ending) -> None:
         """Leave ``job`` alone; the thread ends with the last. Idempotent."""
         if job in self._jobs:
+            self.last = job
             self._jobs.remove(job)
             if not self._jobs:
                 self._stop()
@@ -133,7 +241,7 @@ class Watchdog:
         self._thread = None
 
     def _forget(self) -> None:
-        self._thread = None
+        self._thread, self._parent, self.last = None, 0, None
         self._jobs.clear()
         self.waits.clear()
 
@@ -142,7 +250,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped:
             for number in self._signals.wait(self.pause(self.clock.now())):
-                self.hear(number, self.clock.now())
+                self.receive(number, self.clock.now())
             if not self._stopped:
                 self.look(self.clock.now())
 
@@ -156,16 +264,18 @@ class Watchdog:
         return min([READ_EVERY, *(seconds for seconds in left if seconds > 0)])
 
     def look(self, now: float) -> None:
-        """Look round, at the time ``now``."""
+        """Check time limits, the launcher and the other ranks of the node, at the time ``now``."""
         if self._interrupted is not None and now - self._interrupted[0] > _STUCK_SECONDS:
             (_, step), self._interrupted = self._interrupted, None
             if step == _main_thread_step():
                 # Ctrl-C is an exception between two steps of the main thread, and it makes none.
                 self._ending().interrupt(self._doing())
+        if self._parent and self._jobs and os.getppid() != self._parent:
+            self._ending().report_lost_launcher(self._parent, self._doing())
         for job in tuple(self._jobs):
             dead = job.dead_rank()
             if dead is not None:
-                job.mourn(dead, self._doing())
+                job.report_dead_rank(dead, self._doing())
         warn_after = settings.mpi_warning()
         for wait in tuple(self.waits):
             waited, give_up_after = now - wait.since, wait.limit.seconds()
@@ -175,8 +285,8 @@ class Watchdog:
                 wait.is_warned = True
                 wait.ending.warn(waited, wait.where(), wait.limit)
 
-    def hear(self, number: int, now: float) -> None:
-        """Do what the signal ``number`` asks for."""
+    def receive(self, number: int, now: float) -> None:
+        """Obey the signal ``number``."""
         if number == signal.SIGTERM:
             self._ending().terminate(self._doing())
         elif number == signal.SIGQUIT:
@@ -188,7 +298,7 @@ class Watchdog:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:
-        """What this rank does now, behind "while it"."""
+        """The present work of this rank, for a sentence that begins "while it"."""
         if self.waits:
             return f"while it waited {self.waits[-1].where()}"
         return _COMPUTING
@@ -206,10 +316,10 @@ class Watchdog:
 
 
 watchdog = Watchdog()
-"""The one of this process. It costs nothing until it is started."""
+"""The watchdog of this process. It costs nothing until it is started."""
 
 
 def _main_thread_step() -> object:
-    """Where the main thread is: the same again where it has made no step."""
+    """The step that the main thread is in; equal values mean that it has made none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)

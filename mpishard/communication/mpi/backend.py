@@ -30,20 +30,19 @@ from mpishard.communication.contract.work import (
 )
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
-from mpishard.communication.failure.rank_process import helper_error, is_helper
+from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.collectives import Collectives, in_turn
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
-from mpishard.communication.mpi.job import IN_INIT, Job
+from mpishard.communication.mpi.job import IN_INIT, Job, library_files
 from mpishard.communication.mpi.library import (
     check_launched_world,
     leave_mpi_running,
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.mapped_files import library_files
 from mpishard.communication.mpi.messages import Condition, Messages
 from mpishard.communication.mpi.node_memory import share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
@@ -456,13 +455,13 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _shrink(self) -> Self:
         job, _ = self._joined()
-        survival = job.survival
+        ulfm = job.ulfm
         if self._on_failure == "abort":
             raise CommunicationError(
                 f"{self.describe()} ends when one of its ranks does: it was made with "
                 "on_failure='abort'; use mpishard.init(on_failure='shrink')"
             )
-        if survival is None:
+        if ulfm is None:
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
         made: list[Self] = []
 
@@ -479,10 +478,10 @@ class MPICommunicationBackend(CommunicationBackend):
                     world._job.retire()
             made.clear()
 
-        stop_recording(self, survival.error)
+        stop_recording(self, ulfm.error)
         with job.wait(lambda: _IN_SHRINK):
             job.call_off()
-            survival.succeed(build, undo)
+            ulfm.shrink(build, undo)
         heir = made[0]
         hooks.remove(self)
         for group in job.backends():

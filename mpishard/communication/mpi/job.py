@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mpishard import settings
@@ -15,7 +17,7 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import of_group, who
-from mpishard.communication.contract.status import RankState, StatusReader
+from mpishard.communication.contract.status import MessageWait, RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.failure.abort import (
@@ -29,11 +31,11 @@ from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
 from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
-from mpishard.communication.mpi.ulfm import Survival, is_loss
+from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-__all__ = ["IN_INIT", "Job"]
+__all__ = ["IN_INIT", "Job", "library_files"]
 
 _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
@@ -64,8 +66,8 @@ class Job(Ending):
         if self.world_size > 1:
             self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
-        self.survival: Survival | None = None
-        """What lets this rank outlive others; None where it ends with them."""
+        self.ulfm: Ulfm | None = None
+        """The part that lets this rank outlive others; None if it ends with them."""
         self.guard()
         try:
             with self.wait(lambda: IN_INIT):
@@ -99,7 +101,7 @@ class Job(Ending):
             self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
-            self.survival = Survival(mpi, comm)
+            self.ulfm = Ulfm(mpi, comm)
         self._rings = self._make_rings(comm)
 
     # ----------------------------------------------------------------------------------- rings
@@ -213,17 +215,15 @@ class Job(Ending):
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEAVING)
         try:
-            if self.survival is not None and self.survival.error is not None:
-                raise self.survival.error
+            if self.ulfm is not None and self.ulfm.error is not None:
+                raise self.ulfm.error
             with watchdog.wait(self._late_ranks, self, limit=EXIT_LIMIT):
                 self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
-            if self.survival is None or not (
-                isinstance(error, PeerError) or is_loss(self.mpi, error)
-            ):
+            if self.ulfm is None or not (isinstance(error, PeerError) or is_loss(self.mpi, error)):
                 raise
             self.call_off()
-            self.survival.succeed(None, lambda: None)
+            self.ulfm.shrink(None, lambda: None)
             self.retire()
             return
         self._groups.clear()
@@ -263,18 +263,18 @@ class Job(Ending):
 
     def look(self, where: str) -> None:
         """Raise `PeerError` where ranks outlive each other, and one is gone."""
-        if self.survival is not None:
+        if self.ulfm is not None:
             try:
-                self.survival.look(where)
+                self.ulfm.look(where)
             except PeerError as error:
                 self.break_worlds(error)
                 raise
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """What a rank raises that heard ``error`` ``where``: MPI's own words name no rank."""
-        if self.survival is None or not is_loss(self.mpi, error):
+        """The error of a rank to which MPI has raised ``error`` while it waits ``where``."""
+        if self.ulfm is None:
             return error
-        explained = self.survival.explain(where, error)
+        explained = self.ulfm.explain(error, where)
         if isinstance(explained, PeerError):
             self.break_worlds(explained)
         return explained
@@ -292,8 +292,8 @@ class Job(Ending):
 
     def call_off(self) -> None:
         """Give up every world: nobody is to wait in one of them any more."""
-        assert self.survival is not None
-        self.survival.call_off()
+        assert self.ulfm is not None
+        self.ulfm.revoke()
         for group in self._groups:
             group.abandon()
 
@@ -306,7 +306,7 @@ class Job(Ending):
 
     @property
     def leaves_alone(self) -> bool:
-        return self.survival is not None
+        return self.ulfm is not None
 
     def is_last(self) -> bool:
         over = RankState.REPORTED, RankState.LEFT
@@ -334,11 +334,20 @@ class Job(Ending):
 
     def dead_rank(self) -> int | None:
         dead = None if self.statuses is None else self.statuses.dead_rank()
-        if dead is None or self.survival is None:
+        if dead is None or self.ulfm is None:
             return dead
         # MPI tells the others, and they go on; but not of every end.
-        overlooked = self.survival.overlooks(dead, is_waiting=bool(watchdog.waits))
+        overlooked = self.ulfm.overlooks(dead, is_waiting=bool(watchdog.waits))
         return dead if overlooked else None
+
+    def begin_exit(self) -> None:
+        if self.statuses is not None:  # a wait that no other reader of a rank that left looks at
+            self.statuses.page.wait(MessageWait(self.rank, 0, is_send=False, group=""))
+
+    def running_ranks(self) -> list[int]:
+        records = [] if self.statuses is None else self.statuses.records()
+        others = [r for r in records if r.rank != self.rank and r.is_known and r.is_alive]
+        return [record.rank for record in others if not record.waited]
 
     def describe(self) -> str:
         if self.statuses is None:
@@ -418,3 +427,37 @@ def _affinity() -> list[int]:
 def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
     """Each core counts by the share of it that this rank has."""
     return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
+
+
+# --------------------------------------------------------------- shared memory of the MPI library
+
+# What MPICH, Open MPI, Intel MPI, MVAPICH and the libraries below them call their files. Anything
+# else there may be the user's own data.
+_NAMES = re.compile(
+    r"(mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|ucp|psm|"
+    r"Intel_MPI|impi|mvapich|cray|xpmem)"
+)
+_FOLDER = "/dev/shm/"  # noqa: S108 - memory, and not a place for temporary files
+
+
+def library_files() -> list[str]:
+    """Paths in ``/dev/shm`` that this process has mapped and a killed job leaves behind.
+
+    Only files of this user, with a name as MPI libraries give; none on a system without
+    ``/proc/self/maps``.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    mapped = {fields[5] for line in lines if len(fields := line.split(None, 5)) == 6}
+    return sorted(path for path in mapped if path.startswith(_FOLDER) and _is_library_s(Path(path)))
+
+
+def _is_library_s(path: Path) -> bool:
+    if not _NAMES.match(path.name):
+        return False
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False  # its name is gone already

@@ -1,14 +1,14 @@
-"""Ranks that outlive another: who is gone, as MPI knows it, and the world of those that are left.
+"""Ranks that outlive another: the ranks that MPI knows to be gone, and the world of the others.
 
 Open MPI has User-Level Failure Mitigation (Bland, Bouteiller, Herault, Bosilca and Dongarra,
 "Post-failure recovery of MPI communication capability: Design and rationale", International Journal
 of High Performance Computing Applications 27(3), 2013). Started with ``--with-ft ulfm`` its calls
-fail where they need a rank that is gone, and it makes communicators of those that are left. What
-one has to know of it, seen in Open MPI 5.0.11:
+fail if they need a rank that is gone, and it makes communicators of those that are left. Facts
+about it, seen in Open MPI 5.0.11:
 
 * Its launcher tells the others, within some 10 ms, of a process that a signal has ended; of one
   that exits with a code other than 0 it never does. So a rank that leaves alone ends by SIGKILL.
-* A rank hears of it while it calls MPI, and not by asking for the failed ranks alone.
+* A rank learns of it while it calls MPI, and not by asking for the failed ranks alone.
 * ``MPI_Finalize`` may wait for ever where two ranks are gone. It is not called in such a job.
 """
 
@@ -25,7 +25,7 @@ from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
-__all__ = ["Survival", "check_survivable", "is_loss"]
+__all__ = ["Ulfm", "check_survivable", "is_loss"]
 
 _STIRS = 16  # calls after which Open MPI has looked at what its launcher says
 _LEARN_SECONDS = 1.0
@@ -33,12 +33,12 @@ _UNNOTICED_SECONDS = 2.0
 
 
 def check_survivable(library_version: str) -> None:
-    """Refuse ``on_failure="shrink"`` where a rank cannot outlive another.
+    """Refuse ``on_failure="shrink"`` if a rank cannot outlive another under this library.
 
     Raises
     ------
     MPIUnavailableError
-        Saying what would let it.
+        Naming the library and the launch that allow it.
     """
     name = library_version.strip().partition("\n")[0].partition(",")[0].rstrip("\0")
     if "Open MPI" not in library_version:
@@ -67,8 +67,8 @@ def is_loss(mpi: Any, error: Exception) -> bool:
     return isinstance(error, mpi.Exception) and error.Get_error_class() in kinds
 
 
-class Survival:
-    """Who of a root world is gone, and how the others go on.
+class Ulfm:
+    """The ranks of a root world that are gone, and the way in which the others go on.
 
     Parameters
     ----------
@@ -88,14 +88,14 @@ class Survival:
         self._rank, self._world_size = comm.Get_rank(), comm.Get_size()
         self._unnoticed_since: float | None = None
         self.lost: list[int] = []
-        """The ranks that MPI is known to know of as gone."""
+        """The ranks that MPI has reported as gone."""
         self.error: PeerError | None = None
-        """What every call of this world raises, once a rank is gone."""
+        """The error of every call on this world, once a rank is gone."""
 
     # ------------------------------------------------------------------------------ who is gone
 
     def look(self, where: str) -> None:
-        """Raise `PeerError` where a rank is gone, or another goes on without this world.
+        """Raise `PeerError` if a rank is gone, or another goes on without this world.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class Survival:
             self._learn()
             deadline = time.monotonic() + _LEARN_SECONDS
             while not self.lost and self._comm.Is_revoked() and time.monotonic() < deadline:
-                time.sleep(1e-3)  # the one that was first to hear of it has told this one
+                time.sleep(1e-3)  # the first rank to learn of it has revoked
                 self._learn()
             if self.lost:
                 verb = "is" if len(self.lost) == 1 else "are"
@@ -122,12 +122,14 @@ class Survival:
             )
         raise self.error
 
-    def explain(self, where: str, raised: Any) -> Exception:
-        """What `look` raises, where MPI has ``raised`` that something is lost.
+    def explain(self, raised: Any, where: str) -> Exception:
+        """The error of `look` if MPI has ``raised`` because a rank is gone; else ``raised``.
 
-        Of several messages it does not say what one of them failed of: that itself, where nothing
-        is lost.
+        MPI's own words name no rank. For several messages it does not say why one of them failed.
         """
+        if not is_loss(self._mpi, raised):
+            other: Exception = raised
+            return other
         deadline = time.monotonic() + _LEARN_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -171,22 +173,22 @@ class Survival:
 
     # -------------------------------------------------------------------------- those that are left
 
-    def call_off(self) -> None:
-        """Let ranks that still wait in this world hear that it is no more. Not collective."""
+    def revoke(self) -> None:
+        """Make every wait in this world, on any rank, fail. Not collective."""
         self._comm.Revoke()
 
-    def succeed(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
-        """Make a world of the ranks that stay; each that is left calls this, to stay or to go.
+    def shrink(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
+        """Make a world of the ranks that stay; every rank that is left calls this.
 
-        Where another rank is lost on the way, they begin again without it.
+        If another rank is lost on the way, they begin again without it.
 
         Parameters
         ----------
         build : callable or None
-            Makes what this rank wants of the communicator of those that stay, and raises what MPI
-            does where one is lost; None for a rank that goes.
+            Makes this rank's backend of the communicator of the ranks that stay; may raise an error
+            of MPI if one is lost. None for a rank that does not stay.
         undo : callable
-            Takes back what ``build`` did, or half did.
+            Takes back all that ``build`` did, or began.
         """
         mpi, base = self._mpi, self._comm
         while True:

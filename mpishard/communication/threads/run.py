@@ -19,9 +19,10 @@ from mpishard import settings
 from mpishard.communication.failure.report import (
     OnFailure,
     check_on_failure,
+    drop_internal_frames,
     failure_report,
+    is_internal,
 )
-from mpishard.communication.failure.tracebacks import drop_internal_frames, is_internal
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
 from mpishard.communication.tracing.session import record_if_asked

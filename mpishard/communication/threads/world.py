@@ -20,7 +20,7 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
-from mpishard.communication.failure.tracebacks import short_traceback
+from mpishard.communication.failure.report import short_traceback
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
