@@ -68,6 +68,11 @@ class RankLogs:
         return any(file.state is not RankState.STARTED for file in self.files)
 
     @property
+    def is_saving(self) -> bool:
+        """Whether the rank saves, and ends, when it is told to."""
+        return any(file.is_saving for file in self.files)
+
+    @property
     def code(self) -> int:
         """The exit code of the job that the rank reported with; 0 where it did not."""
         return next((f.code for f in self.files if f.state is RankState.REPORTED), 0)

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "call_files",
     "decode_place",
     "encode_place",
+    "own_file",
 ]
 
 _MAGIC = b"mpishard"
@@ -46,7 +48,8 @@ _STATE, _COUNT, _WAITS, _WAITS_SINCE, _CODE = 128, 136, 144, 152, 160
 _MESSAGE_AT, _MESSAGE = 168, struct.Struct(f"=qqq{GROUP_BYTES}s")  # peer, tag, is sent, group
 _EXIT_AT, _EXIT_BYTES = 256, 256
 _NUMBER, _SECONDS = struct.Struct("=q"), struct.Struct("=d")
-_MEMORY_AT, _MEMORY_BYTES = 512, 3584
+_MEMORY_AT, _MEMORY_BYTES = 512, 3576
+_SAVES = 4088
 _FIRST_ROW = 4096
 _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{_PLACE.size}sq")  # call, time, place, number
@@ -193,6 +196,8 @@ class CallFile:
             raise
         finally:
             os.close(handle)
+        if path.parent == settings.job_folder():
+            _own.append(made)
         return made
 
     @classmethod
@@ -269,6 +274,10 @@ class CallFile:
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
+    def note_saving(self, saves: bool) -> None:
+        """Say whether the rank saves, and ends, when it is told to."""
+        _NUMBER.pack_into(self._memory, _SAVES, saves)
+
     def note_exit(self, call: str) -> None:
         """Say by which ``call`` the rank leaves; empty where it came to its end."""
         data = call.encode(errors="replace")[:_EXIT_BYTES]
@@ -292,6 +301,11 @@ class CallFile:
     def code(self) -> int:
         """The exit code of the job that the rank reported with."""
         return self._read(_CODE)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the rank saves, and ends, when it is told to."""
+        return bool(self._read(_SAVES))
 
     @property
     def exit_call(self) -> str:
@@ -352,6 +366,28 @@ class CallFile:
     def _read(self, field: int) -> int:
         number: int = _NUMBER.unpack_from(self._memory, field)[0]
         return number
+
+
+def own_file() -> CallFile | None:
+    """The newest file of this process in the job's folder; made if there is none yet.
+
+    None if `mpishard run` did not start this process on this machine. A file that is made here is
+    of no world: the process is in none that others wait for.
+    """
+    folder = settings.job_folder()
+    if not _own and folder is not None:
+        rank, size = settings.launched_rank() or 0, settings.launched_world_size() or 1
+        with suppress(
+            OSError
+        ):  # on another machine; or a full disk, of which the world's will tell
+            made = CallFile.create(folder / f"rank-{rank}-{os.getpid()}-0.calls", rank, size)
+            made.end(RankState.LEFT)
+    return _own[-1] if _own else None
+
+
+_own: list[CallFile] = []
+# A process that a rank forked is no rank.
+os.register_at_fork(after_in_child=_own.clear)
 
 
 def call_files(folder: Path) -> list[CallFile]:

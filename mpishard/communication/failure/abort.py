@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+import zlib
 from contextlib import suppress
 from typing import NoReturn
 
@@ -145,10 +146,13 @@ class Ending:
         """
         if not sys.platform.startswith("linux"):
             return True
-        # A name that the kernel gives to one process, and takes back when that ends.
+        # A name that the kernel gives to one process, and takes back when that ends. Under
+        # `mpishard run` each rank has a parent of its own, and all have the job's folder.
+        folder = settings.job_folder()
+        job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            claim.bind(f"\0mpishard-report-{os.getuid()}-{os.getppid()}")
+            claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
         except OSError:
             claim.close()
             return False

@@ -1,8 +1,9 @@
-"""The order to make room, SIGUSR1: kept from the moment it comes until a training loop heeds it.
+"""The order to save and end, SIGUSR1: kept from the moment it comes until a training loop obeys it.
 
-A rank hears it from ``import mpishard`` on: between there and the first step it builds a model,
-reads data and loads a checkpoint, and the order is not repeated. Before that it has no handler, and
-the signal would end it; `mpishard run` sends none then, and leaves `marks.MAKE_ROOM`.
+A rank receives it from ``import mpishard`` on: between there and the first step it builds a model,
+reads data and loads a checkpoint, and the order is not repeated. Before that it has no handler:
+`mpishard run` starts ranks with the signal blocked, so that an order which comes early waits until
+the import. Started otherwise, the process would end by it.
 
 MPICH has a handler of its own from MPI_Init on, which calls the one that it finds.
 """
@@ -15,12 +16,10 @@ import signal
 import threading
 from types import FrameType
 
-from mpishard.communication.failure import marks
+from mpishard import settings
 from mpishard.communication.failure.abort import launched_ending, say
 
 __all__ = ["OrderToMakeRoom", "order_to_make_room"]
-
-_UNHEEDED = "unheeded"
 
 
 class OrderToMakeRoom:
@@ -32,16 +31,18 @@ class OrderToMakeRoom:
         self._process = 0
 
     def listen(self) -> None:
-        """Hear it from now on, unless somebody else does. On the main thread alone. Idempotent."""
+        """Receive it from now on, unless a handler of the user's does. Idempotent.
+
+        On the main thread alone.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-            return
-        self._process = os.getpid()
-        signal.signal(signal.SIGUSR1, self._hear)
-        atexit.register(self.say_if_unheeded)
-        # In this order: whoever leaves the mark sends the signal then, to those who listen.
-        self.is_given = marks.is_marked(marks.MAKE_ROOM)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            self._process = os.getpid()
+            signal.signal(signal.SIGUSR1, self._hear)
+            atexit.register(self.say_if_unheeded)
+        if settings.job_folder() is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
 
     def heed(self) -> None:
         """The ranks save, and end: the order is obeyed."""
@@ -52,7 +53,7 @@ class OrderToMakeRoom:
         """Tell the user, at the end, of an order that came to nothing."""
         if not self.is_given or self._was_heeded or os.getpid() != self._process:
             return
-        if marks.mark(_UNHEEDED, once=True):  # one rank of the job speaks
+        if _is_first_to_say_so():
             say(
                 f"mpishard: {launched_ending().name} was told to make room by SIGUSR1, and nobody "
                 "heeded it: no step of an optimize(checkpoint=FOLDER) came after it"
@@ -64,6 +65,19 @@ class OrderToMakeRoom:
             os.kill(os.getpid(), number)
             return
         self.is_given = True
+
+
+def _is_first_to_say_so() -> bool:
+    """Whether no other rank of the job has told the user; True if there is no job's folder."""
+    folder = settings.job_folder()
+    try:
+        if folder is not None and folder.is_dir():
+            (folder / "unheeded").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk
+        pass
+    return True
 
 
 order_to_make_room = OrderToMakeRoom()

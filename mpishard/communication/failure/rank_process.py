@@ -12,7 +12,6 @@ import os
 import stat
 
 from mpishard import settings
-from mpishard.communication.failure import marks
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["claim_rank", "helper_error", "is_helper"]
@@ -23,7 +22,6 @@ def claim_rank() -> None:
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
-        marks.hold(f"{marks.HELD}{settings.launched_rank()}")
 
 
 def is_helper() -> bool:
