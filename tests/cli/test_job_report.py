@@ -379,11 +379,11 @@ def test_ends_too_close_for_an_order_are_all_named(later, are_named):
 
 def test_a_launcher_s_process_that_is_gone_is_named():
     orphans = [RankProcess(rank, 4000 + rank, 3000 + rank, orphaned_by=77) for rank in (0, 1)]
-    assert job(15, orphaned=orphans).judge() == Verdict(
-        1,
-        ("ranks 0, 1 were killed: process 77 of mpiexec, which had started ranks 0, 1, is gone "
-         "(killed, or crashed)",),
-    )  # fmt: skip
+    line = (
+        "ranks 0, 1 were killed: process 77 of mpiexec, which had started ranks 0, 1, is gone "
+        "(killed, or crashed)"
+    )
+    assert job(15, orphaned=orphans).judge() == Verdict(1, (line,))
     # A rank that failed before is the cause.
     assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
 
