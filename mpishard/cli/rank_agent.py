@@ -90,6 +90,7 @@ class _Agent:
         try:
             child = os.fork()
         except OSError as error:
+            self._note("failed")
             _fail(f"rank {self.rank} cannot be started: {error}. Does `ulimit -u` allow as many "
                   "processes, with the threads of each, as the job needs?")  # fmt: skip
         if child == 0:

@@ -92,6 +92,8 @@ class RankProcesses:
         self._read = 0
         self.ranks: dict[int, RankProcess] = {}
         """Those that have been started, by rank."""
+        self.failed: list[int] = []
+        """The ranks that their agents could not start."""
         self.ended: list[RankProcess] = []
         """Those that have ended by themselves, the first one first."""
 
@@ -128,6 +130,9 @@ class RankProcesses:
                 process = RankProcess(int(rank), int(values[1]), int(values[0]))
                 self.ranks[process.rank] = process
                 started.append(process)
+                continue
+            if word == "failed":
+                self.failed.append(int(rank))
                 continue
             process = self.ranks[int(rank)]
             if word == "orphaned":

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard import settings
 from mpishard.cli.prepared_job import prepare_job
 
 __all__ = ["HostsOption", "RanksOption", "ScriptArgument", "run"]
@@ -81,16 +82,25 @@ def run(
     75 (preempted), and 2 before init (usage). The exit code is that of the last start; the
     first failure is reported again as the root cause.
     """
-    job = prepare_job(
-        "run",
-        script,
-        context.args,
-        ranks,
-        hosts,
-        user_variables=env or (),
-        log_folder=log_dir,
-        max_restarts=max_restarts,
-        min_ranks=min_ranks,
-        on_failure=on_failure,
-    )
-    raise typer.Exit(job.run())
+    try:
+        job = prepare_job(
+            "run",
+            script,
+            context.args,
+            ranks,
+            hosts,
+            user_variables=env or (),
+            log_folder=log_dir,
+            max_restarts=max_restarts,
+            min_ranks=min_ranks,
+            on_failure=on_failure,
+        )
+        code = job.run()
+    except BlockingIOError as error:
+        typer.echo(
+            f"mpishard run: the system allows no more processes ({error}): raise the limit "
+            "(`ulimit -u`), or end other programs",
+            err=True,
+        )
+        code = settings.EXIT_FAILURE
+    raise typer.Exit(code)

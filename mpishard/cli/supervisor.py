@@ -57,10 +57,20 @@ _FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
 _START_SECONDS = 10.0
 """For so long the supervisor looks often: most jobs that fail do so in the beginning."""
 
-_FORK_SECONDS = 2.0
-"""After so long without all ranks it is tried whether the user may have another process."""
+_FORK_SECONDS, _STARTS_SECONDS = 2.0, 30.0
+"""If ranks are missing, and none has come for so long, the supervisor tries to start a process; and
+gives up."""
 
-_OPEN_MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
+_OPEN_MPI_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+
+_JANITOR = """
+trap '' HUP INT TERM QUIT
+read launcher
+read word && exit
+[ "$launcher" ] && { kill -TERM -$launcher; sleep 3; kill -KILL -$launcher; sleep 0.5; }
+rm -rf "$@"
+"""
+"""Waits for the end of `mpishard run`; if that was killed, ends its job and removes its files."""
 
 
 @dataclass(slots=True)
@@ -119,25 +129,30 @@ class Supervisor:
         was sent, or that ended the first rank that failed; else that rank's own code, and 1 if it
         ended with 0 without a word.
         """
+        temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        folder = temporary if self.log_folder is None else self.log_folder / CALLS
+        folder.mkdir(parents=True, exist_ok=True)
         # Here Open MPI's launcher puts its files, which it leaves behind if it is killed. The path
         # is short: there are sockets among them.
-        temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
-        folder = temporary
-        added = {_OPEN_MPI_FOLDER: str(temporary)}
-        if self.log_folder is not None:
-            folder = self.log_folder / CALLS
-            folder.mkdir(parents=True, exist_ok=True)
-        added["MPISHARD_JOB_FOLDER"] = str(folder)
+        variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
+        variables["MPISHARD_JOB_FOLDER"] = str(folder)
+        self._folder = folder
         try:
-            return self._run({**added, **environment, **added}, folder)
+            return self._run(variables, folder, (folder, temporary))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _run(self, environment: dict[str, str], folder: Path) -> Outcome:
-        self._folder = folder
+    def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
         self._processes = processes = RankProcesses(folder, self.world_size)
         self._handle_signals()
+        janitor = subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         started = time.monotonic()
         self._job = job = subprocess.Popen(
             self.command,
@@ -145,6 +160,9 @@ class Supervisor:
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
             process_group=0,
         )
+        if janitor.stdin is not None:
+            janitor.stdin.write(b"%d\n" % job.pid)
+            janitor.stdin.flush()
         if self.received:  # while it started
             self._signal_job(self.received[-1])
         if can_be_watched():
@@ -158,6 +176,7 @@ class Supervisor:
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
+        janitor.communicate(b"the job has ended\n")
         return self._judge(128 - code if code < 0 else code, folder, processes, seconds)
 
     def _judge(
@@ -199,12 +218,13 @@ class Supervisor:
         """Wait for the end of ``job``; end it if a rank is gone that the others wait for."""
         pause = _FIRST_LOOK_SECONDS
         failed_at = ended_at = 0.0
-        started = time.monotonic()
+        started = looked_at = time.monotonic()
+        waited = 0.0
         launcher = os.pidfd_open(job.pid)
         while job.poll() is None:
-            for process in processes.look():
-                if notice.is_given:  # the order came before the rank
-                    process.send(signal.SIGUSR1)
+            found = processes.look()
+            for process in found if notice.is_given else ():  # the order came before the rank
+                process.send(signal.SIGUSR1)
             now = time.monotonic()
             suspect = self._suspect(processes)
             if suspect is None and not processes.orphaned:
@@ -222,33 +242,37 @@ class Supervisor:
             elif now - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
                 self._has_ended_launcher = True
                 self._signal_job(signal.SIGKILL)
+            # Seconds in which this process was suspended do not count.
+            waited = 0.0 if found else waited + min(now - looked_at, 2 * _LAST_LOOK_SECONDS)
+            looked_at = now
             if not (processes.all_seen or self.host_count or self._is_ending):
-                self._look_for_processes(now - started)
+                self._look_for_ranks(processes, waited)
             select.select([launcher], [], [], pause)
             has_started = now - started > _START_SECONDS
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
         os.close(launcher)
 
-    def _look_for_processes(self, waited: float) -> None:
-        """End the job if ranks are not started because the user may have no more processes.
+    def _look_for_ranks(self, processes: RankProcesses, waited: float) -> None:
+        """End the job if ranks of this machine are not started, for ``waited`` seconds by now.
 
-        Hydra would try again for ever.
+        Hydra tries for ever to start a process that the system does not allow.
         """
-        if waited < _FORK_SECONDS:
-            return
-        try:
-            child = os.fork()
-        except BlockingIOError as error:
+        why = ""
+        if processes.failed:
+            why = f"the agent of {who(processes.failed)} could not start it"
+        elif waited > _STARTS_SECONDS:
+            why = f"no other has come within {_STARTS_SECONDS:g} s"
+        elif waited > _FORK_SECONDS:
+            try:
+                subprocess.run(["/bin/true"], check=False)
+            except BlockingIOError as error:
+                why = f"the system allows no more processes ({error})"
+        if why:
             self._reason = (
-                f"{counted(len(self._processes.ranks) if self._processes else 0, 'rank')} of "
-                f"{self.world_size} could be started: the system allows no more processes "
-                f"({error}). Raise the limit (`ulimit -u`), or end other programs"
+                f"{len(processes.ranks)} of {counted(self.world_size, 'rank')} were started: {why}"
+                ". Does `ulimit -u` allow as many processes and threads as the job needs?"
             )
             self._end(signal.SIGTERM)
-            return
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
 
     def _suspect(self, processes: RankProcesses) -> RankProcess | None:
         """The first rank that failed, if the others would not be told of it.

@@ -254,10 +254,12 @@ def _light_fuse(code: int) -> None:
     """
     fuse = threading.Timer(_FUSE_SECONDS, os._exit, (code,))
     fuse.daemon = True
-    with suppress(RuntimeError):  # Python starts no thread while it ends
-        fuse.start()
     null = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(_FUSE_SECONDS + 0.5, exit=True, file=null)
+    # Python starts no thread while it ends, and none if the user may have no more of them.
+    with suppress(RuntimeError):
+        faulthandler.dump_traceback_later(_FUSE_SECONDS + 0.5, exit=True, file=null)
+    with suppress(RuntimeError):
+        fuse.start()
 
 
 def _ignore_further_interrupts() -> None:
