@@ -177,6 +177,8 @@ class Supervisor:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
         janitor.communicate(b"the job has ended\n")
+        if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
+            self._not_started(0, f"{self.launcher.program} ended with code {code}")
         return self._judge(128 - code if code < 0 else code, folder, processes, seconds)
 
     def _judge(
@@ -268,11 +270,14 @@ class Supervisor:
             except BlockingIOError as error:
                 why = f"the system allows no more processes ({error})"
         if why:
-            self._reason = (
-                f"{len(processes.ranks)} of {counted(self.world_size, 'rank')} were started: {why}"
-                ". Does `ulimit -u` allow as many processes and threads as the job needs?"
-            )
+            self._not_started(len(processes.ranks), why)
             self._end(signal.SIGTERM)
+
+    def _not_started(self, count: int, why: str) -> None:
+        self._reason = (
+            f"{count} of {counted(self.world_size, 'rank')} were started: {why}. Does `ulimit -u` "
+            "allow as many processes and threads as the job needs?"
+        )
 
     def _suspect(self, processes: RankProcesses) -> RankProcess | None:
         """The first rank that failed, if the others would not be told of it.
