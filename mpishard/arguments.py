@@ -84,7 +84,8 @@ def check_path(name: str, path: Any) -> None:
     TypeError
         For what is neither a string nor a path.
     ValueError
-        For a blank string, and for one with a NUL character, which no file system takes.
+        For a blank string, for one with a NUL character, which no file system takes, and for one
+        that the encoding of file names, which the locale chooses, cannot hold.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a string or a path, got {path!r}")
@@ -92,3 +93,10 @@ def check_path(name: str, path: Any) -> None:
         raise ValueError(f"{name} must not be blank, got {str(path)!r}")
     if "\0" in str(path):
         raise ValueError(f"{name} must not have a NUL character in it, got {str(path)!r}")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} {str(path)!a} cannot be encoded as a file name in {error.encoding}, the "
+            "encoding of this process; set PYTHONUTF8=1, or a locale with UTF-8"
+        ) from None

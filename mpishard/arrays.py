@@ -23,6 +23,7 @@ __all__ = [
     "copy_into",
     "is_device_array",
     "is_own",
+    "require_plain",
     "reuse_freed_memory",
     "synchronize",
     "to_device",
@@ -42,13 +43,42 @@ _LARGEST_CHUNK_BYTES = 512 * 1024
 
 
 def array_namespace(array: Array) -> ModuleType:
-    """The module, ``numpy`` or ``cupy``, whose functions work on ``array``."""
+    """The module, ``numpy`` or ``cupy``, whose functions work on ``array``.
+
+    Raises
+    ------
+    TypeError
+        For objects that are no arrays, and as `require_plain`.
+    """
+    if type(array) is np.ndarray:  # every collective and every layer asks
+        return np
+    require_plain(array)
     if isinstance(array, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return cupy
     raise TypeError(f"expected a NumPy or CuPy array, got {type(array).__qualname__}")
+
+
+def require_plain(array: Any) -> None:
+    """Refuse subclasses of ``numpy.ndarray`` except memory maps; accept any other object.
+
+    A subclass may give its elements another meaning: the mask of a masked array stays behind when
+    the elements travel, and a matrix multiplies and broadcasts by other rules.
+
+    Raises
+    ------
+    TypeError
+        Naming the class and the conversion to a plain array.
+    """
+    if type(array) is np.ndarray or not isinstance(array, np.ndarray):
+        return
+    if not isinstance(array, np.memmap):
+        mend = "; pass numpy.asarray(array)"
+        if isinstance(array, np.ma.MaskedArray):
+            mend = ", whose mask would be lost; pass array.filled(value)"
+        raise TypeError(f"expected a plain NumPy array, got a {type(array).__qualname__}{mend}")
 
 
 def is_device_array(array: Array) -> bool:

@@ -9,6 +9,7 @@
     |   |-- PeerError                      another rank raised, or left
     |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
     |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
+    |-- OutMismatchError (ValueError)      the ranks' out arrays do not fit
     |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- ReplicaError (RuntimeError)        the ranks' copies of a parameter differ
@@ -43,6 +44,7 @@ __all__ = [
     "NoSampleError",
     "NonFiniteLossError",
     "NotInitializedError",
+    "OutMismatchError",
     "PeerError",
     "Preempted",
     "ReplicaError",
@@ -71,6 +73,14 @@ class CollectiveMismatchError(CommunicationError):
     agree, or where the ranks parted. Cause: a branch that depends on the rank, or arrays whose
     dtype or shape does. Mend: make the call on all ranks, with the arguments that the collective's
     table entry says must match.
+    """
+
+
+class OutMismatchError(MpishardError, ValueError):
+    """Raised on every rank if the ``out`` arrays of a collective do not fit what the ranks send.
+
+    Their rows are not the sum of the ranks' rows, or one overlaps an array that other ranks read.
+    The message names the ranks. Nothing was written, and the world goes on.
     """
 
 

@@ -6,6 +6,7 @@ No other module of the package touches `os.environ`.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -122,10 +123,10 @@ def launched_world_size() -> int | None:
     return None
 
 
-def launched_rank() -> int | None:
-    """The number of this process among those of its launcher, where that says so."""
+def launched_rank(variables: Mapping[str, str] = os.environ) -> int | None:
+    """The number of a process among those of its launcher, if its ``variables`` say so."""
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        value = os.environ.get(name, "")
+        value = variables.get(name, "")
         if value.isdecimal():
             return int(value)
     return None
@@ -400,7 +401,7 @@ def trace_folder() -> Path | None:
 
 
 def job_folder() -> Path | None:
-    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `CallFile`; None: nowhere.
+    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `StatusPage`; None: nowhere.
 
     `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
     """

@@ -58,7 +58,7 @@ TESTED = {
         f"{_SAVES}::test_a_rank_that_cannot_write_ends_all_at_the_same_step",
     ("checkpoint_to_resume", "together(backend)"):
         f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
-    ("checkpoint_to_resume", "share_text(backend, found)"):
+    ("checkpoint_to_resume", "share_path(backend, found)"):
         "optimizers/test_frozen_checkpoints.py::test_interrupted_and_resumed_it_is_the_same_run",
     ("UserState.position", "together(self._backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",

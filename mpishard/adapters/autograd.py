@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.adapters.autograd_trace import Trace
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingMemberError
 
@@ -146,6 +146,7 @@ class AutogradModel(PlacedVectorModel):
     # ---------------------------------------------------------------------------------- computing
 
     def check_input(self, x: Any) -> None:
+        require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
 

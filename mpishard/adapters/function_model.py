@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.arrays import Array, array_namespace, copy_into, require_plain
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
@@ -47,6 +47,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
             raise TypeError("loss_and_gradient must be fun(theta, x, y) -> (loss, gradient)")
         if predict is not None and not callable(predict):
             raise TypeError("predict must be predict(theta, x)")
+        require_plain(initial_parameters)
         theta = initial_parameters if hasattr(initial_parameters, "dtype") else None
         theta = np.array(initial_parameters) if theta is None else theta.copy()
         if theta.ndim != 1 or theta.size == 0 or theta.dtype.kind != "f":
@@ -88,6 +89,8 @@ class FunctionModel(PlainModelFiles, IFullModel):
 
     def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
         """Mean loss over the samples, and its gradient of shape (parameter_count,)."""
+        require_plain(x)
+        require_plain(y)
         result: Any = self._function(self._theta, x, y)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise TypeError(

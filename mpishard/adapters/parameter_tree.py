@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["ParameterTree"]
@@ -131,6 +131,7 @@ def _filled(node: Any, leaves: Sequence[Any], *, numbers: bool = False) -> Any:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
+    require_plain(leaf)
     if not isinstance(leaf, float | np.ndarray | np.generic):
         hint = (
             f"; write {float(leaf)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import StructureOnlyError
@@ -91,6 +91,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         return [vector[entry.start : entry.stop] for entry in self._entries]
 
     def _checked(self, parameters: Array) -> Array:
+        require_plain(parameters)
         if parameters.shape != (self.parameter_count,):
             raise ValueError(
                 f"{self._name} has {self.parameter_count} parameters; got a vector of shape "
@@ -105,6 +106,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     ) -> tuple[float, Array]:
         """Mean loss, and its gradient of shape (parameter_count,)."""
         self.check_input(x)
+        require_plain(y)
         full = np.zeros(self.parameter_count, self._dtype)
         parts = self._cut(full)
 

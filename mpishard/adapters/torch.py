@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.adapters.torch_module import check_module, trainable_parameters
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
@@ -285,6 +285,7 @@ def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
 
 
 def _check_array(name: str, array: Any) -> None:
+    require_plain(array)
     if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind not in "fiub":
         shown = getattr(array, "dtype", type(array).__name__)
         raise TypeError(

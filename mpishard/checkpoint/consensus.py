@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,13 @@ __all__ = [
     "begin_all_gather",
     "differences",
     "gather_texts",
+    "share_path",
     "share_text",
     "together",
 ]
 
-_OF_PATHS = "surrogateescape"  # how Python holds the bytes of a path that are no UTF-8
+# Messages name paths, and Python holds the bytes of a path that it cannot decode as surrogates.
+_SURROGATES = "surrogatepass"
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -71,7 +75,19 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
     if backend is None:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
-    return shared.tobytes().decode(errors=_OF_PATHS)  # type: ignore[no-any-return]
+    return shared.tobytes().decode(errors=_SURROGATES)  # type: ignore[no-any-return]
+
+
+def share_path(backend: CommunicationBackend | None, path: Path | None) -> Path | None:
+    """Rank 0's ``path``, or None, on every rank. Collective.
+
+    It travels as the bytes that the file system knows, whatever the locales of the ranks are.
+    """
+    if backend is None:
+        return path
+    raw = b"" if path is None else os.fsencode(path)
+    shared = backend.broadcast(np.frombuffer(raw, np.uint8).copy() if backend.rank == 0 else None)
+    return Path(os.fsdecode(shared.tobytes())) if shared.size else None
 
 
 def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
@@ -140,4 +156,4 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
 
 
 def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(text.encode(errors=_OF_PATHS), np.uint8).copy()
+    return np.frombuffer(text.encode(errors=_SURROGATES), np.uint8).copy()

@@ -237,6 +237,14 @@ def _write(
 
 def _whole_file(source: TensorSource) -> TensorFile:
     tensors: dict[str, LazyTensor] = {}
+    kinds = [kind for kind in source.tensors if kind != PARAMETERS]
+    for name in source.tensors[PARAMETERS]:
+        if any(name.startswith(f"{kind}/") for kind in kinds):
+            raise CheckpointError(
+                f"{source.path}: the parameter name {name!r} begins as those of another kind of "
+                f"tensor ({', '.join(kinds)}), and in one file nobody could tell them apart. "
+                "Leave out the optimizer, or rename the parameter"
+            )
     for kind, given in source.tensors.items():
         for name, tensor in given.items():
             key = name if kind == PARAMETERS else f"{kind}/{name}"
@@ -244,7 +252,7 @@ def _whole_file(source: TensorSource) -> TensorFile:
                 raise CheckpointError(f"{source.path}: two tensors would have the name {key!r}")
             tensors[key] = tensor
     known = {
-        "kinds": [kind for kind in source.tensors if kind != PARAMETERS],
+        "kinds": kinds,
         "metadata": spelled(source.metadata),
         "frozen": sorted(source.frozen),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.checkpoint.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
 from mpishard.checkpoint.mapped_file import checksum_at, header_difference
 from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint
+from mpishard.checkpoint.resume import open_whole
 from mpishard.checkpoint.tensor_file import BLOCK_BYTES
 from mpishard.errors import CheckpointError
 
@@ -230,11 +231,13 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     FileNotFoundError, CheckpointError
         As `CheckpointReader`; also where an optimizer was saved without its model.
     """
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    with CheckpointReader(path) as reader:
+
+    def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:
         if PARAMETERS not in reader.kinds:
             held = sorted(reader.kinds)
             raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
-        for entry in reader.parameters:
-            arrays[entry.name] = reader.read_whole(PARAMETERS, entry)
+        return {e.name: reader.read_whole(PARAMETERS, e) for e in reader.parameters}
+
+    reader, arrays = open_whole(lambda: path, None, read)
+    reader.close()
     return arrays

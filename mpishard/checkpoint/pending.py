@@ -20,6 +20,7 @@ from mpishard.checkpoint.consensus import (
     GatheredTexts,
     all_texts,
     begin_all_gather,
+    share_path,
     share_text,
     together,
 )
@@ -109,7 +110,9 @@ class PendingSave:
                     with _telling_room(self._target.path, self._nbytes):
                         directory = self._target.make_temporary()
                     require_room(directory, self._nbytes)
-            self._directory = Path(share_text(backend, str(directory)))
+            shared = share_path(backend, directory)
+            assert shared is not None
+            self._directory = shared
         except BaseException:
             if directory is not None:
                 disk.remove_tree(directory)

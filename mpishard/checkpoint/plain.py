@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from mpishard.arrays import Array, copy_into, to_host
 from mpishard.checkpoint.protocol import Pieces
 from mpishard.checkpoint.snapshot import load, save
-from mpishard.checkpoint.tensor_bytes import metadata_of, tensors_of
+from mpishard.checkpoint.tensor_bytes import bytes_of, metadata_of, tensors_of
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
@@ -170,7 +169,7 @@ def named_bytes(
 ) -> bytes:
     """A flat vector of the host as named arrays in safetensors format, and choices as JSON."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
-    return safetensors.numpy.save(named_arrays(records, vector), metadata)
+    return bytes_of(named_arrays(records, vector), metadata)
 
 
 def choices_of(data: bytes) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class CheckpointReader:
         self._check_sizes()
 
     @property
+    def identity(self) -> str:
+        """A random name of the save that wrote the checkpoint."""
+        return self._manifest.identity
+
+    @property
     def parameters(self) -> tuple[ParameterEntry, ...]:
         """The parameters along the flat vector."""
         return self._manifest.parameters
@@ -281,7 +286,7 @@ class CheckpointReader:
     def was_replaced(self) -> bool:
         """Whether another checkpoint lies at `path` by now."""
         try:
-            return Manifest.read(self.path).identity != self._manifest.identity
+            return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
             return True
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from mpishard.checkpoint.consensus import all_texts, share_text, together
+from mpishard.checkpoint.consensus import (
+    all_texts,
+    share_path,
+    share_text,
+    together,
+)
 from mpishard.checkpoint.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.reader import CheckpointReader
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 
-__all__ = ["newest_first", "newest_valid"]
+__all__ = ["newest_first", "newest_valid", "open_whole"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mpishard")
 
@@ -46,16 +55,20 @@ def newest_valid(
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
     listed = ""
+    place: Path | None = None
     with together(backend):
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
+            place = folder.path
             listed = json.dumps(
-                [[str(e.path), e.sequence, e.problem] for e in newest_first(folder)]
+                [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
             )
+    place = share_path(backend, place)
+    assert place is not None
     refused: list[str] = []
     for name, sequence, problem in json.loads(share_text(backend, listed)):
-        path = Path(name)
+        path = Path(place, name)
         reasons = [problem] if problem else _verify(path, backend, rank, world_size)
         if not reasons:
             if refused and rank == 0:
@@ -73,6 +86,61 @@ def newest_valid(
             "anew remove them, choose another folder, or pass resume=False"
         )
     return None
+
+
+def open_whole(
+    find: Callable[[], str | os.PathLike[str]],
+    backend: CommunicationBackend | None,
+    verify: Callable[[CheckpointReader], T],
+) -> tuple[CheckpointReader, T]:
+    """Open one save of a checkpoint that others may replace meanwhile. Collective.
+
+    If a save replaces the checkpoint before ``verify`` has returned, it is read again: twice at
+    most.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the path that `CheckpointReader` opens; may be collective.
+    backend : CommunicationBackend, optional
+        The ranks that open it together.
+    verify : callable
+        Looks at every block that will be read later. It raises on all ranks or on none.
+
+    Returns
+    -------
+    reader : CheckpointReader
+        The same save on every rank; the caller closes it.
+    T
+        The result of ``verify``.
+
+    Raises
+    ------
+    OSError
+        On every rank, if there is no checkpoint; also as ``verify``.
+    """
+    for looks_left in (2, 1, 0):
+        path, failure, reader, opened = find(), None, None, None
+        try:
+            reader = CheckpointReader(path)
+            opened = reader, verify(reader)
+            found = f"save {reader.identity}"
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            failure = error
+            # Between the two renames of a save nothing, or half of it, is there to be opened.
+            is_replaced = reader is None or reader.was_replaced()
+            found = "replaced" if is_replaced else "failed"
+        everyone = set(all_texts(backend, found))
+        if opened is not None and len(everyone) == 1:
+            return opened
+        if reader is not None:
+            reader.close()
+        if looks_left == 0 or ("failed" in everyone and "replaced" not in everyone):
+            break
+    with together(backend):
+        if failure is not None:
+            raise failure
+    raise CheckpointError(f"the ranks read different saves: {path} was replaced while it was read")
 
 
 def newest_first(folder: CheckpointFolder) -> list[Entry]:

@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.arguments import check_path
-from mpishard.checkpoint.consensus import share_text, together
+from mpishard.arrays import Array
+from mpishard.checkpoint.consensus import share_path, together
 from mpishard.checkpoint.content import Content, StagingBuffer, staged_bytes
 from mpishard.checkpoint.metadata import as_metadata
 from mpishard.checkpoint.pending import PendingSave
-from mpishard.checkpoint.protocol import Checkpointable, CheckpointableOptimizer, CheckpointState
-from mpishard.checkpoint.reader import CheckpointReader, find_checkpoint, find_single
-from mpishard.checkpoint.resume import newest_valid
+from mpishard.checkpoint.protocol import (
+    Checkpointable,
+    CheckpointableOptimizer,
+    CheckpointState,
+    Pieces,
+)
+from mpishard.checkpoint.reader import CheckpointReader, find_single
+from mpishard.checkpoint.resume import newest_valid, open_whole
 from mpishard.checkpoint.target import Target
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
 
 __all__ = ["begin_save", "load", "load_states", "reserve", "save", "save_async", "save_states"]
 
@@ -252,32 +259,18 @@ def load_states(
     """
     _check(path, model)
     backend = model.checkpoint_backend
-    found = _agree_on_one(path, backend)
-    with together(backend):
-        reader = CheckpointReader(found or find_checkpoint(path))  # which says what is there
-        reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
-        if not isinstance(reader.metadata.get("user"), Mapping):
-            raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
-        wanted = {name: state.arrays_to_read() for name, state in states.items()}
-        for name, pieces in wanted.items():
-            _check_fits(reader, name, pieces)
-        if "model" in states:
-            try:
-                with _using_metadata(reader, "model"):
-                    model.check_metadata(reader.metadata["model"])
-            except ValueError as error:
-                raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+
+    def verify(reader: CheckpointReader) -> dict[str, Pieces]:
+        wanted = _fitting(reader, model, states)
+        for kind, region, _ in _each(wanted):  # so that nothing is half loaded if one is damaged
+            reader.verify_region(kind, region)
+        return wanted
+
+    reader, wanted = open_whole(lambda: _agree_on_one(path, backend) or path, backend, verify)
     with reader:
-        with together(backend):  # so that nothing is half loaded where a block is damaged
-            for pieces in wanted.values():
-                for kind, given in pieces.items():
-                    for region, _ in given:
-                        reader.verify_region(kind, region)
         with together(backend):
-            for pieces in wanted.values():
-                for kind, given in pieces.items():
-                    for region, array in given:
-                        reader.read(kind, region, array)
+            for kind, region, array in _each(wanted):
+                reader.read(kind, region, array)
         for name, state in states.items():
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
@@ -291,12 +284,37 @@ def _agree_on_one(
 
     As rank 0 sees it: working directories may differ, and a folder change between two looks.
     """
-    found = ""
+    found = None
     with together(backend):
         if backend is None or backend.rank == 0:
-            found = str(find_single(path) or "")
-    found = share_text(backend, found)
-    return Path(found) if found else newest_valid(path, backend)
+            found = find_single(path)
+    return share_path(backend, found) or newest_valid(path, backend)
+
+
+def _fitting(
+    reader: CheckpointReader, model: Checkpointable, states: Mapping[str, CheckpointState]
+) -> dict[str, Pieces]:
+    """Return the pieces that each state needs, if the checkpoint has them all."""
+    reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
+    if not isinstance(reader.metadata.get("user"), Mapping):
+        raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
+    wanted = {name: state.arrays_to_read() for name, state in states.items()}
+    for name, pieces in wanted.items():
+        _check_fits(reader, name, pieces)
+    if "model" in states:
+        try:
+            with _using_metadata(reader, "model"):
+                model.check_metadata(reader.metadata["model"])
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+    return wanted
+
+
+def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
+    for pieces in wanted.values():
+        for kind, given in pieces.items():
+            for region, array in given:
+                yield kind, region, array
 
 
 @contextmanager

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-__all__ = ["metadata_of", "tensors_and_document", "tensors_of"]
+from mpishard.sharding.table import check_name
+
+__all__ = ["bytes_of", "metadata_of", "tensors_and_document", "tensors_of"]
+
+
+def bytes_of(
+    tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None
+) -> bytes:
+    """Named arrays in safetensors format, with ``metadata`` in the header.
+
+    Raises
+    ------
+    ValueError
+        For a name under which nobody could read the array again.
+    """
+    for name in tensors:
+        check_name(name, "tensor")
+    return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
 
 
 def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:

@@ -21,6 +21,7 @@ import numpy as np
 from mpishard.checkpoint import disk
 from mpishard.checkpoint.checksums import ChecksumThread
 from mpishard.errors import CheckpointError
+from mpishard.sharding.table import check_name
 
 __all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile"]
 
@@ -108,7 +109,7 @@ class TensorFile:
     Raises
     ------
     CheckpointError
-        For a dtype that the format does not have.
+        For a dtype that the format does not have, and for a name that it cannot hold.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -149,6 +150,10 @@ class TensorFile:
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         for entry in self._entries:
+            try:
+                check_name(entry.key, "tensor")
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
             code = _CODES.get(entry.tensor.dtype)
             if code is None:
                 raise CheckpointError(

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mpishard import checkpoint, nn
 from mpishard.checkpoint import disk
-from mpishard.checkpoint.consensus import share_text, together
+from mpishard.checkpoint.consensus import share_path, together
 from mpishard.checkpoint.manifest import file_name
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
@@ -91,12 +91,13 @@ class CheckpointBenchmark:
         CheckpointError
             Where there is not enough room.
         """
-        name = ""
+        made = None
         with together(backend):
             if backend.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                name = tempfile.mkdtemp(prefix="mpishard-bench-", dir=self.folder)
-        folder = Path(share_text(backend, name))
+                made = Path(tempfile.mkdtemp(prefix="mpishard-bench-", dir=self.folder))
+        folder = share_path(backend, made)
+        assert folder is not None
         try:
             return _Run(self, backend, folder).results()
         finally:

@@ -16,7 +16,7 @@ from mpishard.cli.tables import figures_table
 from mpishard.cli.wording import counted, milliseconds
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.call_log import CallLog, Journal
+from mpishard.communication.contract.status import StatusPage
 from mpishard.distributed import as_distributed
 from mpishard.observe import Timing, time_alternately, time_chain
 from mpishard.optimizers import AdamW
@@ -108,28 +108,29 @@ class ChecksBenchmark:
         """Measure. Collective; ends with the backend as it was."""
         step = self._stepper(backend)
         time_chain(step, 1, warmup=2)
-        log, checks = backend.call_log, backend.check_collectives
+        status, checks = backend.status, backend.check_collectives
         seconds: dict[str, list[float]] = {_AS_IS: [], _NO_CHECKS: [], _NO_LOG: []}
-        clocked = _ClockedLog(log)
+        clocked = _ClockedPage(status)
+        silent = _SilentPage(backend.rank, backend.world_size)
         recorded = []
         try:
             for _ in range(self.steps):
                 for way, times in seconds.items():
                     backend.check_collectives = way != _NO_CHECKS
-                    backend.call_log = _NoLog(Journal()) if way == _NO_LOG else log
+                    backend.status = silent if way == _NO_LOG else status
                     times.extend(time_chain(step, 1).seconds)
             backend.check_collectives = True
-            backend.call_log = clocked
+            backend.status = clocked
             for _ in range(self.steps):
-                clocked.seconds, clocked.count = 0.0, 0
+                clocked.seconds, clocked.recorded = 0.0, 0
                 step()
                 recorded.append(clocked.seconds)
         finally:
-            backend.call_log, backend.check_collectives = log, checks
+            backend.status, backend.check_collectives = status, checks
         (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
         return ChecksResult(
             {way: tuple(times) for way, times in seconds.items()},
-            clocked.count,
+            clocked.recorded,
             tuple(recorded),
             header.seconds,
         )
@@ -156,27 +157,27 @@ class ChecksBenchmark:
         return lambda: optimizer.step(sharded, x, y)
 
 
-class _NoLog(CallLog):
-    """A call log that notes nothing."""
+class _SilentPage(StatusPage):
+    """A status page that records no calls."""
 
-    def record(self, call: Call, frame: FrameType | None) -> None:
+    def record(self, call: Call, group: str, frame: FrameType | None) -> None:
         pass
 
 
-class _ClockedLog(CallLog):
-    """A call log that counts, and clocks, what another one notes."""
+class _ClockedPage(StatusPage):
+    """Counts, and clocks, the calls that another page records."""
 
-    def __init__(self, log: CallLog) -> None:
-        super().__init__(log.journal, log.group)
-        self._log = log
+    def __init__(self, page: StatusPage) -> None:
+        super().__init__(page.rank, 1)
+        self._page = page
         self.seconds = 0.0
-        self.count = 0
+        self.recorded = 0
 
-    def record(self, call: Call, frame: FrameType | None) -> None:
+    def record(self, call: Call, group: str, frame: FrameType | None) -> None:
         start = time.perf_counter()
-        self._log.record(call, frame)
+        self._page.record(call, group, frame)
         self.seconds += time.perf_counter() - start
-        self.count += 1
+        self.recorded += 1
 
 
 def checks_table(benchmark: ChecksBenchmark, result: ChecksResult, world_size: int) -> Table:

@@ -10,9 +10,8 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
-from mpishard.communication.contract.call_file import RankState
-from mpishard.communication.contract.naming import who
-from mpishard.communication.diagnostics.table import call_text
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import RankState
 
 __all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
 
@@ -289,7 +288,7 @@ class JobEnd:
         last = log.last_call
         if last is None:
             return f"{silently} before any collective"
-        return f"{silently} {'in' if log.waits_in_last else 'after'} {call_text(last)}"
+        return f"{silently} {'in' if log.waits_in_last else 'after'} {last}"
 
     def _missing(self) -> tuple[str, ...]:
         """Of ranks for which the others waited in ``init`` until they gave up."""
@@ -316,7 +315,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
         last = log.last_call
         if last is not None:
             place = "in" if log.waits_in_last else "after"
-            alike.setdefault(f"{place} {call_text(last)}", []).append(log.rank)
+            alike.setdefault(f"{place} {last}", []).append(log.rank)
     stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
     if len(stood) > _MOST_SHOWN:
         stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import RankRecord
 
 __all__ = ["mapped_files", "remove_shared_memory"]
 
@@ -18,7 +18,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps it
 _logger = logging.getLogger("mpishard")
 
 
-def remove_shared_memory(files: Iterable[CallFile]) -> list[Path]:
+def remove_shared_memory(records: Iterable[RankRecord]) -> list[Path]:
     """Remove the files in shared memory that the ranks had mapped and that no process maps now.
 
     MPI libraries name their files for the job, and remove them when ranks end in good order.
@@ -26,7 +26,7 @@ def remove_shared_memory(files: Iterable[CallFile]) -> list[Path]:
 
     Parameters
     ----------
-    files : iterable of CallFile
+    records : iterable of RankRecord
         What the ranks of the job say that they had mapped.
 
     Returns
@@ -34,7 +34,7 @@ def remove_shared_memory(files: Iterable[CallFile]) -> list[Path]:
     list of Path
         What was removed.
     """
-    paths = {Path(name) for file in files for name in file.shared_memory}
+    paths = {Path(name) for record in records for name in record.shared_memory}
     found = {path for path in paths if path.parent == _SHARED_MEMORY and _is_ours(path)}
     if found:
         found -= {path for path, _ in mapped_files()}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from mpishard.communication.contract.call_file import call_files
+from mpishard.communication.contract.status import records_in
 
 __all__ = [
     "CALLS",
@@ -46,12 +46,14 @@ def check_log_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
     starts = (folder, *folder.glob(_RESTARTS))
-    for file in chain.from_iterable(call_files(start / CALLS) for start in starts):
+    for record in chain.from_iterable(
+        records_in(start / CALLS, with_calls=False) for start in starts
+    ):
         # Of another machine's process nothing is known.
-        if file.host == socket.gethostname() and file.is_alive():
+        if record.host == socket.gethostname() and record.is_alive:
             raise ValueError(
                 f"--log-dir {folder} belongs to a job that still runs: its rank "
-                f"{file.launched_rank} is process {file.pid} on {file.host}. Give each job a "
+                f"{record.launched_rank} is process {record.pid} on {record.host}. Give each job a "
                 "folder of its own"
             )
 

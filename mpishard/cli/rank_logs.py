@@ -8,8 +8,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Self
 
-from mpishard.communication.contract.call_file import CallFile, LoggedCall, RankState
-from mpishard.communication.diagnostics.table import call_text
+from mpishard.communication.contract.status import LoggedCall, RankRecord, RankState
 
 __all__ = ["RankLogs"]
 
@@ -30,32 +29,32 @@ class RankLogs:
 
     Parameters
     ----------
-    files : sequence of CallFile
+    records : sequence of RankRecord
         One or more, in the order in which it entered their worlds.
     """
 
-    files: Sequence[CallFile]
+    records: Sequence[RankRecord]
 
     @classmethod
-    def of_job(cls, files: Iterable[CallFile]) -> dict[int, Self]:
-        """The logs of each rank, from those of a job in the order of `call_files`."""
-        by_rank = groupby(files, key=lambda file: file.launched_rank)
+    def of_job(cls, records: Iterable[RankRecord]) -> dict[int, Self]:
+        """The logs of each rank, from those of a job in the order of `records_in`."""
+        by_rank = groupby(records, key=lambda record: record.launched_rank)
         return {rank: cls(tuple(of_rank)) for rank, of_rank in by_rank}
 
     @property
     def rank(self) -> int:
         """The launcher's number of the process."""
-        return self.files[0].launched_rank
+        return self.records[0].launched_rank
 
     @property
     def host(self) -> str:
         """Where the process ran."""
-        return self.files[0].host
+        return self.records[0].host
 
     @property
     def state(self) -> RankState:
         """How the rank stands: ``LEFT`` where it left every root world that it entered."""
-        states = [file.state for file in self.files]
+        states = [record.state or RankState.STARTED for record in self.records]
         # It waits in one init() while other worlds of it stand still.
         for decisive in (RankState.REPORTED, RankState.STARTED):
             if decisive in states:
@@ -65,17 +64,17 @@ class RankLogs:
     @property
     def has_begun(self) -> bool:
         """Whether a world that the rank entered was complete."""
-        return any(file.state is not RankState.STARTED for file in self.files)
+        return any(record.state is not RankState.STARTED for record in self.records)
 
     @property
     def is_saving(self) -> bool:
         """Whether the rank saves, and ends, when it is told to."""
-        return any(file.is_saving for file in self.files)
+        return any(record.is_saving for record in self.records)
 
     @property
     def code(self) -> int:
         """The exit code of the job that the rank reported with; 0 where it did not."""
-        return next((f.code for f in self.files if f.state is RankState.REPORTED), 0)
+        return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
 
     @property
     def last_call(self) -> LoggedCall | None:
@@ -85,26 +84,26 @@ class RankLogs:
     @property
     def waits_in_last(self) -> bool:
         """Whether it waits in `last_call`."""
-        file, last = self._last
-        return last is not None and file.waits == last.number
+        record, last = self._last
+        return last is not None and record.waits == last
 
     @property
-    def _last(self) -> tuple[CallFile, LoggedCall | None]:
-        found = [(file, next(iter(file.calls(1)), None)) for file in self.files]
+    def _last(self) -> tuple[RankRecord, LoggedCall | None]:
+        found = [(record, record.calls[-1] if record.calls else None) for record in self.records]
         return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
     def text(self) -> str:
         """Who a rank was that has ended, how it went, and its last collectives, to be read."""
-        return "\n".join(_text(file) for file in self.files)
+        return "\n".join(_text(record) for record in self.records)
 
 
-def _text(file: CallFile) -> str:
-    stood = f"{_ENDS[file.state]}, {file.count} collectives"
-    name = f"rank {file.rank} of {file.world_size}, process {file.pid} on {file.host}"
-    if file.rank != file.launched_rank:
-        name = f"rank {file.launched_rank} of the job, in a world of its own {name}"
+def _text(record: RankRecord) -> str:
+    stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"
+    name = f"rank {record.rank} of {record.world_size}, process {record.pid} on {record.host}"
+    if record.rank != record.launched_rank:
+        name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
     lines = [f"{name}: {stood}"]
-    for logged in file.calls():
+    for logged in record.calls:
         time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
-        lines.append(f"{time}  {call_text(logged)}")
+        lines.append(f"{time}  {logged}")
     return "\n".join(lines) + "\n"

@@ -27,8 +27,8 @@ from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess, RankProcesses, can_be_watched
 from mpishard.cli.wording import counted
-from mpishard.communication.contract.call_file import RankState, call_files
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import RankState, records_in
 
 __all__ = ["Supervisor"]
 
@@ -184,9 +184,9 @@ class Supervisor:
     def _judge(
         self, launcher_code: int, folder: Path, processes: RankProcesses, seconds: float
     ) -> Outcome:
-        files = call_files(folder)
-        remove_shared_memory(files)
-        logs = RankLogs.of_job(files)
+        records = records_in(folder)
+        remove_shared_memory(records)
+        logs = RankLogs.of_job(records)
         end = JobEnd(
             self.world_size,
             launcher_code,
@@ -392,7 +392,9 @@ class Supervisor:
         )
 
     def _logs(self) -> dict[int, RankLogs]:
-        return {} if self._folder is None else RankLogs.of_job(call_files(self._folder))
+        if self._folder is None:
+            return {}
+        return RankLogs.of_job(records_in(self._folder, with_calls=False))
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:

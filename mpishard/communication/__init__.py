@@ -1,8 +1,7 @@
 """How ranks talk: the contract, threads in memory, MPI."""
 
-from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.point_to_point import refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Waitable, Work
 from mpishard.communication.init import init

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, require_plain
 from mpishard.data.windows import TokenWindows
 
 __all__ = ["check_dataset", "take"]
@@ -39,6 +39,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     Of objects that are not arrays, each sample is asked once and in rising order: ``h5py`` takes
     nothing else, and files are read fastest so.
     """
+    require_plain(dataset)
     if isinstance(dataset, np.ndarray | TokenWindows):
         return np.asarray(dataset[indices])
     try:
@@ -58,6 +59,7 @@ def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]
 
 
 def _as_array(samples: Any) -> Array:
+    require_plain(samples)  # netCDF4, for one, returns masked arrays
     try:
         array_namespace(samples)
     except TypeError:
@@ -88,6 +90,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     """
     if dataset is None:
         raise TypeError(f"{name} must be {_WANTED}, got None")
+    require_plain(dataset)
     kind = type(dataset).__qualname__
     if type(dataset).__module__.partition(".")[0] == "h5py" and not dataset:
         raise ValueError(

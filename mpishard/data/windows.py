@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 
 __all__ = ["TokenWindows"]
 
@@ -57,6 +57,7 @@ class TokenWindows:
         offset: int = 0,
         stride: int = 1,
     ) -> None:
+        require_plain(tokens)
         if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu":
             kind = tokens.dtype if isinstance(tokens, np.ndarray) else type(tokens).__qualname__
             raise TypeError(f"tokens must be a NumPy array of integers, got {kind}")

@@ -14,7 +14,7 @@ import numpy as np
 from mpishard.arrays import to_host
 from mpishard.checkpoint.consensus import all_texts
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.matching import who
 from mpishard.errors import ReplicaError
 from mpishard.models.engine import Engine
 from mpishard.sharding.regions import Region

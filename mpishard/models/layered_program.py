@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.checkpoint.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
@@ -91,6 +91,7 @@ class LayeredProgram(Program):
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         shape = self._output_shape(x)
+        require_plain(y)
         if loss is None:
             raise MissingLossError(
                 f"{type(self._model).__name__} has no default loss; pass loss_function"
@@ -105,6 +106,7 @@ class LayeredProgram(Program):
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         """Shape of a sample's output; the layers refuse what they cannot take."""
+        require_plain(x)
         shape = getattr(x, "shape", None)
         expected = f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
         if shape is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace, beside, copy_into
+from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
 from mpishard.errors import MissingMemberError
@@ -42,6 +43,7 @@ class OpaqueProgram(WholeProgram):
         if not hasattr(model, "compute_loss_and_gradients"):
             _member(model, "compute_gradients")
         vector = model.get_parameters()
+        require_plain(vector)
         if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
             raise ValueError(
                 f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
@@ -56,6 +58,10 @@ class OpaqueProgram(WholeProgram):
         table = getattr(model, "parameter_table", None)
         whole = (ParameterEntry("parameters", (int(vector.size),), 0),)
         self.entries = whole if table is None else tuple(table.entries)
+        names = Counter(entry.name for entry in self.entries)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"parameter {twice[0]!r} stands twice in {type(model).__name__}")
         if sum(entry.size for entry in self.entries) != vector.size:
             raise ValueError(
                 f"the parameter_table of {type(model).__name__} has "
@@ -65,11 +71,13 @@ class OpaqueProgram(WholeProgram):
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> None:
+        require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         self.check(x)
+        require_plain(y)
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
 
@@ -126,6 +134,7 @@ class OpaqueProgram(WholeProgram):
             compute = _member(self._model, "compute_gradients")
             gradient = compute(x, y) if own_loss else compute(x, y, loss)
             mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
+        require_plain(gradient)
         shape = getattr(gradient, "shape", None)
         if shape != (self.length,):
             raise ValueError(

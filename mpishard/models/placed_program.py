@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
@@ -140,6 +140,7 @@ class PlacedProgram(WholeProgram):
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
         self.check(x)
+        require_plain(y)
         if not self.knows_loss(loss):
             raise MissingLossError("the model has no default loss; pass loss_function")
         if not hasattr(y, "__len__"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.communication import CommunicationBackend, init
-from mpishard.communication.tracing.recorder import Row, Span, current_recorder
+from mpishard.communication.tracing.recorder import Row, current_recorder
 from mpishard.communication.tracing.session import start_recording, stop_recording
 
 __all__ = ["span", "step_span", "trace"]
@@ -106,7 +106,7 @@ def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
     ...     pass
     """
     recorder = current_recorder.get()
-    return _NOTHING if recorder is None else Span(recorder, Row.COMPUTE, name, arguments)
+    return _NOTHING if recorder is None else recorder.span(Row.COMPUTE, name, arguments)
 
 
 def step_span(number: int) -> AbstractContextManager[None]:
@@ -121,4 +121,4 @@ def step_span(number: int) -> AbstractContextManager[None]:
     recorder = current_recorder.get()
     if recorder is None:
         return _NOTHING
-    return Span(recorder, Row.STEP, f"step {number}", {"step": number})
+    return recorder.span(Row.STEP, f"step {number}", {"step": number})

@@ -1,7 +1,8 @@
-"""What would only fail, or go wrong, after hours of training is refused at its beginning."""
+"""Checks before training of mistakes that would otherwise show after hours, or never."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,16 +37,16 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What early checks ask of a model, which need not be wrapped for it.
+    """The parts of a model that early checks need; the model need not be wrapped.
 
     Parameters
     ----------
     name : str
-        Of the user's class.
+        Name of the user's class.
     program : Program
-        What is computed.
+        The model's computation.
     loss : ILossFunction or None
-        What is minimised; None where a black box knows.
+        The loss to minimise; None if a black box has its own.
     predict : callable
         Outputs for inputs, of a black box.
     """
@@ -57,7 +58,7 @@ class Subject:
 
     @classmethod
     def of(cls, model: Any, config: ShardingConfiguration) -> Subject:
-        """Of a sharded model, or of a plain one, which stays as it is."""
+        """Return the parts of a sharded model, or of a plain one, which does not change."""
         if isinstance(model, ShardedModelBase):
             engine = model.engine
             name = type(model.wrapped_model).__name__
@@ -73,7 +74,7 @@ def refuse_early(
 ) -> dict[str, list[int]]:
     """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
 
-    ``data_size`` is among how many ranks, or groups of ranks, batches are dealt.
+    ``data_size`` is the number of ranks, or groups of ranks, that share a batch.
 
     Returns
     -------
@@ -83,7 +84,7 @@ def refuse_early(
     Raises
     ------
     TypeError, ValueError, CheckpointError
-        On every rank, where one of them has a reason.
+        On every rank, if one rank finds a reason.
     """
     backend = config.communication_backend
     with together(backend):
@@ -122,7 +123,7 @@ def refuse_early(
 
 
 def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> None:
-    """Refuse a data set whose first sample does not fit the model."""
+    """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
     indices = np.zeros(min(1, len(x)), np.int64)
     first = take(x, indices), take(y, indices)
@@ -143,15 +144,22 @@ def require_agreement(
     data: OptimizationInputData,
     order: Mapping[str, Any],
 ) -> None:
-    """Refuse a run whose length, order or rule differs between ranks. Collective.
+    """Refuse a run whose length, order, data or rule differs between ranks. Collective.
 
     Raises
     ------
     ValueError
-        On every rank, with what each of them asks for.
+        On every rank, naming each rank's choices. Without ``local_data`` every rank evaluates its
+        part of one data set; if one rank's data set has another length, the loss is wrong.
     """
+    lengths = {}
+    if not data.local_data:
+        for part in ("x_validation", "x_test"):  # the targets have as many: see `checked`
+            x = getattr(data, part)
+            lengths[f"{part} samples"] = None if x is None else len(x)
     mine = {
         **order,
+        **lengths,
         **{name: _plain(getattr(data, name)) for name in _SETTINGS},
         "user_state": sorted(data.user_state or ()),
         "validation": data.x_validation is not None,
@@ -160,7 +168,10 @@ def require_agreement(
     }
     differing = differences(model.backend, mine)
     if differing:
-        raise ValueError(f"every rank must ask for the same training; by rank, {differing}")
+        hint = ""
+        if "samples is " in differing:
+            hint = ". If every rank brings samples of its own, pass local_data=True"
+        raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
 
 
 def require_same_rule(
@@ -171,7 +182,7 @@ def require_same_rule(
     Raises
     ------
     ValueError
-        On every rank, with what differs.
+        On every rank, naming the differences.
     """
     differing = differences(backend, {**fingerprint, "frozen": sorted(frozen)})
     if differing:
@@ -179,4 +190,6 @@ def require_same_rule(
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
+        return os.fsencode(value).decode(errors="backslashreplace")
     return value if isinstance(value, bool | int | float | None) else str(value)

@@ -48,10 +48,11 @@ class OptimizationInputData:
         and all ranks of a replica bring the same.
     batch_size : int
         Samples of the *global* batch, dealt over the ranks; they need not divide.
-    epochs : int
-        Passes over the training data.
+    epochs : int, optional
+        Passes over the training data; default: 1 if there is no ``max_steps`` either, otherwise as
+        many as that needs.
     max_steps : int, optional
-        End after so many updates, if the epochs do not end before.
+        Number of updates after which training ends, unless ``epochs`` end it before.
     seed : int
         Of the shuffles; the order is a function of (seed, epoch) alone.
     shuffle, drop_last : bool
@@ -110,7 +111,7 @@ class OptimizationInputData:
     y_test: Any = None
     local_data: bool = False
     batch_size: int = 32
-    epochs: int = 1
+    epochs: int | None = None
     max_steps: int | None = None
     seed: int = 0
     shuffle: bool = True
@@ -201,7 +202,7 @@ class OptimizationInputData:
         numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            if value is None and name not in ("batch_size", "epochs"):
+            if value is None and name != "batch_size":
                 continue
             numbers[name] = as_integer(name, value)
             if numbers[name] < 1:

@@ -80,8 +80,8 @@ class TrainingRun:
         self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
         self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
-        planned = data.epochs * per_epoch
-        self.total = planned if data.max_steps is None else min(planned, data.max_steps)
+        epochs = None if data.epochs is None else data.epochs * per_epoch
+        self.total = min((n for n in (epochs, data.max_steps) if n is not None), default=per_epoch)
         self.validate_every = data.validate_every or per_epoch
         self.result = OptimizationResult(model)
         self.step = 0

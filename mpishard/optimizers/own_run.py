@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.numpy
 
 from mpishard.arrays import Array, array_namespace, to_host
-from mpishard.checkpoint.tensor_bytes import tensors_and_document
+from mpishard.checkpoint.tensor_bytes import bytes_of, tensors_and_document
 from mpishard.models.gradient_store import squared_norm
 from mpishard.optimizers.options import Segment
 from mpishard.optimizers.ranges import OwnedRange, UpdateContext
@@ -120,7 +119,7 @@ class OwnRun:
         layout = [[s.name, s.start, s.stop] for s in self._segments]
         text = json.dumps({**description, "steps": self.steps, "segments": layout})
         state = {name: to_host(vector) for name, vector in self.state.items()}
-        return safetensors.numpy.save(state, {_KEY: text})
+        return bytes_of(state, {_KEY: text})
 
     @classmethod
     def deserialize(cls, data: bytes) -> tuple[OwnRun, dict[str, Any]]:

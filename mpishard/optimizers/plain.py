@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from mpishard.arguments import check_path
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, require_plain
 from mpishard.checkpoint.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
 from mpishard.errors import NonFiniteLossError, ShardingError
@@ -208,6 +208,8 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
             For another model than that of the own state.
         """
         self._refuse_second_model(model)
+        require_plain(x)
+        require_plain(y)
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
             compute = model.compute_loss_and_gradients
@@ -249,6 +251,7 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
         ValueError
             For other gradients than that update's.
         """
+        require_plain(gradients)
         vectors = updated.reshape(-1), gradients.reshape(-1)
         return self._run.reverse(self._rule, *vectors).reshape(updated.shape)
 
@@ -325,6 +328,7 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
     ) -> Array:
         """A new array with the parameters after one update."""
         xp = array_namespace(parameters)
+        require_plain(gradients)
         if parameters.dtype.kind != "f" or parameters.dtype != gradients.dtype:
             raise TypeError(
                 "parameters and gradients must have one float dtype, got "
@@ -362,6 +366,8 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
 
 def _end_to_end(arrays: Sequence[Array]) -> Array:
+    for array in arrays:
+        require_plain(array)
     return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
 
 

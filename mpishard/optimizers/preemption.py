@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.contract.call_file import own_file
+from mpishard.communication.contract.status import StatusPage, own_page
 from mpishard.communication.failure.preemption import order_to_make_room
 from mpishard.communication.failure.signals import is_free
 
@@ -53,6 +53,7 @@ class Preemption:
         self._terminated_at: float | None = None
         self._may_be_asked = False
         self._is_heeded = False
+        self._page: StatusPage | None = None
         self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -64,11 +65,14 @@ class Preemption:
         self._may_be_asked = any(self._any_of(bool(heard), self._is_told))
         for number in heard:
             self._before[number] = signal.signal(number, self._hear)
-        self._say_that_it_saves(True)
+        self._page = own_page() if heard else None
+        if self._page is not None:  # `mpishard run` gives ranks that save more time to end
+            self._page.note_saving(True)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._say_that_it_saves(False)
+        if self._page is not None and os.getpid() == self._process:
+            self._page.note_saving(False)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, handler)
@@ -92,12 +96,6 @@ class Preemption:
     def _is_told(self) -> bool:
         """Whether this rank has been told to make room."""
         return bool(self._heard) or (self._is_main_thread and order_to_make_room.is_given)
-
-    def _say_that_it_saves(self, saves: bool) -> None:
-        """Let `mpishard run` know: it gives ranks that save more time to end."""
-        status = own_file() if self._before and os.getpid() == self._process else None
-        if status is not None:
-            status.note_saving(saves)
 
     def _any_of(self, *flags: bool) -> list[bool]:
         """Which of the flags any rank has."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from mpishard import settings
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
-from mpishard.checkpoint.consensus import share_text, together
+from mpishard.checkpoint.consensus import share_path, together
 from mpishard.checkpoint.pending import PendingSave
 from mpishard.checkpoint.protocol import CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.reader import find_single
@@ -52,13 +52,13 @@ def checkpoint_to_resume(
     place = data.checkpoint if data.resume in (None, True) else data.resume
     assert place is not None
     assert not isinstance(place, bool)
-    found = ""
+    found = None
     with together(backend):
         if backend.rank == 0:  # for all: their working directories may differ
-            found = str(find_single(place) or "")
-    found = share_text(backend, found)
-    if found:
-        return Path(found)
+            found = find_single(place)
+    found = share_path(backend, found)
+    if found is not None:
+        return found
     own = folder if data.resume in (None, True) else None
     newest = newest_valid(own or place, backend)
     if newest is None and is_asked_for:

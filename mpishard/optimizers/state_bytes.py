@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from mpishard.arrays import Array, to_host
-from mpishard.checkpoint.tensor_bytes import tensors_and_document
+from mpishard.checkpoint.tensor_bytes import bytes_of, tensors_and_document
 from mpishard.communication import CommunicationBackend
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region
 from mpishard.sharding.regions import put_region, take_region
@@ -49,8 +48,7 @@ class StateBytes:
         """The same bytes for the same content."""
         header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
         # One key: safetensors writes several in no fixed order.
-        metadata = {_HEADER: json.dumps(header, sort_keys=True)}
-        return safetensors.numpy.save(dict(self.tensors), metadata)
+        return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateBytes:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from mpishard.arrays import Array
 
-__all__ = ["ParameterEntry", "ParameterTable"]
+__all__ = ["ParameterEntry", "ParameterTable", "check_name"]
+
+_RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 
 class _Spec(Protocol):
@@ -23,17 +25,50 @@ class _Spec(Protocol):
     def trainable(self) -> bool: ...
 
 
+def check_name(name: str, kind: str) -> None:
+    """Refuse a name under which a safetensors file cannot hold a tensor.
+
+    ``kind`` is what the error calls it: "parameter" or "tensor".
+
+    Raises
+    ------
+    ValueError
+        For the name that the format reserves, and for one that UTF-8 cannot hold.
+    """
+    if name == _RESERVED:
+        raise ValueError(
+            f"{kind} name {name!r} is reserved by the safetensors format; choose another name"
+        )
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{kind} name {name!r} cannot be written as UTF-8 ({error.reason}); choose "
+                "another name"
+            ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterEntry:
     """One parameter: its dotted name, its shape, and the index of its first element.
 
-    What is not ``trainable`` stays as it is: its gradient is 0, and it has no optimizer state.
+    A parameter that is not ``trainable`` never changes: its gradient is 0, and it has no optimizer
+    state.
+
+    Raises
+    ------
+    ValueError
+        As `check_name`.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     trainable: bool = True
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "parameter")
 
     @property
     def size(self) -> int:

@@ -84,6 +84,8 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
         (ValueError, np.zeros(8)[::-1]),
         (ValueError, np.array(["a"])),
         (ValueError, np.array([None])),
+        (TypeError, np.ma.array([1.0, 2.0], mask=[False, True])),
+        (TypeError, np.ones((world, 2)).view(np.matrix)),
         (ValueError, dims),
     ]
 

@@ -396,7 +396,7 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.pending, "share_text", lambda _, text: f"{text}/nowhere")
+        patch.setattr(checkpoint.pending, "share_path", lambda _, path: path / "nowhere")
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
         )

@@ -209,13 +209,14 @@ def test_a_blank_path_is_refused(fakes: Any) -> None:
 def test_a_directory_that_a_rank_cannot_see_is_named(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pending.share_text
+    real = pending.share_path
 
-    def elsewhere(backend: Any, text: str) -> str:
-        shared = real(backend, text)
-        return shared if backend.rank == 0 else shared.replace(str(tmp_path), "/nowhere")
+    def elsewhere(backend: Any, path: Path | None) -> Path:
+        shared = real(backend, path)
+        assert shared is not None
+        return shared if backend.rank == 0 else Path("/nowhere", shared.relative_to(tmp_path))
 
-    monkeypatch.setattr(pending, "share_text", elsewhere)
+    monkeypatch.setattr(pending, "share_path", elsewhere)
 
     def work(backend: Any) -> None:
         with pytest.raises(CheckpointError, match=r"rank 1: .* is not there; .* all ranks share"):

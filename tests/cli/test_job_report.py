@@ -12,32 +12,35 @@ from mpishard.cli.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.rank_logs import RankLogs
 from mpishard.cli.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, RankState, encode_place
 from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.status import RankState, StatusPage
 
 KILLED, ENDED, TERMINATED, SEGMENTED = -9, 0, -15, -11
 
 
-def file_of(
-    rank, state=RankState.RUNNING, code=0, calls=2, world_size=3, launched_rank=None, world_number=0
-):
-    file = CallFile.unshared(rank, world_size, launched_rank, world_number)
+def record_of(
+    rank, state=RankState.RUNNING, code=0, calls=2, world_size=3, launched_rank=None,
+    world_number=0, waits=0,
+):  # fmt: skip
+    page = StatusPage(rank, world_size, launched_rank, world_number)
     for sequence in range(1, calls + 1):
         call = Call.describe(
             sequence, Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM
         )
         call.filename, call.line = "train.py", 33
-        file.record(sequence, call.description, encode_place(call, ""))
-    file.end(state, code)
-    return file
+        page.record(call, "", None)
+        if sequence == waits:
+            page.wait(call)
+    page.end(state, code)
+    return page.read()
 
 
 def job(launcher_code, *ended, states=None, **known):
     """A job of 3 ranks: ``ended`` are pairs (rank, exit code) in the order of the ends."""
     states = {} if states is None else states
-    files = {rank: file_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
-    known = {"files": files, "is_hydra": True} | known
-    logs = RankLogs.of_job(known.pop("files").values())
+    records = {rank: record_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
+    known = {"records": records, "is_hydra": True} | known
+    logs = RankLogs.of_job(known.pop("records").values())
     processes = [RankProcess(rank, 4000 + rank, 3000 + rank, code) for rank, code in ended]
     return JobEnd(3, launcher_code, logs=logs, ended=processes, **known)
 
@@ -48,7 +51,7 @@ def test_names_the_first_that_was_killed(launcher_code):
     verdict = job(launcher_code, *ends, is_hydra=launcher_code == 9).judge()
     assert verdict.code == 137
     (line,) = verdict.lines
-    host = file_of(0).host
+    host = record_of(0).host
     assert line == (
         f"rank 1 (process 4001 on {host}) was killed by signal 9 (SIGKILL; out of memory?) "
         "after collective 2, all_reduce(SUM, float64[4]), at train.py:33; the others were ended "
@@ -131,9 +134,8 @@ def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, w
 
 
 def test_a_signal_to_the_command_is_told_where_no_rank_does():
-    files = {0: file_of(0), 1: file_of(1), 2: file_of(2, calls=3)}
-    files[2].wait(3)
-    verdict = interrupted(signal.SIGINT, RankLogs.of_job(files.values()))
+    records = {0: record_of(0), 1: record_of(1), 2: record_of(2, calls=3, waits=3)}
+    verdict = interrupted(signal.SIGINT, RankLogs.of_job(records.values()))
     assert verdict.code == 130
     place = "all_reduce(SUM, float64[4]), at train.py:33"
     (line,) = verdict.lines
@@ -144,8 +146,8 @@ def test_a_signal_to_the_command_is_told_where_no_rank_does():
     assert interrupted(signal.SIGTERM, {}) == Verdict(
         143, ("ended by SIGTERM; the ranks were ended",)
     )
-    files[1].end(RankState.REPORTED, 130)
-    assert interrupted(signal.SIGINT, RankLogs.of_job(files.values())) == Verdict(130)
+    records[1] = record_of(1, RankState.REPORTED, 130)
+    assert interrupted(signal.SIGINT, RankLogs.of_job(records.values())) == Verdict(130)
 
 
 def test_ranks_that_left_have_codes_of_their_own():
@@ -159,17 +161,17 @@ def test_ranks_that_left_have_codes_of_their_own():
 
 
 def test_before_and_in_init():
-    files = {0: file_of(0)}
-    line = job(1, (2, 1), files=files).judge().lines[0]
+    records = {0: record_of(0)}
+    line = job(1, (2, 1), records=records).judge().lines[0]
     assert line.startswith("rank 2 (process 4002) ended with code 1 before it called mpishard.init")
-    files = {0: file_of(0, RankState.STARTED), 2: file_of(2, calls=0)}
-    assert "in mpishard.init();" in job(9, (0, KILLED), files=files).judge().lines[0]
-    assert "before any collective" in job(9, (2, KILLED), files=files).judge().lines[0]
+    records = {0: record_of(0, RankState.STARTED), 2: record_of(2, calls=0)}
+    assert "in mpishard.init();" in job(9, (0, KILLED), records=records).judge().lines[0]
+    assert "before any collective" in job(9, (2, KILLED), records=records).judge().lines[0]
 
 
 def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
-    files = {rank: file_of(rank, RankState.STARTED) for rank in (1, 2)}
-    verdict = job(255, (2, KILLED), (1, KILLED), files=files).judge()
+    records = {rank: record_of(rank, RankState.STARTED) for rank in (1, 2)}
+    verdict = job(255, (2, KILLED), (1, KILLED), records=records).judge()
     assert verdict.code == 137
     assert re.match(r"rank 2 \(process 4002 on .*\) was killed by signal 9", verdict.lines[0])
     # After init it may be an MPI_Abort(-1), for which Hydra ends all ranks.
@@ -177,7 +179,7 @@ def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
 
 
 def test_a_rank_that_fails_before_any_calls_init_is_named():
-    verdict = job(1, (1, 1), (0, TERMINATED), files={}, is_hydra=False).judge()
+    verdict = job(1, (1, 1), (0, TERMINATED), records={}, is_hydra=False).judge()
     assert verdict.code == 1
     (line,) = verdict.lines
     assert line == (
@@ -188,20 +190,20 @@ def test_a_rank_that_fails_before_any_calls_init_is_named():
 
 def test_machines_that_cannot_be_reached():
     hosts = ["a", "b"]
-    (line,) = job(255, files={}, hosts=hosts, is_local=False, program="mpirun").judge().lines
+    (line,) = job(255, records={}, hosts=hosts, is_local=False, program="mpirun").judge().lines
     assert line == (
         "no rank was started (exit code 255 of mpirun): can a, b be reached by `ssh a true`, "
         "`ssh b true`?"
     )
-    assert job(3, files={}, hosts=hosts, is_local=False).judge() == Verdict(3)
-    assert job(255, files={}).judge() == Verdict(255)
+    assert job(3, records={}, hosts=hosts, is_local=False).judge() == Verdict(3)
+    assert job(255, records={}).judge() == Verdict(255)
     states = dict.fromkeys(range(3), (RankState.LEFT,))
     assert job(255, states=states, hosts=hosts, is_local=False).judge() == Verdict(255)
 
 
 def test_those_that_others_waited_for_in_init_are_named():
-    files = {0: file_of(0, RankState.REPORTED, 124)}
-    verdict = job(124, (1, ENDED), (0, 124), (2, KILLED), files=files).judge()
+    records = {0: record_of(0, RankState.REPORTED, 124)}
+    verdict = job(124, (1, ENDED), (0, 124), (2, KILLED), records=records).judge()
     assert verdict.code == 124
     assert verdict.lines == (
         "rank 1 (process 4001) ended with code 0 before it called mpishard.init()",
@@ -209,8 +211,8 @@ def test_those_that_others_waited_for_in_init_are_named():
 
 
 def test_a_script_without_mpishard_keeps_the_launchers_code():
-    assert job(9, (1, KILLED), files={}).judge() == Verdict(9)
-    assert job(0, (1, ENDED), files={}).judge() == Verdict(0)
+    assert job(9, (1, KILLED), records={}).judge() == Verdict(9)
+    assert job(0, (1, ENDED), records={}).judge() == Verdict(0)
 
 
 def test_on_several_machines_a_signal_may_be_the_launchers():
@@ -223,7 +225,7 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 def test_a_world_of_one_may_end_as_it_likes():
     one = JobEnd(
-        1, 0, RankLogs.of_job([file_of(0, world_size=1)]), [RankProcess(0, 4000, 3000, ENDED)]
+        1, 0, RankLogs.of_job([record_of(0, world_size=1)]), [RankProcess(0, 4000, 3000, ENDED)]
     )
     assert one.judge() == Verdict(0)
 
@@ -242,7 +244,7 @@ def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, wo
 
 def test_the_rank_for_which_the_job_was_ended():
     culprit = RankProcess(2, 4002, 3000, 1)
-    verdict = job(143, (2, 1), files={}, stopped_for=culprit).judge()
+    verdict = job(143, (2, 1), records={}, stopped_for=culprit).judge()
     assert verdict.code == 1
     assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
 
@@ -258,17 +260,17 @@ def test_the_cause_in_a_line():
     assert cause(1, states={2: (RankState.REPORTED, 0)}).endswith("code 1, as rank 2 reported")
     # Of scripts without mpishard nothing is said by itself.
     words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV)"
-    assert cause(11, (1, SEGMENTED), (0, KILLED), files={}) == words
-    assert cause(3, files={}, is_local=False) == "the job ended with code 3"
+    assert cause(11, (1, SEGMENTED), (0, KILLED), records={}) == words
+    assert cause(3, records={}, is_local=False) == "the job ended with code 3"
 
 
 def test_a_world_is_known_by_its_logs():
     assert job(1).called_init
-    assert not job(1, files={}).called_init
+    assert not job(1, records={}).called_init
 
 
-def test_a_call_log_can_be_read():
-    lines = RankLogs((file_of(1),)).text().splitlines()
+def test_a_record_can_be_read():
+    lines = RankLogs((record_of(1),)).text().splitlines()
     assert lines[0].startswith("rank 1 of 3, process ")
     assert lines[0].endswith(": ended without leaving, 2 collectives")
     assert lines[2].endswith("  collective 2, all_reduce(SUM, float64[4]), at train.py:33")
@@ -278,7 +280,7 @@ class TestSeveralWorldsOfOneProcess:
     """Halves of a job, or a second world beside the first."""
 
     def two(self, first, second):
-        return RankLogs((file_of(2, first), file_of(0, second, calls=3, world_number=1)))
+        return RankLogs((record_of(2, first), record_of(0, second, calls=3, world_number=1)))
 
     def test_a_rank_has_left_where_it_left_all(self):
         left, running = RankState.LEFT, RankState.RUNNING
@@ -289,19 +291,18 @@ class TestSeveralWorldsOfOneProcess:
         assert self.two(RankState.REPORTED, left).state is RankState.REPORTED
 
     def test_the_last_collective_is_that_of_the_process(self):
-        first, second = file_of(0), file_of(0, calls=3, world_number=1)
+        first, second = record_of(0), record_of(0, calls=3, world_number=1)
         assert RankLogs((first, second)).last_call.number == 3
-        call = Call.describe(3, Kind.BARRIER, None)
-        number = first.record(3, call.description, encode_place(call, ""))
-        first.wait(number)
-        logs = RankLogs((first, second))
-        assert logs.last_call.call.kind is Kind.BARRIER
+        assert not RankLogs((first, second)).waits_in_last
+        logs = RankLogs((first, record_of(0, calls=4, world_number=1, waits=4)))
+        assert logs.last_call.number == 4
         assert logs.waits_in_last
+        assert not RankLogs((record_of(0, calls=4, waits=3),)).waits_in_last
 
     def test_the_launchers_number_is_named(self):
         # Two halves of a job of 4: both have a rank 1.
         halves = [
-            file_of(rank % 2, world_size=2, launched_rank=rank, calls=rank) for rank in range(4)
+            record_of(rank % 2, world_size=2, launched_rank=rank, calls=rank) for rank in range(4)
         ]
         logs = RankLogs.of_job(halves)
         ended = [RankProcess(3, 4003, 3000, KILLED), RankProcess(1, 4001, 3000, KILLED)]
@@ -311,13 +312,13 @@ class TestSeveralWorldsOfOneProcess:
         assert "rank 3 of the job, in a world of its own rank 1 of 2, process " in logs[3].text()
 
     def test_a_world_that_was_left_hides_nothing(self):
-        files = [
-            file_of(rank, state, world_number=number)
+        records = [
+            record_of(rank, state, world_number=number)
             for rank in range(2)
             for number, state in enumerate((RankState.RUNNING, RankState.LEFT))
         ]
         ended = [RankProcess(1, 4001, 3000, ENDED)]
-        verdict = JobEnd(2, 0, RankLogs.of_job(files), ended, is_hydra=True).judge()
+        verdict = JobEnd(2, 0, RankLogs.of_job(records), ended, is_hydra=True).judge()
         assert verdict.code == 1
         assert verdict.lines[0].startswith("rank 1 ")
         assert "ended with code 0 without leaving" in verdict.lines[0]

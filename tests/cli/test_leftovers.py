@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli.leftovers import remove_shared_memory
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import StatusPage
 
 FOLDER = Path("/dev/shm")
 
@@ -35,24 +35,24 @@ def test_only_what_the_ranks_had_and_nobody_has(shared, tmp_path):
     elsewhere.write_text("")
     link = FOLDER / f"{left.name}.link"
     link.symlink_to(elsewhere)
-    file, second = CallFile.unshared(0, 2), CallFile.unshared(1, 2)
+    first, second = StatusPage(0, 2), StatusPage(1, 2)
     gone = FOLDER / "mpich_shm_that_is_gone"
-    file.note_shared_memory([str(path) for path in (left, used, elsewhere, link, gone)])
+    first.note_shared_memory([str(path) for path in (left, used, elsewhere, link, gone)])
     second.note_shared_memory([str(left)])
     try:
         with used.open("r+b") as handle, mmap.mmap(handle.fileno(), 0):
-            assert remove_shared_memory([file, second]) == [left]
+            assert remove_shared_memory([first.read(), second.read()]) == [left]
         assert not left.exists()
         assert all(path.exists() for path in (used, others, elsewhere))
         assert link.is_symlink()
-        assert remove_shared_memory([file]) == [used]
+        assert remove_shared_memory([first.read()]) == [used]
     finally:
         link.unlink()
 
 
 def test_files_of_others_stay(shared, monkeypatch):
-    path, file = shared("theirs"), CallFile.unshared(0, 1)
-    file.note_shared_memory([str(path)])
+    path, page = shared("theirs"), StatusPage(0, 1)
+    page.note_shared_memory([str(path)])
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert remove_shared_memory([file]) == []
+    assert remove_shared_memory([page.read()]) == []
     assert path.exists()

@@ -14,7 +14,7 @@ from mpishard.cli.log_folder import (
     prepare_log_folder,
 )
 from mpishard.cli.prepared_job import own_log_folder
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import StatusPage
 
 
 def leave_logs(folder, text):
@@ -53,7 +53,7 @@ def test_a_file_is_refused(tmp_path):
 def test_the_folder_of_a_running_job_is_refused(tmp_path, restart_count):
     calls = folder_of_start(tmp_path, restart_count) / CALLS
     calls.mkdir(parents=True)
-    CallFile.create(calls / "rank-2.calls", 2, 4)
+    StatusPage(2, 4).publish(calls)
     with pytest.raises(ValueError, match=r"belongs to a job that still runs: its rank 2 is proc"):
         check_log_folder(tmp_path)
 

@@ -10,7 +10,7 @@ from mpishard.cli import supervisor as module
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.notice import Notice
 from mpishard.cli.supervisor import Supervisor
-from mpishard.communication.contract.call_file import CallFile
+from mpishard.communication.contract.status import StatusPage
 
 
 class Rank:
@@ -56,7 +56,9 @@ class Run:
         handler(number, None)
 
     def saves(self, rank):
-        CallFile.create(self.supervisor._folder / f"rank-{rank}.calls", rank, 2).note_saving(True)
+        page = StatusPage(rank, 2)
+        page.publish(self.supervisor._folder)
+        page.note_saving(True)
         return self
 
 

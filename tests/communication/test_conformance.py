@@ -12,10 +12,9 @@ from mpishard.communication import (
     ReductionOperation,
 )
 from mpishard.communication.contract.call import DTYPES
-from mpishard.communication.mpi import collectives as mpi_collectives
-from mpishard.communication.mpi import lanes, pairwise_collectives, shared_collectives
-from mpishard.communication.mpi import reductions as mpi_reductions
+from mpishard.communication.mpi import messages
 from mpishard.communication.mpi.job import Job
+from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -126,18 +125,6 @@ def test_the_reference_tree_is_the_documented_one():
     assert tree_reduce(a, ReductionOperation.AVERAGE).tobytes() == (expected / 5).tobytes()
 
 
-@in_worlds(2, 3)
-def test_long_pieces_go_in_rounds(backend, monkeypatch):
-    """The scratch of a reduction is bounded; a small bound here makes many rounds."""
-    for module in ("reductions", "pairwise_collectives"):
-        monkeypatch.setattr(f"mpishard.communication.mpi.{module}.SCRATCH_BYTES", 100)
-    monkeypatch.setattr("mpishard.communication.mpi.pairwise_collectives.CHUNK_BYTES", 40)
-    checks = CommunicationConformance(DTYPES if FULL else SAMPLE)
-    checks.check_all_reduce(backend)
-    checks.check_reduce_scatter(backend)
-    checks.check_async_orders(backend)
-
-
 @pytest.mark.mpi
 @pytest.mark.dealt
 @pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
@@ -145,11 +132,9 @@ def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypat
     """`test_large.py` tells whether libraries can count them; here little counts as large."""
     monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", nodes)
     monkeypatch.setenv("MPISHARD_ARENA", arena)
-    for module in (mpi_collectives, pairwise_collectives, lanes):
-        monkeypatch.setattr(module, "LARGE_BYTES", 400)
-    monkeypatch.setattr(lanes, "_BLOCK_BYTES", 96)
-    for module in (mpi_reductions, pairwise_collectives, shared_collectives):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", 300)
+    monkeypatch.setattr(messages, "_LARGE_BYTES", 400)
+    monkeypatch.setattr(messages, "_BLOCK_BYTES", 96)
+    monkeypatch.setattr(messages.MessageChannel, "ROUND_BYTES", 300)
     with MPICommunicationBackend() as world:
         checks = CommunicationConformance(SAMPLE[1:3])
         for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter",
@@ -163,23 +148,22 @@ def test_scratch_that_is_kept_is_told(backend):
     group = backend.split(0)
     assert group.scratch_bytes == 0
     before = backend.scratch_bytes
-    lengths = (1_100_000, 1_060_000, 1_100_000)  # that are too long for bounce buffers
-    for length in lengths:
-        group.all_reduce_async(np.ones(length)).wait()  # all pieces at once, as several may be
+    for length in (1_100_000, 1_060_000, 1_100_000):
+        group.all_reduce_async(np.ones(length)).wait()
     others = group.world_size - 1
-    pieces = 0
-    if isinstance(group, MPICommunicationBackend):
-        pieces = 8 * others * (lengths[0] // group.world_size)
+    rows = 0
+    if isinstance(group, MPICommunicationBackend) and others:
+        rows = 2 * RowChannel.ROW_BYTES
     chunks = group._reducer.scratch_bytes
     assert (0 < chunks < 2**22) or (others < 2 and chunks == 0), "two are combined in one pass"
-    assert pieces + chunks <= group.scratch_bytes <= pieces + chunks + 8 * others
+    assert group.scratch_bytes == rows + chunks
     assert backend.scratch_bytes == before, "a group counts its own"
 
 
 def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "mpishard.communication.contract.transport.check_calls",
+        "mpishard.communication.contract.backend.check_calls",
         lambda *given: compared.append(given),
     )
     with InMemoryCommunicationBackend(0, 1, "compared with nobody") as backend:

@@ -1,6 +1,8 @@
 """Who is the odd one out: from records of ranks to a verdict and a table."""
 
 import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +10,14 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.matching import check_calls
-from mpishard.communication.contract.naming import group_label, group_members, ranks_text
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.matching import (
+    check_calls,
+    group_label,
+    group_members,
+    ranks_text,
+)
 from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 from mpishard.communication.diagnostics.stall import (
     describe_stall,
     longest_waiting,
@@ -65,6 +70,14 @@ class TestUnfinished:
             "for ranks 1, 2. Rank 2 waits in collective 4, barrier(), at train.py:1, for 31 s. "
             "Rank 1: in no collective since collective 3, barrier(), at train.py:1, 42 s ago: "
             "computing, asleep or stuck."
+        )
+
+    def test_a_rank_that_is_stopped_on_its_way_out(self):
+        stopped = busy(1, *history(3), state=RankState.LEAVING, is_stopped=True, pid=77)
+        text = unfinished([busy(0, state=RankState.LEAVING), stopped], NOW)
+        assert text == (
+            "for rank 1. Rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger) while it waits for the "
+            "others to leave; continue it with kill -CONT 77, or end it."
         )
 
     def test_ranks_that_nothing_is_known_of(self):
@@ -120,6 +133,54 @@ class TestVerdict:
         assert verdict([busy(0, *history(3)), left], NOW) == (
             "No rank is known to wait for another."
         )
+
+    def test_a_rank_that_is_stopped_in_the_collective_that_others_wait_in(self):
+        stopped = replace(waiting(1, *IN_PREDICT, seconds=40.0), is_stopped=True, pid=77)
+        records = [waiting(0, *IN_PREDICT), stopped, waiting(2, *IN_PREDICT)]
+        assert verdict(records, NOW) == (
+            "Ranks 0, 2 wait in collective 18, all_gather(float64[5]), at train.py:40 in "
+            "FSDPModel.predict, for 31 s. Rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger) in "
+            "collective 18, all_gather(float64[5]), at train.py:40 in FSDPModel.predict; continue "
+            "it with kill -CONT 77, or end it."
+        )
+        assert longest_waiting(records) == 0
+
+    @pytest.mark.parametrize(
+        ("record", "where"),
+        [
+            (busy(1, *history(3)), "in or after collective 3, barrier(), at train.py:1"),
+            (busy(1), "before any collective"),
+            (busy(1, state=RankState.STARTED), "in init"),
+            (RankRecord(1, is_known=False), "before or in init"),
+            (
+                busy(1, waits=MessageWait(0, 5, False, "")),
+                "while it waits for a message with tag 5 from rank 0",
+            ),
+        ],
+    )
+    def test_where_a_rank_is_stopped(self, record, where):
+        stopped = replace(record, is_stopped=True, pid=77)
+        for other in waiting(0, *history(4)), busy(0, state=RankState.STARTED):
+            text = verdict([other, stopped], NOW)
+            assert text.endswith(
+                f"Rank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger) {where}; continue it with "
+                "kill -CONT 77, or end it."
+            )
+        line = rank_table([stopped], NOW).splitlines()[0]
+        assert line == f"  rank 1: stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
+
+    def test_a_rank_that_is_stopped_after_it_has_left_is_not_odd(self):
+        left = busy(1, *history(4), state=RankState.LEFT, is_stopped=True)
+        assert "is stopped" not in verdict([waiting(0, *history(4)), left], NOW)
+
+    def test_in_init_one_rank_speaks_if_something_is_known(self):
+        ranks = [busy(rank, state=RankState.STARTED) for rank in range(2)]
+        late = RankRecord(2)
+        assert longest_waiting([*ranks, late]) == 0
+        assert verdict([*ranks, late], NOW) == "Rank 2: not yet come to init."
+        unknown = RankRecord(2, is_known=False)
+        assert longest_waiting([*ranks, unknown]) is None
+        assert longest_waiting([ranks[0], replace(unknown, is_stopped=True)]) == 0
 
     def test_ranks_that_did_not_come(self):
         records = [waiting(0, *history(1)), RankRecord(1), RankRecord(2), RankRecord(3)]
@@ -297,7 +358,7 @@ class TestTable:
             "  rank 3: its process is gone, after collective 1, barrier(), at train.py:1",
             "    1: barrier() at train.py:1",
             "  rank 4: has not come to init",
-            "  rank 5: on another node, whose call log cannot be read from here",
+            "  rank 5: on another node, whose status pages cannot be read from here",
             "  rank 6: in init, where ranks wait for each other",
             "  rank 7: has called no collective yet: computing, asleep or stuck",
         ]
@@ -539,6 +600,7 @@ class TestThreadRanks:
                 backend.receive(2, 1)
             if backend.rank == 1:
                 pair.barrier()
+            time.sleep(0.2)  # rank 2: until the others wait
 
         found = ends(3, body)
         assert found[0].rank == 2
@@ -561,7 +623,7 @@ class TestThreadRanks:
     def test_a_dump_while_all_is_well(self):
         def body(backend):
             backend.barrier()
-            return describe_stall(backend._world) if backend.rank == 0 else None
+            return describe_stall(backend._world.records()) if backend.rank == 0 else None
 
         text = run_in_threads(2, body)[0]
         assert "\nWhat each rank does, and its last collectives:\n  rank 0: " in text

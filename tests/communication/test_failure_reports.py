@@ -1,6 +1,5 @@
 """What is said of a failure: by a rank of an MPI job, and by run_in_threads."""
 
-import sys
 import time
 import traceback
 
@@ -9,11 +8,13 @@ import pytest
 
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import CallFile, LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.rank_record import RankRecord, records_of_files
-from mpishard.communication.diagnostics.departure import Departure
-from mpishard.communication.failure import exit_call as exit_call_module
-from mpishard.communication.failure.exit_call import exit_call, watch_exit
+from mpishard.communication.contract.status import (
+    LoggedCall,
+    MessageWait,
+    RankRecord,
+    RankState,
+)
+from mpishard.communication.diagnostics.stall import describe_departure
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import (
     CollectiveMismatchError,
@@ -66,7 +67,7 @@ def barrier(sequence, number, group="", method=""):
 
 
 def described(records, awaited, group=""):
-    return Departure(1, 4, group, 0, "in collective 5, barrier()", awaited).describe(records)
+    return describe_departure(1, 4, group, 0, awaited, records)
 
 
 LEFT = {"state": RankState.LEAVING, "calls": (barrier(4, 4),)}
@@ -76,26 +77,11 @@ def test_a_rank_that_left_without_a_record_is_named():
     call = barrier(5, 5, method="Model.save").call
     assert described([], call, "group 1 (ranks 0, 1)") == (
         "rank 1 left after collective 4 of group 1 (ranks 0, 1), while rank 0 waits in collective "
-        "5, barrier(). Model.save is collective: look for a loop or a branch in which rank 1 calls "
-        "it less often"
+        "5, barrier(), of group 1 (ranks 0, 1), called at train.py:7 in Model.save. Model.save is "
+        "collective: look for a loop or a branch in which rank 1 calls it less often"
     )
     text = described([], MessageWait(1, 0, is_send=False, group=""))
     assert text.endswith("Look for a loop or a branch that ends earlier on rank 1")
-
-
-@pytest.mark.parametrize(
-    ("given", "advice"),
-    [("sys.exit('no file')", "Look why rank 1"), ("sys.exit(3)", "Look why rank 1"),
-     ("sys.exit(0)", "A collective is called"), ("sys.exit()", "A collective is called")],
-)  # fmt: skip
-def test_how_it_left_is_told_where_it_did_so_on_purpose(given, advice):
-    waits = barrier(5, 5)
-    records = [
-        RankRecord(0, RankState.RUNNING, calls=(waits,)), RankRecord(1, exit_call=given, **LEFT)
-    ]  # fmt: skip
-    text = described(records, waits.call)
-    assert f"rank 1 left after collective 4, by {given}, while rank 0 waits in" in text
-    assert f". {advice}" in text
 
 
 def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left():
@@ -110,34 +96,6 @@ def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left()
     assert "rank 2 waits in collective 1, barrier(), of group 1 (ranks 0, 2) at" in text
     assert "call the collectives of different groups in different orders" in text
     assert "look for a loop" not in text
-
-
-def test_the_last_call_of_sys_exit_is_what_ended_the_rank(monkeypatch):
-    called = []
-    monkeypatch.setattr(sys, "exit", called.append)
-    monkeypatch.setattr(exit_call_module, "_watching", [])
-    monkeypatch.setattr(exit_call_module, "_noted", [])
-    watch_exit(lambda: 99)
-    watch_exit(lambda: 4)
-    assert exit_call(4) == ""
-    sys.exit(2)
-    sys.exit("bad input file: foo.txt")
-    assert called == [2, "bad input file: foo.txt"]
-    assert exit_call(4) == "sys.exit('bad input file: foo.txt')"
-    assert exit_call(5) == ""  # it went on: somebody caught it
-    sys.exit()
-    assert exit_call(4) == "sys.exit()"
-
-
-def test_how_a_rank_left_can_be_read_by_others(tmp_path):
-    own = CallFile.create(tmp_path / "rank-1.calls", 1, 2)
-    seen = CallFile.open(tmp_path / "rank-1.calls")
-    assert seen.exit_call == ""
-    own.note_exit("sys.exit('\u00e9" + "x" * 400)
-    own.note_exit("sys.exit('\u00e9')")
-    own.end(RankState.LEFT)
-    record = records_of_files({1: seen}, 2, time.time(), all_are_here=True)[1]
-    assert (record.exit_call, record.state) == ("sys.exit('\u00e9')", RankState.LEFT)
 
 
 def test_groups_in_another_order_where_others_have_left():

@@ -225,7 +225,7 @@ def test_a_world_that_was_shut_down_and_begins_again_forgets_its_failure():
         backends[rank].initialize()
         total = backends[rank].all_reduce(np.ones(2))
         backends[rank].shutdown()
-        return total.tolist(), len(backends[rank].call_log)
+        return total.tolist(), len(backends[rank].status.read().calls)
 
     assert in_threads(again) == [([2, 2], 1)] * 2
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpishard import run_in_threads
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.contract.transport import Transport
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz import fuzz_sequence
 from mpishard.testing.fuzz_plan import draw_plan, spoil
@@ -105,13 +105,13 @@ def test_another_order_of_a_sum_is_noticed(monkeypatch):
 
 
 def test_a_mismatch_that_is_let_through_is_noticed(monkeypatch):
-    check = Transport._verify
+    check = CommunicationBackend._verify
 
     def blind(self, calls):
         if len({call.operation for call in calls}) == 1 or len({call.kind for call in calls}) > 1:
             check(self, calls)
 
-    monkeypatch.setattr(Transport, "_verify", blind)
+    monkeypatch.setattr(CommunicationBackend, "_verify", blind)
     fails("was not refused", 60, mismatch=True)
 
 
@@ -120,5 +120,5 @@ def test_a_false_alarm_is_noticed(monkeypatch):
         if calls[0].sequence == 20:
             raise CollectiveMismatchError("there is nothing wrong")
 
-    monkeypatch.setattr(Transport, "_verify", jumpy)
+    monkeypatch.setattr(CommunicationBackend, "_verify", jumpy)
     fails("nothing wrong", 2)

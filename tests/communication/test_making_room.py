@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from mpishard.communication.contract import call_file
-from mpishard.communication.contract.call_file import call_files
+from mpishard.communication.contract import status
+from mpishard.communication.contract.status import records_in
 from mpishard.communication.failure import preemption as making_room
 from mpishard.communication.failure.preemption import OrderToMakeRoom
 from mpishard.communication.failure.signals import is_free
@@ -36,7 +36,7 @@ def order(monkeypatch):
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
-    monkeypatch.setattr(call_file, "_own", [])
+    monkeypatch.setattr(status, "_own", [])
     return tmp_path
 
 
@@ -90,9 +90,10 @@ def test_one_rank_says_that_nobody_heeded_it(order, folder, capsys):
 
 def test_a_run_that_saves_says_so_while_it_does(order, folder):
     with InMemoryCommunicationBackend(0, 1, "order") as world, Preemption(world):
-        (file,) = call_files(folder)
-        assert (file.pid, file.is_saving) == (os.getpid(), True)
-    assert not file.is_saving
+        (record,) = records_in(folder)
+        assert (record.pid, record.is_saving) == (os.getpid(), True)
+    (record,) = records_in(folder)
+    assert not record.is_saving
 
 
 def test_a_forked_process_is_ended_as_ever(order, monkeypatch):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from mpishard import ReductionOperation, ShardLayout, run_in_threads
-from mpishard.communication.contract.nodes import Nodes, same_everywhere, shared_by_node
+from mpishard.communication.contract.arena import PRIVATE, Nodes, Regions, anonymous_memory
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
 from mpishard.communication.mpi import node_memory as arena
-from mpishard.communication.mpi.node_memory import PRIVATE, Regions, anonymous_memory
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
@@ -90,7 +89,7 @@ def test_many_at_once(backend, path):
 @pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
-    monkeypatch.setattr("mpishard.communication.mpi.shared_collectives.SCRATCH_BYTES", 400)
+    monkeypatch.setattr("mpishard.communication.mpi.messages.MessageChannel.ROUND_BYTES", 400)
     length = 1003
     mine, result = own_slice(backend, length, np.float64), backend.allocate_shared(length, float)
     part = ShardLayout(length, backend.world_size).slice(backend.rank)
@@ -195,7 +194,7 @@ def test_without_memory_to_share_there_is_none(backend, messages_only):
     assert backend.all_reduce(np.ones(100))[0] == backend.world_size
 
 
-@pytest.mark.parametrize("source", ["memfd", "file", "window"])
+@pytest.mark.parametrize("source", ["memfd", "file"])
 @pytest.mark.mpi
 def test_every_source_serves(backend, source, monkeypatch):
     monkeypatch.setenv("MPISHARD_ARENA", source)
@@ -208,16 +207,14 @@ def test_every_source_serves(backend, source, monkeypatch):
     assert shared[:-1:7].tolist() == (np.arange(300_000) % backend.world_size)[:-1:7].tolist()
     backend.barrier()
     assert not list(Path("/dev/shm").glob("mpishard*"))
-    # More than a few: MPICH hangs in its sixth or so where windows are not made with care.
     for _ in range(20):
         another = backend.allocate_shared(10, np.float32)
         assert another is not None
         del another
-    if source != "window":  # those last as long as MPI
-        del shared
-        gc.collect()
-        # The watchdog's thread opens a file now and then, for a moment.
-        assert any(len(list(Path("/proc/self/fd").iterdir())) <= handles for _ in range(1000))
+    del shared
+    gc.collect()
+    # The watchdog's thread opens a file now and then, for a moment.
+    assert any(len(list(Path("/proc/self/fd").iterdir())) <= handles for _ in range(1000))
 
 
 @pytest.mark.mpi
@@ -226,9 +223,8 @@ def test_a_small_dev_shm_is_no_crash(backend, monkeypatch):
         f_bavail, f_frsize = 10, 4096
 
     monkeypatch.setattr(arena.os, "statvfs", lambda path: Full)
-    for source in ("file", "window"):
-        monkeypatch.setenv("MPISHARD_ARENA", source)
-        assert backend.allocate_shared(100_000, np.float64) is None
+    monkeypatch.setenv("MPISHARD_ARENA", "file")
+    assert backend.allocate_shared(100_000, np.float64) is None
     monkeypatch.setenv("MPISHARD_ARENA", "auto")
     assert backend.allocate_shared(100_000, np.float64) is not None
 
@@ -251,17 +247,14 @@ def test_where_a_rank_has_nothing_left_messages_are_sent(backend, monkeypatch, c
     def refuse(*_: object) -> None:
         raise OSError(code, "nothing left")
 
-    monkeypatch.setenv("MPISHARD_ARENA", "auto")
+    monkeypatch.setenv("MPISHARD_ARENA", "memfd")
     last = backend.world_size - 1
     if backend.rank == last:
         monkeypatch.setattr(arena.mmap, "mmap", refuse)
     memory = backend.allocate_shared(1000, np.float64)
-    if code == errno.EMFILE:
-        assert memory is None
-        said = "ulimit -n" in caplog.text
-        assert said == (backend.rank == last)
-    else:
-        assert memory is not None, "the window serves"
+    assert memory is None
+    said = "ulimit -n" in caplog.text
+    assert said == (backend.rank == last and code == errno.EMFILE)
     assert (backend.all_reduce(np.ones(1000)) == backend.world_size).all()
 
 
@@ -277,7 +270,7 @@ def test_settings_without_meaning_are_refused(name, monkeypatch):
 
 def test_regions_know_their_arrays_until_the_last_is_gone():
     regions = Regions()
-    assert not regions.ever
+    assert regions.count == 0
     memory = anonymous_memory(4096)
     regions.add(memory)
     array = memory[64:128].view(np.float64)
@@ -293,9 +286,8 @@ def test_regions_know_their_arrays_until_the_last_is_gone():
     gc.collect()
     assert regions.locate(np.ones(3)) == PRIVATE
     assert not regions._regions
-    assert regions.ever
     regions.add(anonymous_memory(10))
-    assert regions._count == 2, "numbers are not used again: ranks collect garbage at other times"
+    assert regions.count == 2, "numbers are not used again: ranks collect garbage at other times"
 
 
 @pytest.mark.parametrize("after", range(1, 40))
@@ -363,19 +355,24 @@ def test_who_deals_with_whom():
             agent = nodes[0].agent(other, node)
             assert nodes[agent].own == node
             assert other == agent or other in nodes[agent].clients()
-    assert nodes[0].sent_to_gather([5, 4, 3, 2, 1]) == 5
-    assert nodes[0].sent_to_reduce([5, 4, 3, 2, 1]) == 4  # 3 + 1, in one sum each
-    assert nodes[2].sent_to_reduce([5, 4, 3, 2, 1]) == 10  # ranks 2, 3 and rank 4
+    assert nodes[0].subtrees(0) == ((0, 1),)
+    assert len(nodes[2].subtrees(1)) == 2  # ranks 2, 3 and rank 4
 
 
 def test_who_shares():
-    assert shared_by_node([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
-    assert not shared_by_node([(0, 0), (1, 64), (3, 0)], [0, 0, 1])
-    assert not shared_by_node([(0, 0), PRIVATE], [0, 0])
-    assert not shared_by_node([(0, 0), (0, 0)], [0, 1]), "alone on a node, nothing is gained"
-    assert same_everywhere([(0, 8), (0, 8), (0, 16)], [0, 0, 1])
-    assert not same_everywhere([(0, 8), (0, 16)], [0, 0])
-    assert not same_everywhere([PRIVATE, PRIVATE], [0, 0])
+    def arrays_are_shared(places, numbers):
+        return Nodes(tuple(numbers), 0).arrays_are_shared([(own, PRIVATE) for own in places])
+
+    def results_are_shared(places, numbers):
+        return Nodes(tuple(numbers), 0).results_are_shared([(PRIVATE, out) for out in places])
+
+    assert arrays_are_shared([(0, 0), (0, 64), (3, 0)], [0, 0, 1])
+    assert not arrays_are_shared([(0, 0), (1, 64), (3, 0)], [0, 0, 1])
+    assert not arrays_are_shared([(0, 0), PRIVATE], [0, 0])
+    assert not arrays_are_shared([(0, 0), (0, 0)], [0, 1]), "alone on a node, nothing is gained"
+    assert results_are_shared([(0, 8), (0, 8), (0, 16)], [0, 0, 1])
+    assert not results_are_shared([(0, 8), (0, 16)], [0, 0])
+    assert not results_are_shared([PRIVATE, PRIVATE], [0, 0])
 
 
 @pytest.mark.parametrize("count", range(1, 20))

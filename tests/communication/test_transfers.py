@@ -177,7 +177,7 @@ def test_what_nobody_took_is_not_the_next_world_s(backend):
         pytest.skip("needs two ranks")
     for number in range(3):
         with MPICommunicationBackend(backend._comm) as own:
-            posted = own._talk
+            posted = own._group
             for size in (3, LONG):
                 for tag in (0, 1):
                     own.send_async(np.full(size, -1.0), right, tag)

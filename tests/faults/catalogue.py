@@ -330,7 +330,7 @@ def leaves_at_its_end(backend, culprit):
         backend.all_reduce(LONG.copy())
 
 
-@fault(mpi=("rank {culprit} left after collective 1, by sys.exit(0), while", "the job ends"))
+@fault(mpi=("rank {culprit} left after collective 1, while", "the job ends"))
 def leaves_by_exit_0(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
@@ -339,7 +339,7 @@ def leaves_by_exit_0(backend, culprit):
         backend.barrier()
 
 
-@fault(mpi=("rank {culprit} left after collective 1, by sys.exit(3), while", "the job ends"))
+@fault(mpi=("rank {culprit} left after collective 1, while", "the job ends"))
 def leaves_by_exit_3(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
@@ -502,7 +502,11 @@ def groups_in_another_order(backend, culprit):
     second.barrier()
 
 
-@fault(code=124, mpi=("rank {culprit}", "the job ends"), stalls=True)
+@fault(
+    code=124,
+    mpi=("ank {culprit} is stopped (SIGSTOP", "collective ", "kill -CONT", "the job ends"),
+    stalls=True,
+)
 def is_stopped(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:

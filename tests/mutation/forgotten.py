@@ -96,6 +96,10 @@ def differences(backend: Any, mine: Any) -> str:
     return ""
 
 
+def share_path(backend: Any, path: Any) -> Any:
+    return path
+
+
 def share_text(backend: Any, text: str) -> str:
     return text
 

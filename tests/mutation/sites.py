@@ -33,7 +33,7 @@ COLLECTIVES = {
 }  # fmt: skip
 """Methods of a backend."""
 
-FUNCTIONS = {"differences", "gather_texts", "share_text", "synchronize", "together"}
+FUNCTIONS = {"differences", "gather_texts", "share_path", "share_text", "synchronize", "together"}
 """Functions on a backend, and the one that waits for a GPU's copies."""
 
 # Methods that are one of the engine's own collectives, with the names that what has them goes by;

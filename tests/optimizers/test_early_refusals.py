@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.errors import CheckpointError, ShardingError
+from mpishard.testing.worlds import in_worlds
 
 X = np.random.default_rng(0).standard_normal((12, 3))
 Y = X[:, :1]
@@ -71,6 +73,27 @@ def test_a_folder_that_is_a_checkpoint(tmp_path):
 )
 def test_ranks_that_ask_for_different_training(options, message):
     on_all_ranks(ValueError, f"same training; by rank, .*{message}", options)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("part", ["validation", "test"])
+@in_worlds(2, 3)
+def test_evaluation_data_of_another_length_on_one_rank(backend, part, strategy):
+    """Each rank would evaluate its part of its own data set, and all report one wrong loss."""
+    model, optimizer = wrap(backend, strategy=strategy)
+    before = model.gather_full_parameters()
+    last = backend.rank == backend.world_size - 1
+    length = 7 if last else 11
+    asked = data(model, **{f"x_{part}": X[:length], f"y_{part}": Y[:length]})
+    lengths = ", ".join(["11"] * (backend.world_size - 1) + ["7"])
+    message = f"same training; by rank, x_{part} samples is {lengths}.*local_data=True"
+    with pytest.raises(ValueError, match=message):
+        optimizer.optimize(asked)
+    assert (model.gather_full_parameters() == before).all()
+    assert optimizer.steps == 0
+    # Data sets of the ranks' own may have any length.
+    own = dataclasses.replace(asked, local_data=True)
+    assert optimizer.optimize(own).iterations > 0
 
 
 def test_ranks_with_different_rules():

@@ -336,3 +336,27 @@ def test_a_model_of_another_strategy_is_refused(backend):
     with pytest.raises(TypeError, match="sharded already"):
         rule().optimize(data(model))
     assert backend._sequence == before
+
+
+@pytest.mark.parametrize(
+    ("ends", "steps"),
+    [
+        ({}, 4),
+        ({"max_steps": 30}, 30),
+        ({"max_steps": 3}, 3),
+        ({"epochs": 2}, 8),
+        ({"epochs": 2, "max_steps": 30}, 8),
+        ({"epochs": 2, "max_steps": 5}, 5),
+    ],
+)
+@in_worlds(2)
+def test_epochs_and_max_steps_each_end_training_alone(backend, ends, steps):
+    model = ms.as_distributed(ms.nn.MLP([2, 1]), backend)
+    optimizer = ms.as_distributed(ms.optimizers.SGD(0.01), backend)
+    data = ms.OptimizationInputData(
+        model=model, x_train=np.ones((8, 2)), y_train=np.ones((8, 1)), batch_size=2,
+        progress=False, **ends,
+    )  # fmt: skip
+    result = optimizer.optimize(data)
+    assert result.iterations == steps
+    assert len(result.fitness_history) == -(-steps // 4)

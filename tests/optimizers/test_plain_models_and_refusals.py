@@ -332,5 +332,6 @@ def test_collectives_are_logged_at_the_user_s_line(backend):
     plain, optimizer = mlp(), optimizer_of(backend)
     with pytest.raises(ValueError, match="3"):
         optimizer.optimize(data(plain, x_test=X[:, :2], y_test=Y))
-    (call,) = backend.call_log
+    (logged,) = backend.status.read().calls
+    call = logged.call
     assert call.site.startswith(f"{Path(__file__)}:")

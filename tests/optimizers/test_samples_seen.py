@@ -21,7 +21,7 @@ class KilledError(Exception):
     """What ends a run here."""
 
 
-class Recorded(np.ndarray):
+class Recorded(np.memmap):  # the one subclass of ndarray that is not refused
     """Samples whose reads are written down; the read after so many kills the run."""
 
     def __new__(cls, samples, reads):

@@ -4,13 +4,16 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 
 import mpishard  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
 
+from mpishard import settings
 from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.status import StatusReader
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reference import ADVERSARIAL_VALUES
@@ -170,6 +173,32 @@ def quits_rank():
     if backend.rank == 1:
         os._exit(0)  # no hook of Python's runs
     backend.barrier()
+
+
+def stop_this_process(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_in_a_collective():
+    backend = mpishard.init()
+    backend.barrier()
+    if backend.rank == 1:
+        threading.Timer(0.5, stop_this_process).start()
+    else:
+        time.sleep(1)
+    backend.all_reduce(LONG)
+
+
+def stopped_before_init():
+    if settings.launched_rank() == 1:
+        stop_this_process()
+    mpishard.init()
+
+
+def stopped_in_init():
+    if settings.launched_rank() == 1:
+        StatusReader.share = stop_this_process
+    mpishard.init()
 
 
 def many_groups():

@@ -160,6 +160,30 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
 
 
 @needs_mpi
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the process table of Linux")
+@pytest.mark.parametrize("has_folder", [False, True], ids=["plain", "job's folder"])
+@pytest.mark.parametrize(
+    ("scenario", "where"),
+    [("stopped_in_a_collective", "in collective 2, all_reduce(SUM, float64[5000]), at "),
+     ("stopped_in_init", None),
+     ("stopped_before_init", "before or in init")],
+)  # fmt: skip
+def test_a_rank_that_is_stopped_is_named(scenario, where, has_folder, tmp_path):
+    folder = {"MPISHARD_JOB_FOLDER": str(tmp_path)} if has_folder else {}
+    ended = job(scenario, 3, MPISHARD_TIMEOUT="3", MPISHARD_WARN_AFTER="2", **folder)
+    assert ended.code == 124, ended
+    assert ended.seconds < 15, ended
+    where = where or ("in init" if has_folder else "before or in init")
+    words = f"ank 1 is stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
+    warning, _, report = ended.err.partition("the job ends (MPISHARD_TIMEOUT)")
+    assert re.search(
+        rf"{re.escape(words)}.*; continue it with kill -CONT \d+, or end it", report
+    ), ended
+    assert words in warning, ended
+    assert f"rank 1: stopped (SIGSTOP, Ctrl-Z or a debugger) {where}" in report, ended
+
+
+@needs_mpi
 @pytest.mark.parametrize("ranks", [5, 6, 7, 8] if IS_FULL else [5, 8])
 def test_more_ranks_than_cores(ranks):
     specification = importlib.util.spec_from_file_location("scenarios", SCENARIOS)

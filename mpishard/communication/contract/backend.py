@@ -1,54 +1,283 @@
-"""The contract that every way of talking between ranks fulfils.
+"""The contract of every way in which ranks communicate.
 
-Concurrency: a backend belongs to one thread of one rank. All ranks issue the collectives of one
+Concurrency: a rank's backend and the groups split off it belong to one thread at a time; a call
+from a second thread while one is under way is refused. All ranks issue the collectives of one
 backend in the same order.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.contract.arguments import (
+from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.call import (
+    DTYPES,
+    Call,
+    Kind,
     check_array,
     check_out,
+    check_peer,
     check_root,
     check_writeable,
     piece_sizes,
 )
-from mpishard.communication.contract.call import DTYPES, Kind
-from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.point_to_point import PointToPoint
+from mpishard.communication.contract.matching import check_calls, group_label
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
+    TreeReducer,
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.work import Work
-from mpishard.errors import CommunicationError
+from mpishard.communication.contract.status import RankState, StatusPage
+from mpishard.communication.contract.traffic import Traffic
+from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work, in_call
+from mpishard.communication.tracing.recorder import (
+    CollectiveInFlight,
+    MessageInFlight,
+    Recorder,
+    current_recorder,
+)
+from mpishard.communication.tracing.session import stop_recording
+from mpishard.errors import CommunicationError, NotInitializedError
+from mpishard.logs import set_up_logging
 
-__all__ = ["CommunicationBackend"]
+__all__ = ["CommunicationBackend", "refuse_other_message"]
+
+_LINE_BYTES = 64
 
 
-class CommunicationBackend(PointToPoint):
-    """How ranks talk: collectives on NumPy or CuPy arrays, with checks before data is mixed.
+class Session:
+    """The part of a rank that its root world and the groups split off it have in common."""
+
+    def __init__(self) -> None:
+        self.status: StatusPage | None = None
+        """The rank's own page of the flight recorder; there from `initialize` on."""
+        self.broken: CommunicationError | None = None
+        """The error of every call after one that was cut off; None while all is well."""
+        self.lock = threading.RLock()
+        """Held by the thread that communicates just now."""
+        self.thread = 0
+        """Its identity."""
+
+
+class CommunicationBackend(ABC):
+    """Collectives on NumPy or CuPy arrays, with checks before data is mixed.
 
     Every collective takes any C-contiguous array of any length, 0 and fewer elements than ranks
     included, and splits along dim 0 as `ShardLayout` does unless told otherwise. Reductions
     combine in one tree order (`mpishard.communication.contract.reduction`): the same inputs
     give the same bits on every backend, rank and run.
 
-    A subclass gives what `Transport` names: ``_steps_<collective>`` generators, `_drive`, `_send`,
-    `_steps_receive`, and the two life-cycle hooks.
-
     Use as a context manager (``with backend:``) on threads of your own: an exception in the body
-    is told to the other ranks, and leaving the body counts as leaving the world.
+    is reported to the other ranks, and leaving the body counts as leaving the world.
+
+    Notes
+    -----
+    A subclass gives what is abstract here: `rank`, `world_size`, `abort`, the two life-cycle
+    hooks, ``_steps_<collective>`` generators, `_drive`, `_send` and `_steps_receive`. It may give
+    `nodes`, `_steps_send`, `_steps_allocate_shared` and `_break`, and ``_rank_is_process = False``
+    for threads.
+
+    For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
+    contributions in the one tree; ``traffic``, which books the bytes sent; ``_sequence``, the
+    number of this rank's last collective; ``_is_root``, false for a world that was split off; and
+    ``group``, the name of this world, the same on its ranks alone.
+
+    A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
+    returns the collective's result, which shares no memory with other ranks' arrays. Its arguments
+    have been checked on this rank alone: before it uses what others sent it hands all ranks'
+    calls, in rank order, to `_verify`. It runs for a world of one, too. After it has returned
+    the caller may change ``array``.
     """
+
+    _rank_is_process = True  # and not a thread of it
+    _heir: Self | None  # the world after this one, without the ranks that were lost
+
+    def __init__(self) -> None:
+        self._initialized = False
+        self._is_root = True  # and was not split off another world
+        self._heir = None
+        self._sequence = 0
+        self._called: Call | None = None  # numbered, and not issued yet
+        self._world_ranks: tuple[int, ...] | None = None
+        self._topology: Nodes | None = None
+        self._pending: deque[CollectiveWork] = deque()
+        self._transfers: list[Transfer] = []
+        self._rounds = 0
+        self._reducer = TreeReducer()
+        self._regions = Regions()
+        self._session = Session()
+        self.traffic = Traffic(self)
+        """Bytes that this rank has sent and read."""
+        self.check_collectives = True
+        """Whether every collective compares the ranks' calls before data is mixed.
+
+        Results do not depend on it. False saves the header of `all_reduce` and `reduce_scatter`
+        above 128 bytes, as long as no memory was shared on this backend: one wait for the other
+        ranks. All other collectives keep their header, which carries lengths or the data itself,
+        and its checks. Set it alike on all ranks. In memory and in a world of one it saves
+        nothing.
+        """
+        self.label = ""
+        """The name of this world in messages; empty for a root world."""
+        self.group, self.axis = "world", ""
+        """The name of this world in traces, the same on its ranks alone, and its mesh axis."""
+        self.recorder: Recorder | None = None
+        """The recorder of a trace, until this backend is shut down."""
+
+    # ------------------------------------------------------------------------------ who is where
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this thread, in ``[0, world_size)``."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """The number in the root world of each of these ranks; errors and reports give that.
+
+        In a root world, which was not split off another, 0, 1 and so on.
+        """
+        return self._world_ranks or tuple(range(self.world_size))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of the node that each rank runs on; nodes are numbered by first rank."""
+        return (0,) * self.world_size
+
+    @property
+    def topology(self) -> Nodes:
+        """`nodes`, and who deals with whom."""
+        if self._topology is None:
+            self._topology = Nodes(self.nodes, self.rank)
+        return self._topology
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's number among the ranks of its node."""
+        return self.peers.index(self.rank)
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes that the ranks run on."""
+        return self.topology.count
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, itself among them, in order."""
+        return self.topology.peers
+
+    @property
+    def status(self) -> StatusPage:
+        """The flight recorder's page of this rank: its last collectives, and its wait."""
+        page = self._session.status
+        if page is None:
+            page = self._session.status = StatusPage(self.rank, self.world_size)
+        return page
+
+    # -------------------------------------------------------------------------------- life cycle
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the buffers that this backend keeps from one collective to the next.
+
+        Memory beside the arrays of its callers, for an account of what a rank needs. A world that
+        was split off has buffers of its own, and counts those alone.
+        """
+        return self._reducer.scratch_bytes
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether collectives may be called."""
+        return self._initialized
+
+    def initialize(self) -> None:
+        """Make the backend ready. Idempotent.
+
+        Raises
+        ------
+        ValueError
+            For an environment variable of the package that has no meaning.
+        """
+        if self._heir is not None:
+            raise self._not_ready_error()
+        if not self._initialized:
+            settings.check()
+            if self._is_root:
+                self._session = Session()
+            self._on_initialize()
+            if self._is_root:
+                set_up_logging(self.rank, is_process=self._rank_is_process)
+            self._initialized = True
+            if self._is_root:
+                self.status.end(RankState.RUNNING)
+
+    def shutdown(self) -> None:
+        """Leave the world. Idempotent. Peers that still wait for this rank are told."""
+        if self._initialized:
+            stop_recording(self)
+            self._on_shutdown()
+            self._initialized = False
+            if self._is_root:
+                self.status.end(RankState.LEFT)
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Report to every rank that this one failed, so that none waits for it.
+
+        In memory the others raise `PeerError`; under MPI the job ends.
+        """
+
+    def __enter__(self) -> Self:
+        self.initialize()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # sys.exit is a way to leave, not a failure.
+        if error is None or isinstance(error, SystemExit):
+            self.shutdown()
+        else:
+            self.abort(error)
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only. Not collective."""
+        if self.rank == 0:
+            print(*values, flush=True)  # noqa: T201
+
+    def progress(self) -> None:
+        """Let what was issued, and not waited for, go on as far as it can. Never blocks.
+
+        Worth calling between pieces of a long computation in which a `Work` should advance.
+        """
+        if not self._pending and not self._transfers:
+            return
+        self._acquire()
+        try:
+            for pending in (*self._pending, *self._transfers):
+                pending.advance()
+            self._forget_done()
+        finally:
+            self._release()
+
+    def describe(self) -> str:
+        """One line that names this backend in messages."""
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -444,10 +673,10 @@ class CommunicationBackend(PointToPoint):
         call = self._call(Kind.SPLIT, None)
         member = self._issue(call, self._steps_split(call, color, order)).wait()
         if member is not None:
-            member._is_root = False
+            member._is_root, member._session = False, self._session
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
-            member.call_log = CallLog(self.call_log.journal, "a new group")
+            member.label = "a new group"
             member.initialize()
             if member._world_ranks is None:
                 mine = np.array([self.world_ranks[self.rank]])
@@ -562,3 +791,511 @@ class CommunicationBackend(PointToPoint):
             return None
         self._regions.add(memory)
         return memory[: wanted.nbytes].view(wanted.dtype)
+
+    def allocate_arena(self, length: int, dtype: DTypeLike) -> Arena | None:
+        """A vector for each rank of this rank's node, which all of them read in place. Collective.
+
+        Parameters
+        ----------
+        length : int
+            Elements of each vector, 1 or more; the same on all ranks.
+        dtype : dtype
+            Of the elements; the same on all ranks.
+
+        Returns
+        -------
+        Arena or None
+            Zeros, each vector beginning on a cache line of its own; None, on every rank, if a
+            node's ranks cannot share memory.
+
+        Raises
+        ------
+        ValueError, CollectiveMismatchError
+            As `allocate_shared`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mpishard import run_in_threads
+        >>> def body(b):
+        ...     arena = b.allocate_arena(4, np.float64)
+        ...     arena.mine[:] = b.rank + 1
+        ...     piece = np.empty(2)
+        ...     arena.reduce_into(piece).wait()
+        ...     return piece.tolist(), float(arena.of(1 - b.rank)[0])
+        >>> run_in_threads(2, body)
+        [([3.0, 3.0], 2.0), ([3.0, 3.0], 1.0)]
+        """
+        line = max(1, _LINE_BYTES // np.dtype(dtype).itemsize)
+        stride = -(-length // line) * line
+        # As long on every node as the largest needs, because lengths must agree; memory that no
+        # rank writes takes no pages.
+        most = max(self.nodes.count(node) for node in self.nodes)
+        shared = self.allocate_shared(length if length < 1 else stride * most, dtype)
+        if shared is None:
+            return None
+        vectors = {
+            rank: shared[place * stride : place * stride + length]
+            for place, rank in enumerate(self.peers)
+        }
+        return Arena(vectors, self.rank, self.reduce_scatter_async, self.barrier_async)
+
+    # ---------------------------------------------------------------------------- point to point
+
+    def send(self, array: Array, destination_rank: int, tag: int = 0) -> None:
+        """Send a copy of ``array``; returns without waiting for the receiver.
+
+        Messages arrive in order for each (pair of ranks, tag).
+
+        Raises
+        ------
+        ValueError
+            For a rank outside the world or this one, or a negative tag.
+        """
+        self._check_send(array, destination_rank, tag, "send")
+        in_flight = self._record_message(self.rank, destination_rank, tag, array)
+        self._send(array, destination_rank, tag)
+        if in_flight is not None:
+            in_flight.done()
+            in_flight.blocked(in_flight.start)
+
+    def send_async(self, array: Array, destination_rank: int, tag: int = 0) -> Transfer:
+        """As `send`, without a copy where the transport can do without.
+
+        ``array`` must not be changed before ``wait`` of what this returns has returned. That may
+        be when the receiver has taken the message: two ranks that each wait for a send to the
+        other before they receive may wait for ever.
+
+        Raises
+        ------
+        ValueError
+            As `send`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mpishard import run_in_threads
+        >>> def shift(b):
+        ...     right, left = (b.rank + 1) % b.world_size, (b.rank - 1) % b.world_size
+        ...     coming = b.receive_async(left, 2, dtype=np.int64)
+        ...     going = b.send_async(np.array([b.rank, 10 * b.rank]), right)
+        ...     got = coming.wait().tolist()
+        ...     going.wait()
+        ...     return got
+        >>> run_in_threads(3, shift)
+        [[2, 20], [0, 0], [1, 10]]
+        """
+        self._check_send(array, destination_rank, tag, "send_async")
+        in_flight = self._record_message(self.rank, destination_rank, tag, array)
+        steps = self._steps_send(array, destination_rank, tag)
+        return self._begin(
+            Transfer(self, steps, destination_rank, tag, is_send=True, in_flight=in_flight)
+        )
+
+    def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
+        """Wait for the next message of ``source_rank`` with ``tag`` and return it.
+
+        Parameters
+        ----------
+        source_rank : int
+            The sender.
+        count : int
+            Number of elements expected.
+        tag : int
+            The sender's tag.
+
+        Returns
+        -------
+        Array
+            The message, in the shape it was sent; a new array.
+
+        Raises
+        ------
+        ValueError
+            For a rank outside the world or this one, a negative tag or count.
+        CommunicationError
+            Where the message has another number of elements; it then stays queued.
+        """
+        self._check_receive(source_rank, count, tag)
+        transfer = self._begin_receive(source_rank, count, tag, None)
+        try:
+            return transfer.wait()
+        except BaseException:
+            transfer.cancel()  # nobody holds it, and what comes later is not for it
+            raise
+
+    def receive_async(
+        self, source_rank: int, count: int, tag: int = 0, *, dtype: DTypeLike
+    ) -> Transfer:
+        """As `receive`, issued and not waited for, so that the message may come meanwhile.
+
+        Receives of one (source, tag) take messages in the order in which they were issued, and
+        in whichever order they are waited for. Their memory is set aside at once.
+
+        Parameters
+        ----------
+        source_rank, count, tag : int
+            As `receive`.
+        dtype : dtype
+            Of the message: the transport may be told where to put it before it comes.
+
+        Returns
+        -------
+        Transfer
+            ``wait`` gives the message, a new array in the shape it was sent; ``cancel`` gives
+            it up.
+
+        Raises
+        ------
+        ValueError
+            As `receive`, and for a dtype that does not travel.
+        CommunicationError
+            By ``wait``, where the message has another dtype or number of elements. It then stays
+            queued; if it is longer than expected, MPI may have lost it.
+        """
+        self._check_receive(source_rank, count, tag)
+        expected = np.dtype(dtype)
+        if expected not in DTYPES:
+            raise ValueError(f"receive_async cannot take dtype {expected.name}")
+        return self._begin_receive(source_rank, count, tag, expected)
+
+    def _begin_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Transfer:
+        in_flight = self._record_message(source, self.rank, tag)
+        steps = self._steps_receive(source, count, tag, dtype)
+        return self._begin(Transfer(self, steps, source, tag, is_send=False, in_flight=in_flight))
+
+    def _record_message(
+        self, source: int, destination: int, tag: int, sent: Array | None = None
+    ) -> MessageInFlight | None:
+        """What a message is recorded with from now on; None where no trace is."""
+        recorder = current_recorder.get()
+        if recorder is None:
+            return None
+        way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
+        return MessageInFlight(recorder, way | ({"axis": self.axis} if self.axis else {}), sent)
+
+    def begin_round(self) -> int:
+        """The number, from 0, of a round of messages that is told from others by its tags.
+
+        Whoever runs rounds of messages that may fail halfway takes one for each, on all ranks
+        alike. What a failed round left behind is then not taken for the next one's.
+        """
+        self._rounds += 1
+        return self._rounds - 1
+
+    def _check_send(self, array: Array, destination: int, tag: int, name: str) -> None:
+        self._ready()
+        check_array(array, name)
+        check_peer(destination, tag, self.rank, self.world_size)
+        self.traffic.count("send", array.nbytes)
+
+    def _check_receive(self, source: int, count: int, tag: int) -> None:
+        self._ready()
+        check_peer(source, tag, self.rank, self.world_size)
+        if as_integer("count", count) < 0:
+            raise ValueError(f"count must be 0 or more, got {count}")
+
+    # -------------------------------------------------------------------------- for the subclass
+
+    @abstractmethod
+    def _on_initialize(self) -> None:
+        """Enter the world. Also called for a world that `_steps_split` returns."""
+
+    @abstractmethod
+    def _on_shutdown(self) -> None:
+        """Leave in good order: tell the others, and see that what was sent goes out.
+
+        If this is the root, the worlds that were split from it end with it.
+        """
+
+    @abstractmethod
+    def _drive(self, work: Work) -> None:
+        """Wait until ``work`` is done.
+
+        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
+        that were split from one another, so that ranks may wait in different orders.
+
+        Raises
+        ------
+        PeerError
+            If a rank that ``work`` waits for has failed or left.
+        CollectiveTimeoutError
+            If one has not arrived in time.
+        """
+
+    def _explain(self, error: Exception, where: str) -> Exception:
+        """The exception that a rank raises for ``error`` while it waits ``where``; here, itself."""
+        return error
+
+    def _break(self, where: str, error: BaseException) -> None:
+        """End this world, of which ``error`` cut a collective off ``where`` this rank was.
+
+        Every later call on it, and on the worlds split from one another with it, raises. A
+        subclass also tells the other ranks.
+        """
+        if self.world_size > 1 and self._session.broken is None:
+            me = self.world_ranks[self.rank]
+            self._session.broken = CommunicationError(
+                f"rank {me} was cut off by {type(error).__name__} {where}, and the other ranks go "
+                "on from there: this world has ended. Do not catch that exception inside a "
+                "collective, or end the job when it comes; nothing more can be called here"
+            )
+
+    def _tell_of_break(self) -> None:
+        """Tell the other ranks, if `_break` has not: somebody caught the exception."""
+
+    def _admit(self, kind: Kind, sequence: int) -> None:
+        """Refuse a collective before it is recorded, if nothing can be called any more."""
+
+    def _parting(self, sequence: int) -> str:
+        """The collective, up to ``sequence``, at which the ranks went different ways, if known.
+
+        Here empty: no rank knows of the others' earlier collectives.
+        """
+        return ""
+
+    def _shrink(self) -> Self:
+        """A new, initialised root world of the ranks that are left. This one is then `_retire`d.
+
+        Here, where no rank outlives another, an error.
+        """
+        raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
+
+    def _retire(self, heir: Self) -> None:
+        """End this world, in whose place comes ``heir``, the world of the ranks that are left."""
+        stop_recording(self)
+        if self._is_root and self._initialized:
+            self.status.end(RankState.LEFT)
+        self._initialized, self._heir = False, heir
+        self._pending.clear()
+        self._transfers.clear()
+
+    @property
+    def _newest(self) -> Self:
+        """The world that this one became as ranks were lost; itself if none was."""
+        newest = self
+        while newest._heir is not None:
+            newest = newest._heir
+        return newest
+
+    @abstractmethod
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        """Combine all ranks' arrays into ``out``, which may be ``array``; return ``out``."""
+
+    @abstractmethod
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
+
+        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
+        float32.
+        """
+
+    @abstractmethod
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
+
+    @abstractmethod
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        """The root's array: itself there, elsewhere in ``array`` or a new one."""
+
+    @abstractmethod
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        """A new array of this rank's rows; ``counts`` is None on all ranks but the root."""
+
+    @abstractmethod
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        """All ranks' rows, a new array, on the root; None elsewhere."""
+
+    @abstractmethod
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
+
+    @abstractmethod
+    def _steps_barrier(self, call: Call) -> Steps:
+        """End when every rank has called it."""
+
+    @abstractmethod
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+
+        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
+        group exchanges them, by one all_gather.
+        """
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        """Zeroed bytes that this rank's node shares; or None, as here: no node shares any."""
+        yield from self._steps_barrier(call)
+        return None
+
+    @abstractmethod
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        """Send a copy; do not wait, not even if the receiver has left."""
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        """Send ``array``, which stays as it is until this ends; here, a copy of it."""
+        self._send(array, destination, tag)
+        yield from ()
+
+    @abstractmethod
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        """Take the next message that no earlier receive of (source, tag) takes; a new array.
+
+        ``dtype`` is None if the caller takes any; given, memory may be ready ahead of it. A
+        message that `refuse_other_message` refuses stays for the next receive, and so does the
+        place in line if the generator is closed.
+        """
+
+    # ----------------------------------------------------------------------------- calls under way
+
+    def _call(
+        self,
+        kind: Kind,
+        array: Array | None,
+        *,
+        operation: ReductionOperation | None = None,
+        root: int = -1,
+        counts: tuple[int, ...] | None = None,
+        out_rows: int = -1,
+    ) -> Call:
+        """Number and record a collective."""
+        self._ready()
+        self._acquire()
+        try:
+            if self._called is not None:
+                # An exception struck between the last call's number and its first step.
+                self._break(in_call(self._called, self.label), CommunicationError("an exception"))
+            if self._session.broken is not None:
+                self._tell_of_break()
+                raise self._session.broken
+            self._admit(kind, self._sequence + 1)
+            call = Call.describe(
+                self._sequence + 1, kind, array, operation=operation, root=root, counts=counts,
+                out_rows=out_rows,
+            )  # fmt: skip
+            self._sequence, self._called = call.sequence, call
+            self.status.record(call, self.label, sys._getframe(1))
+        finally:
+            self._release()
+        return call
+
+    def _acquire(self) -> None:
+        """Take the rank's lock, or refuse a second thread while a first is under way."""
+        session = self._session
+        if not session.lock.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise CommunicationError(
+                f"thread {threading.current_thread().name!r} of rank {self.world_ranks[self.rank]} "
+                f"calls a collective or message while thread {names.get(session.thread)!r} is in "
+                "one: a rank's backend and the groups split off it belong to one thread at a time. "
+                "Let one thread of each rank communicate, or hand over when the first is through"
+            )
+        session.thread = threading.get_ident()
+
+    def _release(self) -> None:
+        """Give the rank's lock back."""
+        self._session.lock.release()
+
+    def _issue(self, call: Call, steps: Steps) -> Work:
+        """Begin a collective, and go on with it as far as is possible without waiting."""
+        recorder = current_recorder.get()
+        in_flight = None
+        if recorder is not None:
+            in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
+        self._acquire()
+        try:
+            work = CollectiveWork(self, steps, call, in_flight)
+            self._pending.append(work)
+            work.advance()
+            self._called = None
+            self._forget_done()
+        finally:
+            self._release()
+        work.begun()
+        return work
+
+    def _begin(self, transfer: Transfer) -> Transfer:
+        """Issue a message. It stands beside the collectives: they do not wait for it."""
+        self._acquire()
+        try:
+            self._transfers.append(transfer)
+            transfer.advance()
+            self._forget_done()
+        finally:
+            self._release()
+        transfer.begun()
+        return transfer
+
+    def _forget_done(self) -> None:
+        while self._pending and self._pending[0].done:
+            self._pending.popleft()
+        if self._transfers:
+            self._transfers = [transfer for transfer in self._transfers if not transfer.done]
+
+    def _verify(self, calls: Sequence[Call]) -> None:
+        """Refuse, on every rank alike, calls that do not belong together."""
+        # One call belongs to itself; the rows of its ``out`` may still be wrong.
+        if len(calls) == 1 and calls[0].out_rows < 0:
+            return
+        check_calls(calls, self.world_ranks, self.label, self._parting)
+
+    def _places(self, array: Array, out: Array | None) -> Places:
+        """Where ``array`` and its result lie in memory that the node's ranks share."""
+        if not self._regions.count:
+            return PRIVATE, PRIVATE
+        return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
+
+    def _ready(self) -> None:
+        if not self._initialized:
+            raise self._not_ready_error()
+
+    def _not_ready_error(self) -> CommunicationError:
+        if self._heir is not None:
+            return NotInitializedError(
+                f"{self.describe()} has lost ranks and has ended: go on with the backend of "
+                f"{self._heir.world_size} that shrink() returned, and with groups, models and "
+                "optimizers that are made on it"
+            )
+        return NotInitializedError(
+            f"{self.describe()} is not initialised; call initialize(), or use "
+            "mpishard.init() which returns an initialised backend"
+        )
+
+    def _name_group(self, purpose: str) -> None:
+        """Let reports say the purpose of this group, which was split off another."""
+        steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
+        self.label = group_label(purpose, ".".join(steps), self.world_ranks)
+
+
+def refuse_other_message(
+    size: int,
+    dtype: np.dtype[Any],
+    expected_size: int,
+    expected_dtype: np.dtype[Any] | None,
+    source: int,
+    tag: int,
+) -> None:
+    """Refuse a message that is not the one expected.
+
+    ``source`` is what the error calls the sender: its number in the root world.
+
+    Raises
+    ------
+    CommunicationError
+        Naming both.
+    """
+    if size != expected_size or expected_dtype not in (None, dtype):
+        of, expected_of = "", ""
+        if expected_dtype is not None:
+            of, expected_of = f" of {dtype.name}", f" of {expected_dtype.name}"
+        raise CommunicationError(
+            f"the next message with tag {tag} from rank {source} has {size} elements{of}, "
+            f"{expected_size}{expected_of} were expected; it stays queued"
+        )

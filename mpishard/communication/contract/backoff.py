@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["Patience", "yield_processor"]
+__all__ = ["Backoff", "yield_processor"]
 
 _SPINS = 32
 _LOOK_EVERY = 256
@@ -24,7 +24,7 @@ def yield_processor() -> None:
         time.sleep(0)
 
 
-class Patience:
+class Backoff:
     """One wait, from its first unsuccessful poll to its end.
 
     Polling without yielding is ruinous where more ranks than cores run, and yielding costs

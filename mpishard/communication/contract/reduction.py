@@ -9,7 +9,6 @@ such bit: NumPy's vector loops take either operand's.)
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
@@ -20,15 +19,12 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, chunk_length
 
 __all__ = [
-    "FixedReducer",
     "ReductionOperation",
     "Subtree",
     "TreeReducer",
     "accumulation_dtype",
     "check_reducible",
     "complete_subtrees",
-    "is_one_step",
-    "quiet_combiner",
 ]
 
 
@@ -78,11 +74,6 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
 
 
-def is_one_step(dtype: np.dtype[Any], operation: ReductionOperation) -> bool:
-    """Whether two arrays are combined in one step, which needs no memory."""
-    return operation is not ReductionOperation.AVERAGE and accumulation_dtype(dtype) == dtype
-
-
 _UFUNCS = {
     ReductionOperation.SUM: "add",
     ReductionOperation.AVERAGE: "add",
@@ -103,14 +94,6 @@ def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> C
         out[...] = ufunc(left, right)
 
     return multiply
-
-
-def quiet_combiner(operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """``combine(left, right, out=)`` of two host arrays, which warns of no overflow."""
-    # To enter a context is quicker than np.errstate.
-    context = contextvars.Context()
-    context.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
-    return functools.partial(context.run, _combiner(np, operation, dtype))
 
 
 Subtree = tuple[int, int]
@@ -266,55 +249,3 @@ def _tree(
     right = _tree(leaves, middle, level - 1, count, scratch[level - 1], scratch, combine)
     combine(left, right, out=target)
     return target
-
-
-class FixedReducer:
-    """The same tree over arrays that stay where they are: laid out once, run often.
-
-    Parameters
-    ----------
-    contributions : sequence of Array
-        Host arrays of one shape and dtype, two or more, in rank order.
-    operation : ReductionOperation
-        How to combine.
-    """
-
-    def __init__(self, contributions: Sequence[Array], operation: ReductionOperation) -> None:
-        count, shape = len(contributions), contributions[0].shape
-        dtype = accumulation_dtype(contributions[0].dtype)
-        self._wide: list[tuple[Array, Array]] = []
-        if dtype != contributions[0].dtype:
-            self._wide = [(np.empty(shape, dtype), array) for array in contributions]
-            contributions = [wide for wide, _ in self._wide]
-        self._combine = _combiner(np, operation, dtype)
-        self._count = count if operation is ReductionOperation.AVERAGE else 0
-        self._steps: list[tuple[Array, Array, Array]] = []
-        depth = (count - 1).bit_length()
-        self._sum, *scratch = [np.empty(shape, dtype) for _ in range(1 + depth)]
-        leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
-        _tree(leaves, 0, depth, count, self._sum, scratch, self._note)
-        self._last = self._steps.pop()
-        # To enter a context is quicker than np.errstate.
-        self._context = contextvars.Context()
-        self._context.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
-
-    def _note(self, left: Array, right: Array, *, out: Array) -> None:
-        self._steps.append((left, right, out))
-
-    def reduce(self, out: Array) -> None:
-        """Combine what the contributions hold now into ``out``, which is none of them."""
-        self._context.run(self._reduce, out)
-
-    def _reduce(self, out: Array) -> None:
-        for wide, array in self._wide:
-            wide[...] = array
-        for left, right, target in self._steps:
-            self._combine(left, right, out=target)
-        left, right, target = self._last
-        if self._wide or self._count:
-            self._combine(left, right, out=target)
-            if self._count:
-                np.divide(target, self._count, out=target)
-            out[...] = target
-        else:
-            self._combine(left, right, out=out)

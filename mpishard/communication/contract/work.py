@@ -1,8 +1,8 @@
-"""A collective or a message under way: a generator that says what it waits for, and its handle.
+"""A collective or a message under way: a generator that yields what it waits for, and its handle.
 
 A collective is a generator: it yields whenever it needs the other ranks, and returns its result.
-The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; there is one
-implementation of each collective per backend, whether it blocks or not.
+The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; each backend has
+one implementation of each collective, whether it blocks or not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.call_file import MessageWait
-from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.naming import of_group
+from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
-from mpishard.errors import CommunicationError
+from mpishard.errors import CommunicationError, MpishardError
 
 __all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
@@ -26,7 +25,7 @@ class Waitable(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether it has happened. Never blocks; raises where it can no longer happen."""
+        """Whether it has happened. Never blocks; raises if it can no longer happen."""
 
 
 Steps = Generator[Waitable, None, Any]
@@ -34,17 +33,23 @@ Steps = Generator[Waitable, None, Any]
 
 
 class Driver(Protocol):
-    """Who advances collectives: the backend that issued them."""
+    """The backend that issued a collective, and advances it."""
 
-    call_log: CallLog
+    label: str
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """As `Topology.world_ranks`."""
+        """As `CommunicationBackend.world_ranks`."""
+
+    def _acquire(self) -> None: ...
+
+    def _release(self) -> None: ...
 
     def _drive(self, work: Work) -> None: ...
 
     def _explain(self, error: Exception, where: str) -> Exception: ...
+
+    def _break(self, where: str, error: BaseException) -> None: ...
 
 
 class Work(ABC):
@@ -61,22 +66,22 @@ class Work(ABC):
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self._in_flight = in_flight  # where a trace is recorded
+        self._in_flight = in_flight  # None unless a trace is recorded
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """What a rank does that waits for it: "rank 1 waits .."."""
+        """The end of the sentence "rank 1 waits .." about a rank that waits for it."""
 
     @property
     @abstractmethod
     def awaited(self) -> Call | MessageWait:
-        """What a rank that waits for it says in its journal."""
+        """The entry in the rank's status while the rank waits for it."""
 
     @property
     def done(self) -> bool:
@@ -96,16 +101,13 @@ class Work(ABC):
                     return False
                 self._waitable = next(self._steps)
             except StopIteration as stop:
-                self._done, self._result, self._waitable = True, stop.value, None
+                self._end(result=stop.value)
             except Exception as error:  # noqa: BLE001 - wait() raises it
-                explained = self._driver._explain(error, self.where)
-                self._done, self._error, self._waitable = True, explained, None
+                self._end(error=self._driver._explain(error, self.where))
             except BaseException as error:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
-                self._done, self._error, self._waitable = True, error, None
+                self._end(error=error)
                 raise
-            if self._done:
-                self._record_end()
         return True
 
     def wait(self) -> Any:
@@ -117,7 +119,20 @@ class Work(ABC):
             As the blocking call does.
         """
         if not self._done:
-            self._drive()
+            in_flight = self._in_flight
+            since = 0 if in_flight is None else in_flight.now()
+            self._driver._acquire()
+            try:
+                self._driver._drive(self)
+            except MpishardError:
+                raise
+            except BaseException as error:
+                self._interrupted(error)
+                raise
+            finally:
+                self._driver._release()
+                if in_flight is not None:
+                    in_flight.blocked(since)
         if self._error is not None:
             raise self._error
         return self._result
@@ -127,24 +142,19 @@ class Work(ABC):
         self._done, self._error, self._waitable = True, error, None
 
     def begun(self) -> None:
-        """Hear that it was issued, and went as far as it could."""
+        """Record that it was issued, and went as far as it could."""
         if self._in_flight is not None:
             self._in_flight.blocked(self._in_flight.start)
 
-    def _drive(self) -> None:
-        in_flight = self._in_flight
-        if in_flight is None:
-            self._driver._drive(self)
-            return
-        since = in_flight.now()
-        try:
-            self._driver._drive(self)
-        finally:
-            in_flight.blocked(since)
-
-    def _record_end(self) -> None:
+    def _end(self, result: Any = None, error: BaseException | None = None) -> None:
+        self._done, self._result, self._error, self._waitable = True, result, error, None
         if self._in_flight is not None:
-            self._in_flight.done(self._error, self._result)
+            self._in_flight.done(error, result)
+        if error is not None and not isinstance(error, MpishardError):
+            self._interrupted(error)
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Note that ``error`` cut it off: not an error that every rank raises alike."""
 
 
 class CollectiveWork(Work):
@@ -162,15 +172,19 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        return _name(self.call, self._driver.call_log.group)
+        return _name(self.call, self._driver.label)
 
     @property
     def where(self) -> str:
-        return in_call(self.call, self._driver.call_log.group)
+        return in_call(self.call, self._driver.label)
 
     @property
     def awaited(self) -> Call:
         return self.call
+
+    def _interrupted(self, error: BaseException) -> None:
+        # The others went on with it, or wait in it: this rank is out of step from here on.
+        self._driver._break(self.where, error)
 
 
 def in_call(call: Call, group: str) -> str:
@@ -204,7 +218,7 @@ class Transfer(Work):
     @property
     def name(self) -> str:
         way = "send to" if self.is_send else "receive from"
-        group = self._driver.call_log.group
+        group = self._driver.label
         inside = f" in {group}," if group else ""
         return f"{way} rank {self._driver.world_ranks[self.peer]}, tag {self.tag},{inside}"
 
@@ -215,12 +229,12 @@ class Transfer(Work):
     @property
     def awaited(self) -> MessageWait:
         peer = self._driver.world_ranks[self.peer]
-        return MessageWait(peer, self.tag, self.is_send, self._driver.call_log.group)
+        return MessageWait(peer, self.tag, self.is_send, self._driver.label)
 
     def cancel(self) -> None:
         """Give up a receive: the message, come or not, is the next receive's. Idempotent.
 
-        `wait` then raises `CommunicationError`. Nothing happens where it is complete.
+        `wait` then raises `CommunicationError`. Nothing happens if it is complete.
 
         Raises
         ------
@@ -231,6 +245,4 @@ class Transfer(Work):
             raise ValueError(f"{self.name} is a send, which cannot be taken back")
         if not self._done:
             self._steps.close()
-            self._done, self._waitable = True, None
-            self._error = CommunicationError(f"{self.name} was cancelled")
-            self._record_end()
+            self._end(error=CommunicationError(f"{self.name} was cancelled"))

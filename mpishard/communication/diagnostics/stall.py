@@ -1,8 +1,9 @@
-"""Why ranks wait: who is the odd one out, and what it does instead.
+"""Explain why ranks wait: find the odd one out, and say what it does instead.
 
-Pure functions of `RankRecord`. A rank that waits waits *for* ranks: those of its group that have
-not called the same collective, or the other end of a message. Followed from rank to rank this
-ends at one that waits for nobody, which is the odd one out, or goes round in a circle.
+All functions take records of ranks and communicate nothing. A rank that waits waits *for* ranks:
+those of its group that have not called the same collective, or the other end of a message.
+Following these from rank to rank leads to a rank that waits for nobody, which is the odd one out,
+or into a circle. A rank whose process is stopped is always the odd one out.
 """
 
 from __future__ import annotations
@@ -10,30 +11,46 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mpishard.communication.contract.call_file import LoggedCall, MessageWait, RankState
-from mpishard.communication.contract.matching import differing_calls, differing_methods
-from mpishard.communication.contract.naming import of_group, who
-from mpishard.communication.contract.rank_record import RankRecord, Watched, members_of
-from mpishard.communication.diagnostics.table import call_text, exit_text, rank_table, seconds_text
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.matching import (
+    advice_on_leaving,
+    differing_calls,
+    differing_methods,
+    of_group,
+    who,
+)
+from mpishard.communication.contract.status import (
+    LoggedCall,
+    MessageWait,
+    RankRecord,
+    RankState,
+    members_of,
+)
+from mpishard.communication.contract.work import in_call
+from mpishard.communication.diagnostics.table import (
+    AGO,
+    rank_table,
+    seconds_text,
+    stopped_text,
+    wait_text,
+)
 
 __all__ = [
-    "circle_of", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+    "describe_departure", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
-_AGO = "{ago}"
-"""Stands for a time that differs between ranks that otherwise do the same."""
 
 
-def describe_stall(watched: Watched) -> str:
-    """What a job does that does not go on: who waits for whom, and a table of all ranks.
+def describe_stall(records: Sequence[RankRecord]) -> str:
+    """Why a job does not go on: who waits for whom, and a table of all ranks.
 
     Parameters
     ----------
-    watched : Watched
-        A `CallBoard`, or the root world of thread-ranks. Nobody's help is needed to read them, so
-        that a signal handler or a thread of a stuck rank may ask.
+    records : sequence of RankRecord
+        One for each rank of the root world.
 
     Returns
     -------
@@ -41,7 +58,7 @@ def describe_stall(watched: Watched) -> str:
         The verdict of one or a few sentences, a line "What each rank does, and its last
         collectives:", and the table; no line break at the end.
     """
-    records, now = watched.records(), time.time()
+    now = time.time()
     return (
         f"{verdict(records, now)}\nWhat each rank does, and its last collectives:\n"
         f"{rank_table(records, now)}"
@@ -49,13 +66,20 @@ def describe_stall(watched: Watched) -> str:
 
 
 def longest_waiting(records: Sequence[RankRecord]) -> int | None:
-    """The rank that has waited for the longest: who may speak for all. None where none waits."""
-    waiting = [record for record in records if record.waited]
+    """The rank that may report for all: the one that has waited longest; None if none waits.
+
+    A rank that is stopped or gone cannot report. In ``init``, the first rank reports, if the state
+    of all ranks is known or one is stopped.
+    """
+    able = [r for r in records if r.is_alive and not r.is_stopped]
+    waiting = [r for r in able if r.waited]
+    if not waiting and (all(r.is_known for r in records) or any(map(_stopped, records))):
+        waiting = [r for r in able if r.state is RankState.STARTED]
     return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
 
 
 def verdict(records: Sequence[RankRecord], now: float) -> str:
-    """Which ranks are the odd ones out, and what they do instead, in a few sentences.
+    """Name the odd ones out, and say what they do instead, in a few sentences.
 
     Parameters
     ----------
@@ -65,15 +89,20 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         Seconds since the epoch.
     """
     by_rank = {record.rank: record for record in records}
-    waiting = [record for record in records if record.waits is not None]
+    waiting = [record for record in records if _is_waiting(record)]
     waits_for = {record.rank: _waits_for(record, records) for record in waiting}
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
         record
         for record in records
-        if record.is_known
-        and record.waits is None
-        and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        if _stopped(record)
+        or (is_in_init and record.is_known and record.state is None)
+        or (
+            record.is_known
+            and record.waits is None
+            and (record.rank in wanted or (not record.is_alive and not record.has_left))
+        )
     ]
     if odd:
         names = {record.rank for record in odd}
@@ -84,11 +113,11 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         sentences = _circle_text(circle, by_rank) if circle else _all_called(waiting, records)
     else:
         sentences = ["No rank is known to wait for another."]
-    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
+    return _text(sentences)
 
 
 def unfinished(records: Sequence[RankRecord], now: float) -> str:
-    """Whom the ranks that have finished wait for, and what those do, in a few sentences.
+    """Name the ranks that have not finished, and say what they do, in a few sentences.
 
     Parameters
     ----------
@@ -97,28 +126,24 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    late = [record for record in records if record.is_known and not record.has_left]
+    late = [r for r in records if r.is_known and (not r.has_left or _stopped(r))]
     if not late:
         return "for ranks of other nodes, of which nothing is known here"
-    waiting = [record for record in late if record.waits is not None]
-    others = [record for record in late if record.waits is None]
+    waiting = [record for record in late if _is_waiting(record)]
+    others = [record for record in late if not _is_waiting(record)]
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
-    told = " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
-    return f"for {who([record.rank for record in late])}. {told}"
+    return f"for {who([record.rank for record in late])}. {_text(sentences)}"
 
 
-def circle_of(records: Sequence[RankRecord]) -> str:
-    """The ranks that wait for each other, and why, in two sentences; empty where none do."""
-    by_rank = {record.rank: record for record in records}
-    circle = _circle({r.rank: _waits_for(r, records) for r in records if r.waits is not None})
-    return " ".join(_circle_text(circle, by_rank)) if circle else ""
+def _text(sentences: Sequence[str]) -> str:
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
-    """Where the ranks of ``group`` first called different functions; empty where they did not.
+    """The first collective that ranks of ``group`` called in different functions; may be empty.
 
-    Collectives of one kind and shape go together whatever they are for: ranks that have parted
-    may go on for a while before the difference shows.
+    Collectives of one kind and shape match whatever their purpose: ranks that have parted may go on
+    for a while before a mismatch is found.
 
     Parameters
     ----------
@@ -149,6 +174,14 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     return ""
 
 
+def _stopped(record: RankRecord) -> bool:
+    return record.is_stopped and record.state is not RankState.LEFT
+
+
+def _is_waiting(record: RankRecord) -> bool:
+    return record.waits is not None and not _stopped(record)
+
+
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
     wait = record.waits
     if isinstance(wait, MessageWait):
@@ -162,30 +195,21 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
     return [r.rank for r in others if r.waits is None and not r.waited and not r.has_left]
 
 
-def _wait_text(record: RankRecord) -> str:
-    wait = record.waits
-    assert wait is not None
-    return str(wait) if isinstance(wait, MessageWait) else f"in {call_text(wait)}"
-
-
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
-    """Who waits where: those that most do first."""
+    """Sentences on the ranks that wait, the most frequent wait first."""
     alike: dict[str, list[RankRecord]] = {}
     for record in waiting:
-        alike.setdefault(_wait_text(record), []).append(record)
+        alike.setdefault(wait_text(record), []).append(record)
     groups = sorted(alike.items(), key=lambda item: -len(item[1]))
     return [
-        f"{_subject(same, 'wait')} {text}, for {seconds_text(r.waited for r in same)}."
+        f"{who([r.rank for r in same])} wait{'' if len(same) > 1 else 's'} {text}, "
+        f"for {seconds_text(r.waited for r in same)}."
         for text, same in groups[:_SENTENCES]
     ]
 
 
-def _subject(records: Sequence[RankRecord], verb: str) -> str:
-    return f"{who([r.rank for r in records])} {verb if len(records) > 1 else verb + 's'}"
-
-
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
-    """What the odd ones out do, and what follows from it."""
+    """Sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
     alike: dict[str, list[RankRecord]] = {}
     for record in odd:
@@ -193,14 +217,16 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
     sentences = []
     for text, same in list(alike.items())[:_SENTENCES]:
         ago = seconds_text(max(0.0, now - r.calls[-1].time) if r.calls else 0.0 for r in same)
-        sentences.append(f"{who([r.rank for r in same])}{text.replace(_AGO, ago)}.")
+        sentences.append(f"{who([r.rank for r in same])}{text.replace(AGO, ago)}.")
     return [*sentences, _advice(odd, waits, waiting)]
 
 
 def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
-    """What one odd rank does, behind its name: the same text for those that do the same."""
+    """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {call_text(last)}"
+    after = "before any collective" if last is None else f"after {last}"
+    if _stopped(record):
+        return f" is {stopped_text(record)}; continue it with kill -CONT {record.pid}, or end it"
     if not record.is_alive and not record.has_left:
         return ": gone, killed (out of memory?) or ended without leaving"
     if record.state is None:
@@ -208,7 +234,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     if record.state is RankState.STARTED:
         return ": still in init"
     if record.has_left:
-        return f" left {after}{exit_text(record)}"
+        return f" left {after}"
     if record.state is RankState.REPORTED:
         return f" reported why the job ends, {after}"
     if last is None:
@@ -216,36 +242,32 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
     missing = f", {behind} collectives behind" if behind > 1 else ""
     done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    return (
-        f": in no collective since {call_text(last)}, {_AGO} ago{done}{missing}: computing, asleep "
-        "or stuck"
-    )
+    return f": in no collective since {last}, {AGO} ago{done}{missing}: computing, asleep or stuck"
 
 
 def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
-    """What the ranks ought to have called, where a function of this package was called."""
+    """The function that every rank must call, if the ranks called one of this package."""
+    if any(map(_stopped, odd)):
+        return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
         sentence = parting(records, group)
         if sentence:
             return f"{sentence}."
     method = waits[0].call.method if waits else ""
-    left = all(record.has_left for record in odd)
-    if not method or not (left or any(_last_method(record) != method for record in odd)):
-        return ""
-    return f"{method} is collective: every rank calls it, equally often."
-
-
-def _last_method(record: RankRecord) -> str:
-    return record.calls[-1].call.method if record.calls else ""
+    have_left = all(record.has_left for record in odd)
+    elsewhere = any(not r.calls or r.calls[-1].call.method != method for r in odd)
+    if method and (have_left or elsewhere):
+        return f"{method} is collective: every rank calls it, equally often."
+    return ""
 
 
 def _circle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first; empty if there are none.
+    """Ranks that each wait for the next one, and the last for the first; empty if there are none.
 
-    Followed from each rank over all that it waits for, as deep as it goes.
+    A depth-first search from every rank over all ranks that it waits for.
     """
     finished: set[int] = set()
     for start, first in waits_for.items():
@@ -267,7 +289,7 @@ def _circle(waits_for: dict[int, list[int]]) -> list[int]:
 def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
     waits = [by_rank[rank].waits for rank in circle]
     edges = [
-        f"rank {rank} waits {_wait_text(by_rank[rank])}"
+        f"rank {rank} waits {wait_text(by_rank[rank])}"
         + ("" if isinstance(by_rank[rank].waits, MessageWait) else f", for rank {following}")
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
@@ -293,7 +315,7 @@ def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[
 
 
 def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
-    """Nobody is missing: the calls do not fit together, or what carries the data is stuck."""
+    """No rank is missing: the calls do not match, or the transport of the data is stuck."""
     sentences = _waits(waiting)
     for wait in (r.waits for r in waiting if isinstance(r.waits, LoggedCall)):
         calls = {
@@ -310,3 +332,50 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
         return [*sentences, f"Nothing is known of {who(unknown)}, on other nodes."]
     stuck = "its data are under way, or what carries them is stuck"
     return [*sentences, f"Every rank has called what it waits for: {stuck}."]
+
+
+def describe_departure(
+    rank: int,
+    last: int,
+    group: str,
+    waiting: int,
+    awaited: Call | MessageWait,
+    records: Sequence[RankRecord],
+) -> str:
+    """Say that a rank left a world in which another one waits for it, and what to look for.
+
+    Parameters
+    ----------
+    rank, last : int
+        The rank that left, by its number in the root world, and the number of its last collective
+        in the world that it left.
+    group : str
+        The label of that world.
+    waiting : int
+        The rank that waits, by its number in the root world.
+    awaited : Call or MessageWait
+        The collective or message that it waits for.
+    records : sequence of RankRecord
+        Those of all ranks; empty if they cannot be read.
+    """
+    where = in_call(awaited, group) if isinstance(awaited, Call) else str(awaited)
+    text = (
+        f"rank {rank} left after collective {last}{of_group(group)}, while rank {waiting} waits "
+        f"{where}. "
+    )
+    # The rank that waits may not have written it down yet.
+    waits: LoggedCall | MessageWait | None
+    if isinstance(awaited, Call):
+        calls = (logged for record in records if record.rank == waiting for logged in record.calls)
+        waits = next((logged for logged in calls if logged.number == awaited.number), None)
+    else:
+        waits = awaited
+    by_rank = {r.rank: replace(r, waits=waits) if r.rank == waiting else r for r in records}
+    seen = list(by_rank.values())
+    circle = _circle({r.rank: _waits_for(r, seen) for r in seen if r.waits is not None})
+    if circle:
+        return text + _text(_circle_text(circle, by_rank)).removesuffix(".")
+    if not isinstance(awaited, Call):
+        return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
+    parted = parting(records, group, upto=awaited.sequence)
+    return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")

@@ -1,23 +1,23 @@
-"""The table of what each rank does: ranks that do the same share an entry."""
+"""The table of all ranks: the activity and the last collectives of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from mpishard.communication.contract.call_file import LoggedCall, RankState
-from mpishard.communication.contract.naming import of_group, who
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.matching import of_group, who
+from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 
-__all__ = ["call_text", "exit_text", "rank_table", "seconds_text"]
+__all__ = ["AGO", "rank_table", "seconds_text", "stopped_text", "wait_text"]
 
 _ONE_EACH = 8
-"""Up to so many ranks each has an entry of its own."""
+"""In larger worlds, ranks that do the same share an entry."""
 _MOST_LINES = 40
+AGO = "{ago}"
+"""Stands for a time that differs between ranks that otherwise do the same."""
 
 
 def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> str:
-    """What each rank does, and its last collectives below, newest last.
+    """The activity of each rank, and its last collectives below, newest last.
 
     Parameters
     ----------
@@ -26,35 +26,44 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     now : float
         Seconds since the epoch.
     calls : int
-        Collectives to show of each, where the table is not longer than a screen with them.
+        Number of collectives to show for each, if the table fits a screen with them.
 
     Returns
     -------
     str
         Indented lines, about 40 at most.
     """
-    entries = [_entry(record, now, calls) for record in records]
-    if len(records) > _ONE_EACH:
-        entries = _merged(entries)
-    if sum(1 + len(entry.calls) for entry in entries) > _MOST_LINES:
-        entries = _merged([_entry(record, now, 0) for record in records])
-    shown = entries if len(entries) <= _MOST_LINES else entries[: _MOST_LINES - 1]
-    lines = [line for entry in shown for line in entry.lines()]
-    if len(shown) < len(entries):
-        others = [rank for entry in entries[len(shown) :] for rank in entry.ranks]
-        lines.append(f"  {who(others)}: each does something else again")
-    return "\n".join(lines)
+    entries = _entries(records, now, calls, are_merged=len(records) > _ONE_EACH)
+    if sum(1 + len(lines) for _, lines, _ in entries) > _MOST_LINES:
+        entries = _entries(records, now, 0, are_merged=True)
+    shown = len(entries) if len(entries) <= _MOST_LINES else _MOST_LINES - 1
+    table = []
+    for (text, lines, _), same in list(entries.items())[:shown]:
+        time = seconds_text(seconds for _, seconds in same)
+        table += [f"  {who([rank for rank, _ in same])}: {text.replace(AGO, time)}", *lines]
+    others = [rank for same in list(entries.values())[shown:] for rank, _ in same]
+    if others:
+        table.append(f"  {who(others)}: each does something else again")
+    return "\n".join(table)
 
 
-def call_text(logged: LoggedCall) -> str:
-    """A collective in a sentence."""
-    call = logged.call
-    return f"collective {call.sequence}, {call},{of_group(logged.group)} at {call.place}"
-
-
-def exit_text(record: RankRecord) -> str:
-    """How a rank left, behind where: only where it did so in the middle of its script."""
-    return f", by {record.exit_call}" if record.exit_call else ""
+def _entries(
+    records: Sequence[RankRecord], now: float, calls: int, *, are_merged: bool
+) -> dict[tuple[str, tuple[str, ...], int], list[tuple[int, float]]]:
+    """The entries of the table, by their text and lines, with each entry's ranks and seconds."""
+    entries: dict[tuple[str, tuple[str, ...], int], list[tuple[int, float]]] = {}
+    for record in records:
+        text, seconds = _doing(record, now)
+        # The text has the collective that the rank waits in.
+        awaited = record.waits if record.is_alive and not record.has_left else None
+        lines = tuple(
+            f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}"
+            for c in (record.calls[-calls:] if calls else ())
+            if c != awaited
+        )
+        key = text, lines, -1 if are_merged else record.rank
+        entries.setdefault(key, []).append((record.rank, seconds))
+    return entries
 
 
 def seconds_text(seconds: Iterable[float]) -> str:
@@ -63,56 +72,40 @@ def seconds_text(seconds: Iterable[float]) -> str:
     return f"{texts[0]} s" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]} s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What some ranks do: ``text`` with ``{time}`` for how long, of which ``times`` has each."""
-
-    ranks: tuple[int, ...]
-    text: str
-    times: tuple[float, ...]
-    calls: tuple[str, ...]
-
-    def lines(self) -> list[str]:
-        text = self.text.format(time=seconds_text(self.times))
-        return [f"  {who(self.ranks)}: {text}", *self.calls]
+def wait_text(record: RankRecord) -> str:
+    """The collective or message that a rank waits for, behind "waits"."""
+    wait = record.waits or "in a collective that its log does not hold any more"
+    return f"in {wait}" if isinstance(wait, LoggedCall) else str(wait)
 
 
-def _merged(entries: Iterable[_Entry]) -> list[_Entry]:
-    alike: dict[object, list[_Entry]] = {}
-    for entry in entries:
-        alike.setdefault((entry.text, entry.calls), []).append(entry)
-    return [
-        _Entry(
-            tuple(rank for entry in same for rank in entry.ranks),
-            same[0].text,
-            tuple(time for entry in same for time in entry.times),
-            same[0].calls,
-        )
-        for same in alike.values()
-    ]
+def stopped_text(record: RankRecord) -> str:
+    """The place where the process of a rank is stopped."""
+    if record.state is None:
+        where = "before or in init"
+    elif record.state is RankState.STARTED:
+        where = "in init"
+    elif record.state is RankState.LEAVING:
+        where = "while it waits for the others to leave"
+    elif record.waits is not None:
+        is_message = isinstance(record.waits, MessageWait)
+        where = f"{'while it waits ' if is_message else ''}{wait_text(record)}"
+    else:
+        where = f"in or after {record.calls[-1]}" if record.calls else "before any collective"
+    return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
-def _entry(record: RankRecord, now: float, calls: int) -> _Entry:
-    text, time = _standing(record, now)
-    # The one that it waits in stands in the text.
-    awaited = record.waits if record.is_alive and not record.has_left else None
-    shown = [c for c in record.calls[-calls:] if c != awaited] if calls else []
-    lines = tuple(
-        f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}" for c in shown
-    )
-    return _Entry((record.rank,), text, (time,), lines)
-
-
-def _standing(record: RankRecord, now: float) -> tuple[str, float]:
-    """What the rank does, with ``{time}`` for the seconds that come second."""
+def _doing(record: RankRecord, now: float) -> tuple[str, float]:
+    """What the rank does, with `AGO` in place of the seconds, which come second."""
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {_literal(call_text(last))}"
+    after = "before any collective" if last is None else f"after {last}"
+    if record.is_stopped and record.state is not RankState.LEFT:
+        return stopped_text(record), 0.0
     if not record.is_known:
-        return "on another node, whose call log cannot be read from here", 0.0
+        return "on another node, whose status pages cannot be read from here", 0.0
     if record.state is None:
         return "has not come to init", 0.0
     if record.has_left:
-        return f"left {after}{_literal(exit_text(record))}", 0.0
+        return f"left {after}", 0.0
     if not record.is_alive:
         return f"its process is gone, {after}", 0.0
     if record.state is RankState.STARTED:
@@ -120,20 +113,8 @@ def _standing(record: RankRecord, now: float) -> tuple[str, float]:
     if record.state is RankState.REPORTED:
         return f"reported why the job ends, {after}", 0.0
     if record.waited:
-        return f"waits {{time}} {_literal(_awaited(record))}", record.waited
+        return f"waits {AGO} {wait_text(record)}", record.waited
     if last is None:
         return "has called no collective yet: computing, asleep or stuck", 0.0
-    where = _literal(call_text(last))
-    text = f"in no collective since {where}, {{time}} ago: computing, asleep or stuck"
+    text = f"in no collective since {last}, {AGO} ago: computing, asleep or stuck"
     return text, max(0.0, now - last.time)
-
-
-def _awaited(record: RankRecord) -> str:
-    if isinstance(record.waits, LoggedCall):
-        return f"in {call_text(record.waits)}"
-    return str(record.waits or "in a collective that its log does not hold any more")
-
-
-def _literal(text: str) -> str:
-    """``text`` as `str.format` gives it back."""
-    return text.replace("{", "{{").replace("}", "}}")

@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mpishard import settings
+from mpishard.communication.contract.status import stopped_siblings
+from mpishard.communication.diagnostics.stall import describe_stall
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
@@ -131,7 +133,8 @@ class Ending:
 
     def describe_stall(self) -> str:
         """Why the ranks wait, as far as is known; several lines, or nothing."""
-        return ""
+        stopped = stopped_siblings()
+        return describe_stall(stopped) if stopped else ""
 
     def speaks_for_all(self) -> bool:
         """Whether no other rank has waited for longer."""

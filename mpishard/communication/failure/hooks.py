@@ -25,11 +25,11 @@ from mpishard.communication.failure.abort import launched_ending
 from mpishard.communication.failure.rank_process import claim_rank, is_helper
 
 if TYPE_CHECKING:
-    from mpishard.communication.contract.transport import Transport
+    from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["install", "install_before_init", "remove"]
 
-_live: list[Transport] = []
+_live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
 # A process that a rank forked is no rank: where it ends, no world is left.
 os.register_at_fork(after_in_child=_live.clear)
@@ -42,7 +42,7 @@ def install_before_init() -> None:
         _hook_exceptions()
 
 
-def install(backend: Transport) -> None:
+def install(backend: CommunicationBackend) -> None:
     """Watch over ``backend``, a root world, until `remove`."""
     _live.append(backend)
     _hooked.add("a world")
@@ -53,7 +53,7 @@ def install(backend: Transport) -> None:
             atexit.register(_leave_all)
 
 
-def remove(backend: Transport) -> None:
+def remove(backend: CommunicationBackend) -> None:
     """Stop watching over ``backend``."""
     if backend in _live:
         _live.remove(backend)

@@ -1,38 +1,48 @@
-"""Processes as ranks, over MPI: the life of a world, waiting, point to point, sub-worlds."""
+"""Processes as ranks, over MPI: the life of a world, waiting, messages, groups.
+
+The backend is made of parts: a `Job` (this process, and how it ends), a `Group` (communicators,
+headers, channels), `Collectives` on it, the same for GPU arrays, and the user's `Messages`.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, to_device
-from mpishard.communication.contract.backoff import Patience
+from mpishard.arrays import Array, is_device_array, to_device
+from mpishard.communication.contract.arena import number_nodes
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import MessageWait
-from mpishard.communication.contract.call_log import CallLog
-from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work, in_call
-from mpishard.communication.diagnostics.departure import Departure
-from mpishard.communication.diagnostics.stall import parting
-from mpishard.communication.failure import hooks as exit_hooks
-from mpishard.communication.failure.exit_call import watch_exit
+from mpishard.communication.contract.status import MessageWait
+from mpishard.communication.contract.work import (
+    CollectiveWork,
+    Steps,
+    Transfer,
+    Work,
+    in_call,
+)
+from mpishard.communication.diagnostics.stall import describe_departure, parting
+from mpishard.communication.failure import hooks
 from mpishard.communication.failure.rank_process import helper_error, is_helper
-from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.collectives import Collectives
+from mpishard.communication.mpi.gpu import DeviceCollectives
+from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.headers import NO_RING, Ring
 from mpishard.communication.mpi.job import IN_INIT, Job
-from mpishard.communication.mpi.lanes import Condition, Turn
 from mpishard.communication.mpi.launcher import check_launched_world, not_launched_error
-from mpishard.communication.mpi.library import load_mpi
-from mpishard.communication.mpi.messages import Messages
-from mpishard.communication.mpi.node_memory import number_nodes, share_memory
-from mpishard.communication.mpi.rings import NO_RING
-from mpishard.communication.mpi.shrinking import ShrinkingWorld
-from mpishard.communication.mpi.ulfm import OnFailure
-from mpishard.communication.tracing.session import record_if_asked
+from mpishard.communication.mpi.library import leave_mpi_running, load_mpi
+from mpishard.communication.mpi.mapped_files import library_files
+from mpishard.communication.mpi.messages import Condition, Messages
+from mpishard.communication.mpi.node_memory import share_memory
+from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure, check_survivable
+from mpishard.communication.tracing.session import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
 
 __all__ = ["MPICommunicationBackend"]
@@ -41,12 +51,13 @@ _QUICK_POLLS = 64
 """Polls before a rank prepares for a longer wait: most short messages have come by then."""
 
 _STIR_EVERY = 8
+_IN_SHRINK = "in shrink() for the other ranks that are left"
 
 _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
 """The worlds of this process, and those split from them."""
 
 
-class MPICommunicationBackend(ShrinkingWorld):
+class MPICommunicationBackend(CommunicationBackend):
     """One process as one rank of an MPI world.
 
     The world is a duplicate of the communicator given, so that its messages never meet the
@@ -60,21 +71,22 @@ class MPICommunicationBackend(ShrinkingWorld):
     comm : mpi4py.MPI.Intracomm, optional
         Default: ``COMM_WORLD``.
     on_failure : {"abort", "shrink"}
-        What becomes of the other ranks where one is gone: they end with it, or raise `PeerError`
+        What becomes of the other ranks if one is gone: they end with it, or raise `PeerError`
         and may go on, with `shrink`. That needs Open MPI with its fault tolerance, as ``mpishard
-        run --on-failure shrink`` starts it, and takes MPI's error handlers: what MPI raises is
+        run --on-failure shrink`` starts it, and takes MPI's error handlers: errors of MPI are
         returned on ``comm`` and those made of it, and MPI is not finalized.
 
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py is missing, a rank started this process, or, for the default, no launcher
-        did or the launcher belongs to another MPI library; for "shrink" where ranks cannot
+        If mpi4py is missing, a rank started this process, or, for the default, no launcher
+        did or the launcher belongs to another MPI library; for "shrink" if ranks cannot
         outlive each other.
     """
 
     def __init__(self, comm: Any = None, *, on_failure: OnFailure = "abort") -> None:
-        super().__init__(on_failure)
+        super().__init__()
+        check_on_failure(on_failure)
         if is_helper():
             raise helper_error()
         if comm is None and settings.launcher_variable() is None:
@@ -84,13 +96,18 @@ class MPICommunicationBackend(ShrinkingWorld):
             comm = self._mpi.COMM_WORLD
             check_launched_world(comm.Get_size(), self._mpi.Get_library_version())
         self._comm = comm
+        self._on_failure: OnFailure = on_failure
+        self._may_record = True
         self._rank: int = comm.Get_rank()
         self._world_size: int = comm.Get_size()
         self._job: Job | None = None
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
-        self._prepare_to_survive()
+        self._gpu: DeviceCollectives | None = None
+        if on_failure == "shrink" and self._world_size > 1:
+            check_survivable(self._mpi.Get_library_version())
+            leave_mpi_running()
 
     @property
     def rank(self) -> int:
@@ -102,13 +119,19 @@ class MPICommunicationBackend(ShrinkingWorld):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        self._ready()
+        if not self._nodes:
+            raise self._not_ready_error()
         return self._nodes
 
     @property
     def cores_per_rank(self) -> float:
-        """The share of the cores that this rank has; below 1 where ranks share them."""
+        """The share of the cores that this rank has; below 1 if ranks share them."""
         return self._joined()[0].cores_per_rank
+
+    @property
+    def scratch_bytes(self) -> int:
+        group = 0 if self._group is None else self._group.scratch_bytes
+        return super().scratch_bytes + group + (self._gpu.scratch_bytes if self._gpu else 0)
 
     # ------------------------------------------------------------------------------- life cycle
 
@@ -124,42 +147,40 @@ class MPICommunicationBackend(ShrinkingWorld):
         if self._job is None:
             self._job = Job(self._mpi, self._comm, survives=self._on_failure == "shrink")
             self._nodes = self._job.nodes
+        job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            self._job.guard()
-            with self._job.wait(lambda: IN_INIT):
-                self._group = self._enter(self._job)
-            self._sequence = 0
+            job.guard()
+            with job.wait(lambda: IN_INIT):
+                rings = self._comm.allgather(job.take_ring())
+                with job.making_group():
+                    self._group = self._make_group(self._comm.Dup(), rings)
+            self._sequence, self._called = 0, None
             self._pending.clear()
-        self._messages = Messages(self._group, self.world_ranks)
-        self._forget_plans()
-        self._job.join(self._group, self)
+        group = self._group
+        self._messages = Messages(group, self.world_ranks)
+        self._collectives = Collectives(self, group)
+        job.join(group, self)
         _worlds.add(self)
         if self._is_root:
-            board = self._job.board
-            if board is not None:
-                self.call_log = CallLog(board.journal)
-                board.note_shared_memory()
-                watch_exit(lambda: board.journal.file.count)
-            exit_hooks.install(self)
+            if job.statuses is not None:
+                self._session.status = job.statuses.page
+                self.status.note_shared_memory(library_files())
+            hooks.install(self)
 
-    def _world_of(self, comm: Any) -> Self:
-        return type(self)(comm, on_failure="shrink")
-
-    def _enter(self, job: Job) -> Group:
-        rings = self._comm.allgather(job.take_ring())
-        mailbox = job.make_mailbox(rings, self._nodes, self._rank)
-        with job.making_group():
-            group = Group(self._mpi, self._comm.Dup(), mailbox)
-        job.start_progress(self._comm)
-        return group
+    def _make_group(self, comm: Any, rings: Sequence[Ring]) -> Group:
+        assert self._job is not None
+        exchange, rows = self._job.open_rings(rings, self._nodes, self._rank)
+        return Group(self._mpi, comm, self._reducer, exchange, rows)
 
     def _on_shutdown(self) -> None:
         job, group = self._joined()
         if self._is_root:
+            if self._session.broken is not None:
+                self._tell_of_break()
             job.leave()
-            exit_hooks.remove(self)
+            hooks.remove(self)
         else:
             group.leave()
 
@@ -173,7 +194,7 @@ class MPICommunicationBackend(ShrinkingWorld):
             return
         job, _ = self._joined()
         if job.world_size > 1:
-            last = self.call_log.journal.last
+            last = self.status.last
             job.fail(
                 error,
                 "before any collective"
@@ -196,127 +217,168 @@ class MPICommunicationBackend(ShrinkingWorld):
             return super()._not_ready_error()
         return CommunicationError(
             f"a forked process is no rank: this one was forked by rank {self._rank} of "
-            f"{self._world_size}, which alone may use the world and MPI; let it send what this "
-            "process finds, or compute here with arrays alone"
+            f"{self._world_size}, which alone may use the world and MPI; let it send its findings "
+            "to the rank, or compute here with arrays alone"
         )
 
-    @property
-    def _talk(self) -> Group:
-        assert self._group is not None
-        return self._group
-
-    @property
-    def _is_crowded(self) -> bool:
-        return self._job is not None and self._job.crowded
-
-    def _begun(self) -> None:
-        thread = self._joined()[0].progress_thread
-        if thread is not None:
-            thread.wake()
-
     def _joined(self) -> tuple[Job, Group]:
-        self._ready()
-        assert self._job is not None
-        return self._job, self._talk
+        if not self._initialized and not self._is_root:
+            raise self._not_ready_error()
+        if self._job is None or self._group is None or not self._initialized:
+            raise self._not_ready_error()
+        return self._job, self._group
 
     def _admit(self, kind: Kind, sequence: int) -> None:
-        group = self._talk
+        group = self._group
+        assert group is not None
         if group.broken is not None:
             raise group.broken
         group.sequence = sequence
+
+    # ---------------------------------------------------------------------- exceptions in between
+
+    def _break(self, where: str, error: BaseException) -> None:
+        super()._break(where, error)
+        if self._job is not None and self._session.broken is not None:
+            self._job.break_worlds(self._session.broken)
+
+    def _tell_of_break(self) -> None:
+        # Not before: an exception that nobody catches ends the job with its own words and code.
+        if self._job is not None and not isinstance(self._session.broken, PeerError):
+            self._job.send_notices()
 
     # ---------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
         job, _ = self._joined()
-        job.is_waiting = True
         try:
-            self._poll(work, job)
+            # Nothing is issued while this rank waits: what is alone now stays so.
+            advance = work.advance if job.count_pending() == 1 else job.progress
+            for _ in range(1 if job.crowded else _QUICK_POLLS):
+                advance()
+                if work.done:
+                    self._forget_done()
+                    return
+            backoff = Backoff(job.crowded, lambda: self._look_round(work))
+            polls = 0
+            self.status.wait(work.awaited)
+            try:
+                with job.wait(lambda: work.where):
+                    while not work.done:
+                        backoff.pause()
+                        advance()
+                        # A ring is read without MPI, which is asked to go on with its requests.
+                        polls += 1
+                        if polls % _STIR_EVERY == 0:
+                            job.stir()
+            finally:
+                self.status.go_on()
+            self._forget_done()
         except self._mpi.Exception as error:
             raise self._explain(error, work.where) from error
-        finally:
-            job.is_waiting = False
-            if job.progress_thread is not None:
-                job.progress_thread.wake()
 
-    def _poll(self, work: Work, job: Job) -> None:
-        # Nothing is issued while this rank waits: what is alone now stays so.
-        advance = work.advance if job.count_pending() == 1 else job.progress
-        for _ in range(1 if job.crowded else _QUICK_POLLS):
-            advance()
-            if work.done:
-                self._forget_done()
-                return
-        patience = Patience(job.crowded, lambda: self._look_round(work))
-        journal = self.call_log.journal
-        polls = 0
-        journal.wait(work.awaited)
-        try:
-            with job.wait(lambda: work.where):
-                while not work.done:
-                    patience.pause()
-                    advance()
-                    # A mailbox is read without MPI, which is asked to go on with what it began.
-                    polls += 1
-                    if polls % _STIR_EVERY == 0:
-                        job.stir()
-        finally:
-            journal.go_on()
-        self._forget_done()
+    def _explain(self, error: Exception, where: str) -> Exception:
+        return error if self._job is None else self._job.explain(error, where)
 
     def _look_round(self, work: Work) -> None:
-        """Raise where a rank that ``work`` needs has left."""
+        """Raise if a rank that ``work`` needs has left or failed."""
         self._joined()[0].look(work.where)
-        group = self._talk
+        group = self._joined()[1]
         self._messages.reap()
         for rank, last in group.departures().items():
+            if last == CUT_OFF:
+                self._session.broken = PeerError(
+                    f"rank {self.world_ranks[rank]} was cut off in a collective by an exception "
+                    f"that its script caught, while rank {self.world_ranks[self._rank]} waits "
+                    f"{work.where}: this world has ended, and nothing more can be called on it. "
+                    "Let such an exception end the job",
+                    self.world_ranks[rank],
+                )
+                self._joined()[0].break_worlds(self._session.broken)
+                raise self._session.broken
             if _needs(work, rank, last):
-                group.broken = self._left_error(rank, last, work.where, work.awaited)
+                group.broken = self._left_error(rank, last, work.awaited)
                 raise group.broken
 
-    def _left_error(
-        self, local: int, last: int, where: str, awaited: Call | MessageWait
-    ) -> PeerError:
-        """Say that this rank waits ``where`` for one that left after its collective ``last``."""
+    def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
+        """The error of a rank that waits for one that left after its collective ``last``."""
         rank, me = self.world_ranks[local], self.world_ranks[self._rank]
-        departure = Departure(rank, last, self.call_log.group, me, where, awaited)
-        board = self._joined()[0].board
-        return PeerError(departure.describe([] if board is None else board.records()), rank)
+        statuses = self._joined()[0].statuses
+        records = [] if statuses is None else statuses.records()
+        text = describe_departure(rank, last, self.label, me, awaited, records)
+        return PeerError(text, rank)
 
     @contextmanager
     def _blocked_in(self, call: Call) -> Iterator[None]:
-        """Say, while MPI holds this rank up, that it waits in ``call``."""
-        journal = self.call_log.journal
-        before = journal.awaited
-        journal.wait(call)
+        """Record that this rank waits in ``call`` while MPI blocks it."""
+        before = self.status.awaited
+        self.status.wait(call)
         try:
-            with self._joined()[0].wait(lambda: in_call(call, self.call_log.group)):
+            with self._joined()[0].wait(lambda: in_call(call, self.label)):
                 yield
         finally:
             if before is None:
-                journal.go_on()
+                self.status.go_on()
             else:
-                journal.wait(before)
+                self.status.wait(before)
 
     def _parting(self, sequence: int) -> str:
-        board = self._joined()[0].board
-        if board is None:
+        statuses = self._joined()[0].statuses
+        if statuses is None:
             return ""
-        return parting(board.records(), self.call_log.group, upto=sequence)
+        return parting(statuses.records(), self.label, upto=sequence)
 
-    # -------------------------------------------------------------------------------- sub-worlds
+    # -------------------------------------------------------------------------------- collectives
+
+    def _for(self, array: Array | None) -> Collectives | DeviceCollectives:
+        """The collectives for ``array``, which may lie on a GPU."""
+        if array is None or type(array) is np.ndarray or not is_device_array(array):
+            return self._collectives
+        if self._gpu is None:
+            speaks = self._rank == 0 and self._is_root
+            self._gpu = DeviceCollectives(self._collectives, self._rank, speaks=speaks)
+        return self._gpu
+
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        return self._for(array).all_reduce(call, array, out)
+
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        return self._for(array).reduce_scatter(call, array, counts, out)
+
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        return self._for(array).all_gather(call, array, out)
+
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        return self._for(array).broadcast(call, array, root)
+
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        sent = array if self._rank == root else None
+        return self._for(sent).scatter(call, sent, counts, root)
+
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        return self._for(array).gather(call, array, root)
+
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        return self._for(parts[0]).all_to_all(call, parts)
+
+    def _steps_barrier(self, call: Call) -> Steps:
+        return self._collectives.barrier(call)
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
-        with self._turn(0) as turn:
+        with group.turn() as turn:
             ring = NO_RING if color is None else job.take_ring()
             wish = np.array([-1 if color is None else color, key, *ring], np.int64)
             try:
-                headers = yield from self._open(call, turn, wish)
+                headers = yield from self._collectives.open(call, turn, wish)
             except BaseException:
                 job.put_back_ring(ring)
                 raise
-            # MPI_Comm_split blocks: what was issued before must not need this rank any more.
+            # MPI_Comm_split blocks: collectives issued before must not need this rank any more.
             yield Condition(lambda: self._pending[0].call is call)
             wishes = headers.integers(4)
             colors = sorted({c for c, *_ in wishes if c >= 0})
@@ -334,47 +396,32 @@ class MPICommunicationBackend(ShrinkingWorld):
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
-        mailbox = job.make_mailbox(rings, child._nodes, child._rank)
         with self._blocked_in(call), job.making_group():
-            child._group = Group(self._mpi, comm, mailbox)
+            child._group = child._make_group(comm, rings)
         return child
 
-    # ------------------------------------------------------------------------------------- memory
-
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
-        with self._turn(0) as turn:
-            yield from self._open(call, turn)
-            return (yield from self._steps_share(call, turn, nbytes))
-
-    def _steps_share(self, call: Call, turn: Turn, nbytes: int) -> Steps:
-        # What follows may block: what was issued before must not need this rank any more.
-        yield Condition(lambda: self._pending[0].call is call)
-        node = turn.comm if self.node_count == 1 else self._node_of_several(call)
-        steps = share_memory(self._mpi, node, turn.comm, nbytes, settings.arena_sources())
-        while True:
-            try:
-                request = next(steps)
-            except StopIteration as stop:
-                board = self._joined()[0].board
-                if board is not None:
-                    board.note_shared_memory()  # a window is the library's
-                return stop.value
-            yield self._keep(request)
-
-    def _node_of_several(self, call: Call) -> Any:
-        group = self._talk
-        if group.node is None:
-            with self._blocked_in(call), self._joined()[0].making_group():
-                group.node = group.comm.Split(self._nodes[self._rank], self._rank)
-        return group.node
+        _, group = self._joined()
+        with group.turn() as turn:
+            yield from self._collectives.open(call, turn)
+            # Requests on the communicator of data: all that was issued before is through then.
+            yield turn
+            node = group.data
+            if self.node_count > 1:
+                yield Condition(lambda: self._pending[0].call is call)
+                with self._blocked_in(call), self._joined()[0].making_group():
+                    node = group.comm.Split(self._nodes[self._rank], self._rank)
+            steps = share_memory(self._mpi, node, group.data, nbytes, settings.arena_sources())
+            while True:
+                try:
+                    request = next(steps)
+                except StopIteration as stop:
+                    if node is not group.data:
+                        node.Free()
+                    return stop.value
+                yield group.keep(request)
 
     # ---------------------------------------------------------------------------- point to point
-
-    def _begin(self, transfer: Transfer) -> Transfer:
-        super()._begin(transfer)
-        if not transfer.done:
-            self._begun()
-        return transfer
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
         try:
@@ -392,15 +439,61 @@ class MPICommunicationBackend(ShrinkingWorld):
         array, on_device = yield from self._messages.receive(source, count, tag, dtype)
         return to_device(array) if on_device else array
 
+    # ------------------------------------------------------------------------ where a rank is gone
 
-def _leave_to_the_rank() -> None:
+    def _require_survival(self) -> None:
+        """Refuse ``init(on_failure="shrink")`` if this world was made without it."""
+        if self._on_failure == "abort":
+            raise CommunicationError(
+                f"init(on_failure='shrink'): this process has {self.describe()} already, made with "
+                "on_failure='abort'; the first init() of the process decides"
+            )
+
+    def _shrink(self) -> Self:
+        job, _ = self._joined()
+        survival = job.survival
+        if self._on_failure == "abort":
+            raise CommunicationError(
+                f"{self.describe()} ends when one of its ranks does: it was made with "
+                "on_failure='abort'; use mpishard.init(on_failure='shrink')"
+            )
+        if survival is None:
+            raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
+        made: list[Self] = []
+
+        def build(comm: Any) -> None:
+            world = type(self)(comm, on_failure="shrink")
+            made.append(world)
+            world._may_record = False  # ranks have other numbers now, and traces of the old ones
+            world.initialize()
+
+        def undo() -> None:
+            for world in made:
+                hooks.remove(world)
+                if world._job is not None:
+                    world._job.retire()
+            made.clear()
+
+        stop_recording(self, survival.error)
+        with job.wait(lambda: _IN_SHRINK):
+            job.call_off()
+            survival.succeed(build, undo)
+        heir = made[0]
+        hooks.remove(self)
+        for group in job.backends():
+            group._retire(heir)
+        job.retire()
+        return heir
+
+
+def _disown_all() -> None:
     """Let a process that a rank has just forked touch nothing of the rank's."""
     for backend in tuple(_worlds):
         backend._disown()
     _worlds.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_rank)
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _needs(work: Work, rank: int, last: int) -> bool:

@@ -1,220 +1,556 @@
-"""The collectives over MPI that move data and combine nothing, as generators that post and yield.
+"""The collectives over MPI, one generator each: headers, then data in rounds.
 
-After the headers (`mpishard.communication.mpi.reductions`):
+Every collective begins with the header exchange (`mpishard.communication.mpi.headers`), which
+compares the ranks' calls; arrays of up to 128 bytes travel in it. Larger data follow:
 
-=================  ==============================  =====================
-collective         first phase                     second phase
-=================  ==============================  =====================
-all_gather         all-gather
-broadcast          broadcast
-gather             gather
-scatter            scatter of lengths              scatter
-all_to_all         all-to-all of shapes            all-to-all
-=================  ==============================  =====================
+* arrays in memory that the node's ranks share are read in place; between nodes a piece travels
+  once to each node and not once to each rank: on every node one rank is the *agent* for it;
+* all others pass through the group's `Channel`: rows in the node's memory, or messages.
 
-On one node all_gather is messages from rank to rank instead
-(`mpishard.communication.mpi.pairwise_collectives`).
+Data are combined by `TreeReducer`: no reduction of the library is used, whose order is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, address, array_namespace, is_device_array
+from mpishard.communication.contract.arena import PRIVATE, Places
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
+from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Steps
-from mpishard.communication.mpi.headers import INLINE_BYTES
-from mpishard.communication.mpi.lanes import LARGE_BYTES, Turn
-from mpishard.communication.mpi.reductions import MPIReductions
-from mpishard.communication.mpi.shared_collectives import (
-    same_start,
-    split_up,
-    starts_of,
-)
+from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
+from mpishard.communication.mpi.messages import Channel, Turn
+from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
+from mpishard.layout import ShardLayout
 
-__all__ = ["MPICollectives"]
+__all__ = ["Collectives"]
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 
 
-class MPICollectives(MPIReductions):
-    """The part of the MPI backend that moves data. Its subclass has the life cycle."""
+class Collectives:
+    """The collectives of one group of MPI ranks.
 
-    # ---------------------------------------------------------------------------------- movement
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The backend that they belong to: its ranks, checks, regions and counts.
+    group : Group
+        What the ranks communicate through.
+    """
 
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        with self._turn(0) as turn:
-            headers = yield from self._open(call, turn, array, self._places(array, out))
+    def __init__(self, backend: CommunicationBackend, group: Group) -> None:
+        # No cycle: a group is left as soon as nobody holds its backend.
+        self._backend: Any = weakref.proxy(backend)
+        self._group = group
+        self._reducer = backend._reducer
+        self._rank, self._world_size = backend.rank, backend.world_size
+        self._nodes = backend.topology
+        self._regions = backend._regions
+        self._traffic = backend.traffic
+
+    # ------------------------------------------------------------------------------------ headers
+
+    def open(
+        self,
+        call: Call,
+        turn: Turn,
+        payload: Array | None = None,
+        places: Places = (PRIVATE, PRIVATE),
+        *,
+        on_device: bool = False,
+    ) -> Steps:
+        """Exchange headers and refuse calls that do not match; return the `Headers`."""
+        row = make_row(call, payload, places, on_device=on_device)
+        group = self._group
+        if self._world_size == 1:
+            headers = Headers(row, call, 0)
+        else:
+            posted = group.post_header(row, call)
+            yield posted
+            headers = group.read_headers(posted, call)
+        if headers.identical and call.out_rows < 0:
+            return headers
+        try:
+            self._backend._verify(headers.calls)
+        except PeerError as error:
+            local = self._backend.world_ranks.index(error.rank)
+            last = headers.calls[local].sequence - 1
+            group.broken = self._backend._left_error(local, last, call)
+            raise group.broken from None
+        except CollectiveMismatchError:
+            pass  # raised below, when each rank's line is known
+        else:
+            return headers
+        yield turn
+        yield from self._name_lines(headers.calls, call)
+        self._backend._verify(headers.calls)
+
+    def _name_lines(self, calls: Sequence[Call], own: Call) -> Steps:
+        """Learn the line of each rank's call. All ranks come here or none."""
+        line = np.frombuffer(encode_place(own, ""), np.uint8)
+        lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
+        yield self._group.keep(self._group.data.Iallgather(line, lines), line, lines)
+        for call, encoded in zip(calls, lines, strict=True):
+            decode_place(encoded.tobytes(), call)
+
+    def _open_reduction(self, call: Call, turn: Turn, array: Array, out: Array) -> Steps:
+        """Headers if a reduction needs them, the places of shared arrays, and the channel."""
+        # Without checks, and as long as no memory was shared, data alone need no header.
+        small = array.nbytes <= INLINE_BYTES
+        device = is_device_array(array)
+        if not (self._backend.check_collectives or small or self._regions.count or device):
+            return None, None, self._group.channel
+        places = self._backend._places(array, out)
+        headers = yield from self.open(call, turn, array, places, on_device=device)
+        if headers.all_inline:
+            return headers, None, self._group.channel
+        all_places, any_on_device = headers.places()
+        channel = self._group.messages if any_on_device else self._group.channel
+        is_shared = self._regions.count and self._nodes.arrays_are_shared(all_places)
+        return headers, all_places if is_shared else None, channel
+
+    def _reduce_inline(
+        self,
+        headers: Headers,
+        operation: ReductionOperation,
+        out: Array,
+        part: slice = slice(None),
+    ) -> None:
+        arrays = [headers.inline(rank)[part] for rank in range(self._world_size)]
+        # Other ranks may read ``out`` if it is shared: they see results, never sums on the way.
+        result = np.empty_like(out)
+        self._reducer.reduce(arrays, operation, result)
+        out[...] = result
+
+    # --------------------------------------------------------------------------------- reductions
+
+    def all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        """See `CommunicationBackend._steps_all_reduce`; so for all collectives here."""
+        assert call.operation is not None
+        with self._group.turn() as turn:
+            headers, places, channel = yield from self._open_reduction(call, turn, array, out)
+            flat, result = array.reshape(-1), out.reshape(-1)
+            sizes = ShardLayout(result.size, self._world_size).sizes
+            if headers is not None and headers.all_inline:
+                self._reduce_inline(headers, call.operation, result)
+            else:
+                yield turn
+                if places is not None:
+                    self._refuse_overlaps(places, array, out, [0] * self._world_size)
+                    results_are_shared = self._nodes.results_are_shared(places)
+                    if results_are_shared or all(own == into for own, into in places):
+                        arrays = self._peer_arrays(places, flat)
+                        yield from self._all_reduce_in_place(
+                            arrays, call.operation, result, is_shared=results_are_shared
+                        )
+                        return out
+                if array is not out and _overlap(array, out):
+                    flat = flat.copy()
+                yield from self._all_reduce_by(channel, flat, sizes, call.operation, result)
+            self._traffic.count_all_reduce(call, sizes)
+            return out
+
+    def _all_reduce_by(
+        self,
+        channel: Channel,
+        array: Array,
+        sizes: Sequence[int],
+        operation: ReductionOperation,
+        result: Array,
+    ) -> Steps:
+        """In rounds: combine some of each rank's piece, and give it to all while it is cached."""
+        if self._world_size == 1:
+            self._reducer.reduce([array], operation, result)
+            return
+        starts = starts_of(sizes)
+        step = channel.longest_each(array.itemsize)
+        for low in range(0, max(sizes), step):
+            parts = [
+                slice(start + low, start + min(size, low + step)) if size > low else slice(0)
+                for start, size in zip(starts, sizes, strict=True)
+            ]
+            targets = [result[part] for part in parts]
+            own = targets[self._rank]
+            yield from channel.reduce([array[part] for part in parts], operation, own)
+            yield from channel.spread(targets)
+
+    def reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        """Combine into ``out`` this rank's rows."""
+        assert call.operation is not None
+        with self._group.turn() as turn:
+            headers, places, channel = yield from self._open_reduction(call, turn, array, out)
+            row = int(np.prod(array.shape[1:], dtype=np.int64))
+            sizes = [count * row for count in counts]
+            starts = starts_of(sizes)
+            mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
+            flat, result = array.reshape(-1), out.reshape(-1)
+            piece = result
+            if _overlap(array, out, flat[mine]):
+                piece = array_namespace(out).empty(result.shape, result.dtype)
+            if headers is not None and headers.all_inline:
+                self._reduce_inline(headers, call.operation, piece, mine)
+                self._traffic.count_reduce_scatter(call, counts)
+            else:
+                yield turn
+                if places is not None:
+                    offsets = [start * array.itemsize for start in starts]
+                    self._refuse_overlaps(places, array, out, offsets)
+                    arrays = self._peer_arrays(places, flat)
+                    yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
+                    yield self._group.fence()
+                else:
+                    yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
+                    self._traffic.count_reduce_scatter(call, counts)
+            if piece is not result:
+                result[...] = piece
+            return out
+
+    def _reduce_by(
+        self,
+        channel: Channel,
+        array: Array,
+        sizes: Sequence[int],
+        operation: ReductionOperation,
+        piece: Array,
+    ) -> Steps:
+        if self._world_size == 1:
+            self._reducer.reduce([array], operation, piece)
+            return
+        pieces = split_up(array, sizes)
+        step = channel.longest_each(array.itemsize)
+        for low in range(0, max(sizes), step):
+            parts = [part[low : low + step] for part in pieces]
+            yield from channel.reduce(parts, operation, piece[low : low + step])
+
+    # ----------------------------------------------------------------------------------- movement
+
+    def all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """All ranks' rows in ``out``, or in a new array."""
+        with self._group.turn() as turn:
+            headers = yield from self.open(
+                call, turn, array, self._backend._places(array, out),
+                on_device=is_device_array(array),
+            )  # fmt: skip
             rows = [c.shape[0] for c in headers.calls if c.shape is not None]
             if out is None:
                 out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
             row = int(np.prod(array.shape[1:], dtype=np.int64))
             sizes = [count * row for count in rows]
-            starts = starts_of(sizes)
-            result = out.reshape(-1)
+            flat, result = array.reshape(-1), out.reshape(-1)
             if headers.all_inline:
-                np.concatenate([headers.flat(r) for r in range(self.world_size)], out=result)
-            elif self._out_is_shared(self._all_places(headers)):
-                yield from self._shared_all_gather(turn, array.reshape(-1), result, sizes)
-                return out
+                arrays = [headers.inline(r) for r in range(self._world_size)]
+                np.concatenate(arrays, out=result)
             else:
-                mine = result[starts[self.rank] : starts[self.rank] + sizes[self.rank]]
-                if not same_start(mine, array):
-                    mine[...] = array.reshape(-1)
-                pairwise = self._sends_pairwise or self._is_large(out.nbytes)
-                gather = self._pairwise_gather if pairwise else self._gather_pieces
-                yield from gather(turn, result, sizes)
-            self._count_all_gather(array)
+                yield turn
+                places, any_on_device = headers.places()
+                pieces = split_up(result, sizes)
+                mine = pieces[self._rank]
+                if address(mine) != address(flat):
+                    mine[...] = flat
+                if self._nodes.results_are_shared(places):
+                    if self._nodes.count > 1:
+                        yield from self._exchange_pieces(pieces)
+                    self._traffic.count_shared_gather(sizes, array.dtype)
+                    yield self._group.fence()
+                    return out
+                channel = self._group.messages if any_on_device else self._group.channel
+                step = channel.longest(array.itemsize)
+                for low in range(0, max(sizes) if self._world_size > 1 else 0, step):
+                    yield from channel.spread([piece[low : low + step] for piece in pieces])
+            self._traffic.count_all_gather(array)
             return out
 
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        with self._turn(0) as turn:
-            payload = array if self.rank == root else None
-            headers = yield from self._open(call, turn, payload)
+    def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        """The root's array on all ranks."""
+        with self._group.turn() as turn:
+            payload = array if self._rank == root else None
+            on_device = array is not None and is_device_array(array)
+            headers = yield from self.open(call, turn, payload, on_device=on_device)
             sent = headers.calls[root]
             if array is None:
                 array = np.empty(sent.shape or (), sent.dtype)
             if sent.nbytes <= INLINE_BYTES:
-                if self.rank != root:
-                    array[...] = headers.inline(root)
-            elif self.world_size > 1:
-                flat, step = array.reshape(-1), LARGE_BYTES // array.itemsize
+                if self._rank != root:
+                    array.reshape(-1)[...] = headers.inline(root)
+            elif self._world_size > 1:
                 yield turn
-                requests = [
-                    turn.comm.Ibcast(self._spec(a, a.size, itemsize=a.itemsize), root)
-                    for a in (flat[low : low + step] for low in range(0, flat.size, step))
-                ]
-                turn.release()
-                yield self._keep_all(requests, array)
-            self._count_broadcast(array, root)
+                flat = array.reshape(-1)
+                channel = self._group.messages if settings.cuda_aware() else self._group.channel
+                step = channel.longest(flat.itemsize)
+                for low in range(0, flat.size, step):
+                    yield from channel.broadcast(flat[low : low + step], root)
+            self._traffic.count_broadcast(array, root)
             return array
 
-    def _steps_scatter(
+    def scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        with self._turn(0) as first, self._turn(1) as second:
-            headers = yield from self._open(call, first)
+        """A new array of this rank's rows of the root's."""
+        with self._group.turn() as turn:
+            is_root = self._rank == root
+            longest = np.array([max(counts) if is_root and counts else 0], np.int64)
+            headers = yield from self.open(call, turn, longest)
             sent = headers.calls[root]
             assert sent.dtype is not None
             assert sent.shape is not None
-            if self.rank != root:
-                array = counts = None
-            if self.world_size == 1:
+            row = int(np.prod(sent.shape[1:], dtype=np.int64))
+            if self._world_size == 1:
                 assert array is not None
                 piece = array.copy()
             else:
-                lengths = None if counts is None else np.array(counts, np.int64)
-                length = np.empty(1, np.int64)
-                yield first
-                request = first.comm.Iscatter(
-                    None if lengths is None else self._spec(lengths, 1, itemsize=8),
-                    self._spec(length, 1, itemsize=8),
-                    root,
-                )
-                yield self._post(first, request, lengths, length)
+                yield turn
+                nothing = np.empty(0, sent.dtype)
+                outgoing: list[Array] = [nothing] * self._world_size
+                lengths = [np.empty(0, np.int64)] * self._world_size
+                length = np.array([counts[root] if is_root and counts else 0])
+                if is_root:
+                    assert array is not None
+                    assert counts is not None
+                    outgoing = split_up(array.reshape(-1), [count * row for count in counts])
+                    lengths = [np.array([count]) for count in counts]
+                incoming = [np.empty(0, np.int64)] * self._world_size
+                if not is_root:
+                    incoming[root] = length
+                yield from self._group.channel.move(lengths, incoming)
                 piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
-                sizes = []
-                if counts is not None:
-                    row = int(np.prod(sent.shape[1:], dtype=np.int64))
-                    sizes = [count * row for count in counts]
-                scatter = self._pairwise_scatter if self._is_large(sent.nbytes) else self._scatterv
-                yield from scatter(second, array, sizes, piece, root)
-            self._count_scatter(array if self.rank == root else None, piece)
+                arriving: list[Array] = [nothing] * self._world_size
+                if is_root:
+                    piece.reshape(-1)[...] = outgoing[root]
+                else:
+                    arriving[root] = piece.reshape(-1)
+                yield from self._move(outgoing, arriving, headers.integers(1)[root][0] * row)
+            self._traffic.count_scatter(array if is_root else None, piece)
             return piece
 
-    def _scatterv(
-        self, turn: Turn, array: Array | None, sizes: Sequence[int], piece: Array, root: int
-    ) -> Steps:
-        parts = None
-        if array is not None:
-            parts = self._parts(array, sizes, starts_of(sizes), itemsize=array.itemsize)
-        yield turn
-        spec = self._spec(piece, piece.size, itemsize=piece.itemsize)
-        yield self._post(turn, turn.comm.Iscatterv(parts, spec, root), array, piece)
-
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        with self._turn(0) as turn:
-            headers = yield from self._open(call, turn, array)
-            result = None
+    def gather(self, call: Call, array: Array, root: int) -> Steps:
+        """All ranks' rows, a new array, on the root."""
+        with self._group.turn() as turn:
+            headers = yield from self.open(call, turn, array)
+            is_root = self._rank == root
             rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-            if self.rank == root:
-                result = np.empty((sum(rows), *array.shape[1:]), array.dtype)
             row = int(np.prod(array.shape[1:], dtype=np.int64))
             sizes = [count * row for count in rows]
+            result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
             if headers.all_inline:
                 if result is not None:
-                    arrays = [headers.inline(rank) for rank in range(self.world_size)]
-                    np.concatenate(arrays, axis=0, out=result)
-            elif self.world_size == 1:
-                assert result is not None
-                result[...] = array
-            else:
-                large = self._is_large(sum(sizes) * array.itemsize)
-                gather = self._pairwise_gather_to if large else self._gatherv
-                yield from gather(turn, array, sizes, result, root)
-            self._count_gather(array, root)
-            return result
-
-    def _gatherv(
-        self, turn: Turn, array: Array, sizes: Sequence[int], result: Array | None, root: int
-    ) -> Steps:
-        parts = None
-        if result is not None:
-            parts = self._parts(result, sizes, starts_of(sizes), itemsize=array.itemsize)
-        yield turn
-        spec = self._spec(array, array.size, itemsize=array.itemsize)
-        yield self._post(turn, turn.comm.Igatherv(spec, parts, root), array, result)
-
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        with self._turn(0) as first, self._turn(1) as second:
-            yield from self._open(call, first)
-            if self.world_size == 1:
-                received = [parts[0].copy()]
-            else:
-                # A rank's shapes, and how much it sends in all.
-                outgoing = np.zeros((self.world_size, 1 + _SHAPE_LENGTH), np.int64)
-                outgoing[:, 0] = sum(part.nbytes for part in parts)
-                for row, part in zip(outgoing[:, 1:], parts, strict=True):
-                    row[: 1 + part.ndim] = part.ndim, *part.shape
-                incoming = np.empty_like(outgoing)
-                yield first
-                request = first.comm.Ialltoall(
-                    self._spec(outgoing, 1 + _SHAPE_LENGTH, itemsize=8),
-                    self._spec(incoming, 1 + _SHAPE_LENGTH, itemsize=8),
-                )
-                yield self._post(first, request, outgoing, incoming)
-                shapes = [tuple(dims[:ndim]) for _, ndim, *dims in incoming.tolist()]
-                large = self._is_large(int(incoming[:, 0].sum()))
-                exchange = self._pairwise_all_to_all if large else self._alltoallv
-                received = yield from exchange(second, parts, shapes)
-            self._count_all_to_all(parts)
-            return received
-
-    def _alltoallv(
-        self, turn: Turn, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]]
-    ) -> Steps:
-        dtype = parts[0].dtype
-        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
-        target = np.empty(sum(sizes), dtype)
-        source = np.concatenate([part.reshape(-1) for part in parts])
-        lengths = [int(part.size) for part in parts]
-        yield turn
-        request = turn.comm.Ialltoallv(
-            self._parts(source, lengths, starts_of(lengths), itemsize=dtype.itemsize),
-            self._parts(target, sizes, starts_of(sizes), itemsize=dtype.itemsize),
-        )
-        yield self._post(turn, request, source, target)
-        arrays = zip(split_up(target, sizes), shapes, strict=True)
-        return [array.reshape(shape) for array, shape in arrays]
-
-    def _steps_barrier(self, call: Call) -> Steps:
-        with self._turn(0) as turn:
-            # A mailbox is quicker than the library's barrier.
-            if self.check_collectives or self.world_size == 1 or self._talk.mailbox is not None:
-                yield from self._open(call, turn)
+                    arrays = [headers.inline(rank) for rank in range(self._world_size)]
+                    np.concatenate(arrays, out=result.reshape(-1))
             else:
                 yield turn
-                yield self._post(turn, turn.comm.Ibarrier())
+                nothing = np.empty(0, array.dtype)
+                outgoing: list[Array] = [nothing] * self._world_size
+                incoming: list[Array] = [nothing] * self._world_size
+                outgoing[root] = array.reshape(-1)
+                if result is not None:
+                    incoming = split_up(result.reshape(-1), sizes)
+                    incoming[root][...] = outgoing[root]
+                yield from self._move(outgoing, incoming, max(sizes))
+            self._traffic.count_gather(array, root)
+            return result
+
+    def all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        """A list of new arrays, one from each rank."""
+        with self._group.turn() as turn:
+            longest = np.array([max(part.size for part in parts)], np.int64)
+            headers = yield from self.open(call, turn, longest)
+            received = [parts[0].copy()]
+            if self._world_size > 1:
+                yield turn
+                shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
+                for shape, part in zip(shapes[0], parts, strict=True):
+                    shape[: 1 + part.ndim] = part.ndim, *part.shape
+                shapes[1, self._rank] = shapes[0, self._rank]
+                yield from self._group.channel.move(list(shapes[0]), list(shapes[1]))
+                received = [
+                    np.empty(tuple(dims[:ndim]), parts[0].dtype)
+                    for ndim, *dims in shapes[1].tolist()
+                ]
+                received[self._rank][...] = parts[self._rank]
+                outgoing = [part.reshape(-1) for part in parts]
+                incoming = [array.reshape(-1) for array in received]
+                length = max(longest for (longest,) in headers.integers(1))
+                yield from self._move(outgoing, incoming, length)
+            self._traffic.count_all_to_all(parts)
+            return received
+
+    def _move(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> Steps:
+        """Send ``outgoing[r]`` to rank r, and receive its ``incoming[r]``.
+
+        In as many rounds as the ``longest`` part of all ranks needs.
+        """
+        if self._world_size == 1:
+            return
+        step = self._group.channel.longest_each(outgoing[0].itemsize)
+        for low in range(0, longest, step):
+            yield from self._group.channel.move(
+                [part[low : low + step] for part in outgoing],
+                [part[low : low + step] for part in incoming],
+            )
+
+    def barrier(self, call: Call) -> Steps:
+        """End when every rank has called it: the headers say so."""
+        with self._group.turn() as turn:
+            yield from self.open(call, turn)
+
+    # --------------------------------------------------------------- arrays that the ranks share
+
+    def _refuse_overlaps(
+        self, places: Sequence[Places], array: Array, out: Array, offsets: Sequence[int]
+    ) -> None:
+        """Refuse, on all ranks alike, results on top of arrays that others still read.
+
+        The result of a rank may lie in an array in the range that the rank alone reads:
+        ``offsets`` bytes behind the array's start.
+
+        Raises
+        ------
+        OutMismatchError
+            Naming the two ranks.
+        """
+        if all(into == PRIVATE for _, into in places):
+            return
+        numbers = self._nodes.numbers
+        for rank, (_, into) in enumerate(places):
+            for other, (own, _) in enumerate(places):
+                distance = into[1] - own[1]
+                if (
+                    numbers[rank] == numbers[other]
+                    and into[0] == own[0] != PRIVATE[0]
+                    and -out.nbytes < distance < array.nbytes
+                    and distance != offsets[rank]
+                ):
+                    raise OutMismatchError(
+                        f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
+                        "of the node read: give it memory of its own"
+                    )
+
+    def _peer_arrays(self, places: Sequence[Places], like: Array) -> dict[int, Array]:
+        """The flat arrays of this node's ranks, where they lie."""
+        return {rank: self._regions.view(places[rank][0], like) for rank in self._nodes.peers}
+
+    def _all_reduce_in_place(
+        self,
+        arrays: Mapping[int, Array],
+        operation: ReductionOperation,
+        out: Array,
+        *,
+        is_shared: bool,
+    ) -> Steps:
+        """Combine ``arrays`` into flat ``out``: shared, or each rank's own array.
+
+        Each rank writes its own piece of ``out``, and the pieces that it is agent for; in its own
+        array no other rank reads one before it is complete.
+        """
+        layout = ShardLayout(int(out.size), self._world_size)
+        pieces = [out[layout.slice(rank)] for rank in range(self._world_size)]
+        yield from self._reduce_in_place(arrays, layout.sizes, operation, pieces[self._rank])
+        if self._nodes.count > 1:
+            yield from self._exchange_pieces(pieces)
+        if not is_shared:
+            yield self._group.fence()
+            for rank, piece in enumerate(pieces):
+                source = self._nodes.agent(rank)
+                if source != self._rank:
+                    piece[...] = arrays[source][layout.slice(rank)]
+                    self._traffic.count_read("all_gather", piece.nbytes)
+        self._traffic.count_shared_gather(layout.sizes, out.dtype)
+        yield self._group.fence()
+
+    def _reduce_in_place(
+        self,
+        arrays: Mapping[int, Array],
+        sizes: Sequence[int],
+        operation: ReductionOperation,
+        piece: Array,
+    ) -> Steps:
+        """Combine this rank's part of all ranks' arrays into ``piece``, which may be that part."""
+        starts = starts_of(sizes)
+        mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
+        own = [array[mine] for array in arrays.values()]
+        self._traffic.count_shared_reduce(sizes, own[0].dtype)
+        if self._nodes.count == 1:
+            self._reducer.reduce(own, operation, piece)
+            return
+        nodes, world = self._nodes, range(self._world_size)
+        trees = [nodes.subtrees(node) for node in range(nodes.count)]
+        wide = accumulation_dtype(own[0].dtype)
+        clients = nodes.clients()
+        senders = [nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own]
+        step = max(1, self._group.channel.longest_each(wide.itemsize) // max(map(len, trees)))
+        for low in range(0, max(sizes), step):
+            lengths = [max(0, min(step, size - low)) for size in sizes]
+            outgoing = [np.empty(0, wide) for _ in world]
+            for rank in clients:
+                part = slice(starts[rank] + low, starts[rank] + low + lengths[rank])
+                outgoing[rank] = self._sums_for(
+                    {r: array[part] for r, array in arrays.items()}, operation, wide, lengths[rank]
+                )
+            incoming = [np.empty(0, wide) for _ in world]
+            for sender in senders:
+                count = len(trees[nodes.numbers[sender]])
+                incoming[sender] = np.empty(count * lengths[self._rank], wide)
+            yield from self._group.channel.move(outgoing, incoming)
+            chunk = slice(low, low + lengths[self._rank])
+            known = {(rank, 0): array[chunk] for rank, array in zip(arrays, own, strict=True)}
+            for sender in senders:
+                subtrees = trees[nodes.numbers[sender]]
+                sums = incoming[sender].reshape(len(subtrees), -1)
+                known |= zip(subtrees, sums, strict=True)
+            self._reducer.reduce_subtrees(known, self._world_size, operation, piece[chunk])
+
+    def _sums_for(
+        self,
+        arrays: Mapping[int, Array],
+        operation: ReductionOperation,
+        dtype: np.dtype[Any],
+        length: int,
+    ) -> Array:
+        """The sums that this node sends of one piece: one for each of its subtrees, end to end."""
+        subtrees = self._nodes.subtrees(self._nodes.own)
+        sums = np.empty((len(subtrees), length), dtype)
+        for (first, level), target in zip(subtrees, sums, strict=True):
+            under = range(first, first + (1 << level))
+            members = [array for rank, array in arrays.items() if rank in under]
+            self._reducer.reduce_part(members, operation, target)
+        return sums.reshape(-1)
+
+    def _exchange_pieces(self, pieces: Sequence[Array]) -> Steps:
+        """Send this rank's piece to its agents; receive the pieces that this rank is agent for."""
+        nodes, own = self._nodes, pieces[self._rank]
+        agents = {nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own}
+        clients = nodes.clients()
+        outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
+        incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
+        yield from self._group.messages.move(outgoing, incoming)
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """The start of each of several parts that lie end to end."""
+    return [0, *accumulate(sizes[:-1])]
+
+
+def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
+    """The parts of ``sizes`` that lie end to end in a flat array."""
+    return [
+        array[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)
+    ]
+
+
+def _overlap(array: Array, out: Array, own: Array | None = None) -> bool:
+    """Whether ``out`` shares memory with ``array`` and does not begin where ``own`` of it does."""
+    if not array_namespace(array).may_share_memory(array, out):
+        return False
+    return address(array if own is None else own) != address(out)

@@ -1,14 +1,14 @@
-"""The communicators of one MPI world or sub-world, and how its ranks leave it.
+"""The communicators of one MPI world or group, and how its ranks leave it.
 
-A rank that leaves answers every later collective with a LEAVE header, so that the others are told
-by the collective itself. A rank that waits in a receive, or in a collective that not all have
-reached, is told by a *notice*: a message that the leaving rank sends when the others do not leave
-soon after it.
+A rank that leaves answers every later collective with a LEAVE header, so the collective itself
+tells the others. A rank that waits in a receive, or in a collective that not all have reached, is
+told by a *notice*: a message that the leaving rank sends if the others do not leave soon after it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -16,77 +16,97 @@ import numpy as np
 from mpishard import settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.communication.contract.work import Waitable
-from mpishard.communication.mpi.bounce import BounceBuffers
-from mpishard.communication.mpi.headers import ROW_BYTES, Headers, make_row
-from mpishard.communication.mpi.lanes import (
+from mpishard.communication.mpi.headers import (
+    Exchange,
+    Headers,
+    MessageExchange,
+    Posted,
+    PostedMessage,
+    RingExchange,
+    make_row,
+)
+from mpishard.communication.mpi.messages import (
+    Channel,
     Expected,
-    Lane,
     Message,
+    MessageChannel,
     Pending,
-    PendingAll,
+    Turn,
     post_bytes,
 )
-from mpishard.communication.mpi.rings import Mailbox
+from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.mpi.ulfm import is_loss
 from mpishard.errors import CommunicationError
 
-__all__ = ["Group"]
+__all__ = ["CUT_OFF", "Group"]
 
 _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
-"""Those whose arrays MPI may still read and write."""
+"""Groups whose arrays MPI may still read and write."""
 
-_HEADER_TAG = 1  # on a lane, where data have 0
+CUT_OFF = -1
+"""In a notice, instead of a last collective: the rank was cut off in one, and the world ends."""
+
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
 
 class Group:
-    """What the ranks of one world talk through.
+    """What the ranks of one world communicate through.
+
+    MPI asks that all ranks post the collectives of one communicator in one order. Data can only be
+    posted when the headers have come, and that time differs from rank to rank. So data have a
+    communicator of their own, and each collective takes a `turn` there, in the order of issue.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
-        A communicator that belongs to this group alone. It carries point to point, and headers
-        where there is no mailbox; those of two ranks go on a lane.
-    mailbox : Mailbox, optional
-        What carries headers, where the ranks share memory.
+        A communicator that belongs to this group alone. It carries messages, and headers if there
+        are no rings.
+    reducer : TreeReducer
+        Combines contributions.
+    rings : RingExchange, optional
+        The exchange of headers, if the ranks share memory.
+    rows : tuple of (Array, list of int), optional
+        The memory for data of a group with rings, and the pair of rows of each rank.
     """
 
-    def __init__(self, mpi: Any, comm: Any, mailbox: Mailbox | None = None) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        reducer: TreeReducer,
+        rings: RingExchange | None = None,
+        rows: tuple[Any, list[int]] | None = None,
+    ) -> None:
         self.mpi = mpi
         self.comm = comm
-        self.mailbox = mailbox
-        self.node: Any = None
-        """The ranks of this one's node, once memory was shared among them."""
-        self.bounce: BounceBuffers | None = None
-        """What private arrays pass through, once there were some."""
-        self.has_no_bounce = False
-        """Whether there was no memory for it."""
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.lanes = tuple(Lane(c) for c in _duplicates(comm, 2))
-        self._elements = {
-            1: mpi.BYTE, 2: mpi.INT16_T, 4: mpi.INT32_T, 8: mpi.INT64_T,
-            16: mpi.C_DOUBLE_COMPLEX,
-        }  # fmt: skip
+        self.data: Any = _duplicate(comm)
         self.in_flight: set[Pending] = set()
+        self.exchange: Exchange = rings or MessageExchange(mpi, comm, self.data, self.in_flight)
+        self.messages = MessageChannel(mpi, self.data, self.in_flight, reducer)
+        """The channel of data on GPUs, and of all data if there are no rows."""
+        self.channel: Channel = self.messages
+        """The channel of data."""
+        if rings is not None and rows is not None:
+            self.channel = RowChannel(*rows, self.rank, reducer, rings.fence)
+        self._turns: deque[Turn] = deque()
         self.expected: set[Expected] = set()
         """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
-        self._kept: list[object] = []
-        self._unread: list[tuple[Waitable, bytearray, Call]] = []  # headers under way
+        self._unread: list[tuple[Posted | PostedMessage, Call]] = []  # headers under way
         self._answered_leave = False
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
-        self._leaving: Waitable | None = None
-        self._begun: tuple[int, Waitable, bytearray] | None = None
+        self._leaving: Posted | PostedMessage | None = None
         self._leave_call: Call | None = None
-        self._leave_rows = bytearray()
         self._left = False
         self._notified = False
         self._noticed: dict[int, int] = {}
@@ -96,68 +116,36 @@ class Group:
         self._sent_here = np.zeros(self.world_size, np.int64)
         self._settling: Any = None
 
-    def element(self, itemsize: int) -> Any:
-        """An MPI type of ``itemsize`` bytes. What the bytes mean is nobody's business here."""
-        return self._elements[itemsize]
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes kept from one collective to the next."""
+        shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
+        return self.messages.scratch_bytes + shared
+
+    def turn(self) -> Turn:
+        """A place behind all collectives that were issued before, for data and fences."""
+        return Turn(self._turns)
+
+    def fence(self) -> Waitable:
+        """Be true when every rank has come to this fence, in the order of their turns."""
+        return self.exchange.fence()
+
+    def keep(self, request: Any, *arrays: object) -> Pending:
+        """A request under way, which reads and writes ``arrays``."""
+        return Pending(request, self.in_flight, *arrays)
 
     # ----------------------------------------------------------------------------------- headers
 
-    def post_header(self, row: bytearray, own: Call) -> tuple[Waitable, bytearray]:
-        """Send the header of ``own``; the rows are complete when the request is."""
-        if self.has_begun(own):
-            assert self._begun is not None
-            _, posted, rows = self._begun
-        else:
-            posted, rows = self._post_row(row)
-        self._begun = None
-        self.expect(posted, rows, own)
-        return posted, rows
+    def post_header(self, row: bytearray, own: Call) -> Posted | PostedMessage:
+        """Send the header of ``own``; `read_headers` takes those of all, when they have come."""
+        posted = self.exchange.post(row)
+        self._unread.append((posted, own))
+        return posted
 
-    def expect(self, posted: Waitable, rows: bytearray, own: Call) -> None:
-        """Take note of headers under way, which `read_headers` will be asked for."""
-        self._unread.append((posted, rows, own))
-
-    def _post_row(self, row: bytearray) -> tuple[Waitable, bytearray]:
-        if self.mailbox is not None:
-            letter = self.mailbox.post(row)
-            return letter, letter.rows
-        if self.world_size == 2:
-            requests, rows = self.swap_headers(row)
-            return PendingAll(self.mpi, requests, self.in_flight, row, rows, tries=1), rows
-        rows = bytearray(self.world_size * ROW_BYTES)
-        kind = self.mpi.BYTE
-        request = self.comm.Iallgather([row, ROW_BYTES, kind], [rows, ROW_BYTES, kind])
-        return Pending(request, self.in_flight, row, rows), rows
-
-    def swap_headers(self, row: bytes | bytearray) -> tuple[list[Any], bytearray]:
-        """Send the ``row`` of one of two ranks: the requests, and the rows as they will be.
-
-        A library's nonblocking collective takes three times as long as its messages.
-        """
-        comm, kind, other = self.lanes[0].comm, self.mpi.BYTE, 1 - self.rank
-        sent = comm.Isend([row, ROW_BYTES, kind], other, _HEADER_TAG)
-        rows = bytearray(2 * ROW_BYTES)
-        rows[self.rank * ROW_BYTES : (1 + self.rank) * ROW_BYTES] = row
-        theirs = memoryview(rows)[other * ROW_BYTES : (1 + other) * ROW_BYTES]
-        return [sent, comm.Irecv([theirs, ROW_BYTES, kind], other, _HEADER_TAG)], rows
-
-    def take_up(self, own: Call, posted: Waitable, rows: bytearray) -> None:
-        """Let the `post_header` of ``own`` find that its header was posted."""
-        self._begun = own.sequence, posted, rows
-
-    def has_begun(self, own: Call) -> bool:
-        """Whether the header of ``own`` was posted, and is to be taken up."""
-        return self._begun is not None and self._begun[0] == own.sequence
-
-    def break_off(self, error: CommunicationError, *keep: object) -> None:
-        """Refuse with ``error`` what is called from now on; MPI may use what is to be kept."""
-        self.broken = error
-        self._kept.extend(keep)
-
-    def read_headers(self, rows: bytearray, own: Call) -> Headers:
+    def read_headers(self, posted: Posted | PostedMessage, own: Call) -> Headers:
         """The headers that have come."""
-        self._unread = [unread for unread in self._unread if unread[1] is not rows]
-        headers = Headers(rows, own, self.rank)
+        self._unread = [unread for unread in self._unread if unread[0] is not posted]
+        headers = Headers(posted.rows, own, self.rank)
         if _has_leave(headers):
             self._answered_leave = True
             if self.is_leaving:
@@ -174,9 +162,9 @@ class Group:
     @property
     def all_left(self) -> bool:
         """Whether every rank left in good order: the communicators are of no more use."""
-        if not self._left or self._leave_call is None:
+        if not self._left or self._leave_call is None or self._leaving is None:
             return False
-        calls = Headers(self._leave_rows, self._leave_call, self.rank).calls
+        calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
         return all(call.kind is Kind.LEAVE for call in calls)
 
     def leave(self) -> None:
@@ -190,7 +178,7 @@ class Group:
             self._left = True
             return
         call = self._leave_call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
-        self._leaving, self._leave_rows = self._post_row(make_row(call, None))
+        self._leaving = self.exchange.post(make_row(call))
 
     def has_left(self) -> bool:
         """Whether every other rank has answered the LEAVE. Never blocks."""
@@ -200,18 +188,23 @@ class Group:
 
     def _met_leave(self) -> bool:
         """Whether a header that nobody here waits for met a LEAVE: then ours meets none."""
-        for posted, rows, own in self._unread:
-            if posted.test() and _has_leave(Headers(rows, own, self.rank)):
+        for posted, own in self._unread:
+            if posted.test() and _has_leave(Headers(posted.rows, own, self.rank)):
                 self.unanswered, self._leave_call = own, None
                 return True
         return False
 
     def notify(self) -> None:
         """Tell the others, wherever they wait, that this rank has left. Idempotent."""
-        if self._notified or self._left or self._leaving is None:
+        if not self._left and self._leaving is not None:
+            self.send_notice(self.sequence)
+
+    def send_notice(self, last: int) -> None:
+        """Tell the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
+        if self._notified:
             return
         self._notified = True
-        notice = np.array([self.sequence], np.int64)
+        notice = np.array([last], np.int64)
         for rank in range(self.world_size):
             if rank != self.rank:
                 request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
@@ -219,7 +212,7 @@ class Group:
                 Message(request, self.in_flight, notice)
 
     def departures(self) -> dict[int, int]:
-        """The ranks that sent a notice, each with the number of its last collective."""
+        """The ranks that sent a notice, each with its last collective, or `CUT_OFF`."""
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG, status):
             notice = np.empty(1, np.int64)
@@ -230,38 +223,34 @@ class Group:
         return self._noticed
 
     def stir(self) -> None:
-        """Let MPI go on with what is under way: waiting at a mailbox does not call it."""
+        """Let MPI go on with requests under way: waiting at a ring does not call it."""
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
 
     def free(self) -> bool:
-        """Give the communicators back to MPI; False where something is still under way.
+        """Give the communicators back to MPI; False if something is still under way.
 
-        Those of a group that not `all_left` in good order are nobody's any more, and stay.
+        Those of a group that not `all_left` in good order stay: they may still be in use elsewhere.
         """
         if not self.all_left:
             return True
         if not self.is_drained():
             return False
-        if self.mailbox is not None:
-            self.mailbox.close()
+        self.exchange.close()
         for request in tuple(self.in_flight):
             request.test()
         if self.in_flight:
             return False
-        for comm in (*(lane.comm for lane in self.lanes), self.node, self.comm):
-            if comm is not None:
-                comm.Free()
+        for comm in (self.data, self.comm):
+            comm.Free()
         return True
 
     def abandon(self) -> None:
-        """Give up communicators of which not all ranks are left. Who still waits on them is told.
+        """Give up communicators of which not all ranks are left. Ranks that wait there are told.
 
-        They are freed where MPI lets go of all that was under way.
+        They are freed when MPI lets go of all that was under way.
         """
-        comms = [*(lane.comm for lane in self.lanes), self.node, self.comm]
-        comms = [comm for comm in comms if comm is not None]
-        for comm in comms:
+        for comm in (self.data, self.comm):
             comm.Revoke()
         deadline = time.monotonic() + _ABANDON_SECONDS
         while self.in_flight and time.monotonic() < deadline:
@@ -275,15 +264,15 @@ class Group:
         if self.in_flight:
             _abandoned.append(self)
             return
-        for comm in comms:
+        for comm in (self.data, self.comm):
             comm.Free()
 
     def is_drained(self) -> bool:
         """Whether all that was sent to this rank has come. Takes what nobody did. Never blocks.
 
-        What is not received when a communicator is freed meets the next one that MPI gives the
-        same identity: a rank of another world would be told that this one's have left, or be given
-        a message of this one. True where not `all_left`: that communicator stays.
+        A message that is not received when a communicator is freed meets the next one that MPI
+        gives the same identity: a rank of another world would be told that this one's have left,
+        or be given a message of this one. True if not `all_left`: that communicator stays.
         """
         if not self.all_left:
             return True
@@ -304,14 +293,13 @@ class Group:
         return sum(not request.test() for request in messages) == 0
 
 
+def _duplicate(comm: Any) -> Any:
+    """A duplicate of ``comm``. Collective; waits without holding the processor."""
+    duplicate, request = comm.Idup()
+    while not request.Test():
+        yield_processor()
+    return duplicate
+
+
 def _has_leave(headers: Headers) -> bool:
     return not headers.identical and any(call.kind is Kind.LEAVE for call in headers.calls)
-
-
-def _duplicates(comm: Any, count: int) -> list[Any]:
-    """Duplicates of ``comm``. Collective; waits without holding the processor."""
-    pairs = [comm.Idup() for _ in range(count)]
-    for _, request in pairs:
-        while not request.Test():
-            yield_processor()
-    return [duplicate for duplicate, _ in pairs]

@@ -1,73 +1,67 @@
-"""The first message of every MPI collective: what each rank calls, and its data where small."""
+"""The header exchange that every collective begins with: what each rank calls, and small arrays.
+
+On one node headers go through *rings* in memory that its ranks share: a few stores and loads
+instead of messages. Each rank owns some rings, which it alone writes; a group takes one ring of
+each of its ranks. The number n of an exchange is the same on all ranks, and its row stands in slot
+``n % SLOTS`` of each ring. The row's mark, written last, is n; a slot is written again when every
+other rank has written that it has read it. Numbers of a ring only ever grow, from one group to the
+next, so no row of an earlier group can be taken for a new one.
+
+Rings need stores that other cores see in the order in which they are made: x86-64. Elsewhere, and
+if a group spans several nodes or a rank has no ring left, headers are messages.
+"""
 
 from __future__ import annotations
 
+import platform
 import struct
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.communication.contract.arena import PRIVATE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
-from mpishard.communication.contract.nodes import Places
-from mpishard.communication.mpi.node_memory import PRIVATE
+from mpishard.communication.contract.work import Waitable
+from mpishard.communication.mpi.messages import Condition, Pending
 
 __all__ = [
-    "APART",
-    "AT_HOME",
-    "COPIED",
     "INLINE_BYTES",
-    "ROW_BYTES",
+    "NO_RING",
+    "SLOTS",
     "Headers",
-    "Readiness",
+    "MessageExchange",
+    "Posted",
+    "Ring",
+    "RingExchange",
+    "Rings",
     "make_row",
 ]
 
 INLINE_BYTES = 128
-"""Arrays of up to this many bytes travel in the header, and need no second message."""
+"""Arrays of up to this many bytes travel in the header, and need no second exchange."""
 
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Number of bytes that each rank sends."""
 
-_PLACES = struct.Struct("=5q")
-_READINESS_AT = _PLACES.size - 8
-
-
-class Readiness(IntEnum):
-    """What a rank has done with an array that is too long for its header."""
-
-    AT_HOME = 0
-    """Nothing."""
-    COPIED = 1
-    """What others need of it stands in the rank's row of the bounce buffers."""
-    ON_DEVICE = 2
-    """It lies on a GPU, and goes from there."""
-    APART = 3
-    """Nothing, and its result lies in this process's own memory, not in the array."""
-
-
-COPIED = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.COPIED)
-"""What stands in a header instead of a private array that was copied."""
-
-AT_HOME = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.AT_HOME)
-"""What stands in a header instead of a private array that was not."""
-
-APART = _PLACES.pack(*PRIVATE, *PRIVATE, Readiness.APART)
-"""What stands in a header instead of a private array whose result lies apart."""
+_PLACES = struct.Struct("=4q?")
 
 
 def make_row(
     call: Call,
-    payload: Array | None,
+    payload: Array | None = None,
     places: Places = (PRIVATE, PRIVATE),
-    readiness: Readiness = Readiness.AT_HOME,
+    *,
+    on_device: bool = False,
 ) -> bytearray:
-    """The message of one rank: `ROW_BYTES` bytes.
+    """The row of one rank: `ROW_BYTES` bytes.
 
-    ``payload`` is a host array. Where it is larger than `INLINE_BYTES`, there stand instead
-    ``places``, where it and the result lie in memory that the node's ranks share, and
-    ``readiness``.
+    ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
+    where it and the result lie in memory that the node's ranks share, and whether it lies
+    ``on_device``.
     """
     row = bytearray(ROW_BYTES)
     call.encode(row)
@@ -75,12 +69,12 @@ def make_row(
         if payload.nbytes <= INLINE_BYTES:
             row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
         else:
-            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1], readiness)
+            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1], on_device)
     return row
 
 
 class Headers:
-    """What all ranks sent.
+    """The rows of all ranks.
 
     Parameters
     ----------
@@ -102,63 +96,30 @@ class Headers:
             if self.identical
             else tuple(Call.decode(rows, start) for start in starts)
         )
-
-    @property
-    def all_inline(self) -> bool:
+        self.all_inline = all(
+            call.nbytes <= INLINE_BYTES for call in self.calls[: 1 if self.identical else None]
+        )
         """Whether every rank's array came with its header."""
-        if self.identical:
-            return self.calls[0].nbytes <= INLINE_BYTES
-        return all(call.nbytes <= INLINE_BYTES for call in self.calls)
 
-    @property
-    def any_inline(self) -> bool:
-        """Whether any rank's array came with its header."""
-        return any(call.nbytes <= INLINE_BYTES for call in self.calls)
-
-    def flat(self, rank: int) -> Array:
+    def inline(self, rank: int) -> Array:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
         call = self.calls[rank]
         assert call.dtype is not None
         start = rank * ROW_BYTES + HEADER_BYTES
         return np.frombuffer(self._rows, call.dtype, call.nbytes // call.dtype.itemsize, start)
 
-    def inline(self, rank: int) -> Array:
-        """The array that ``rank`` sent in its header: a view."""
-        shape = self.calls[rank].shape
-        assert shape is not None
-        return self.flat(rank).reshape(shape)
-
-    def places(self, rank: int) -> Places:
-        """Where the array of ``rank`` and its result lie, where that array is not inline."""
-        number, offset, out_number, out_offset, _ = _PLACES.unpack_from(
-            self._rows, rank * ROW_BYTES + HEADER_BYTES
-        )
-        return (number, offset), (out_number, out_offset)
-
-    def has_copied(self, rank: int) -> bool:
-        """Whether the array of ``rank`` stands in its row of the bounce buffers."""
-        return self._readiness(rank) == Readiness.COPIED
-
-    @property
-    def all_have_copied(self) -> bool:
-        """Whether that is so of every rank."""
-        return all(self.has_copied(rank) for rank in range(len(self.calls)))
-
-    @property
-    def all_apart(self) -> bool:
-        """Whether every rank's result lies apart."""
-        return all(self._readiness(rank) == Readiness.APART for rank in range(len(self.calls)))
-
-    @property
-    def any_on_device(self) -> bool:
-        """Whether the array of any rank goes from its GPU."""
-        return any(self._readiness(rank) == Readiness.ON_DEVICE for rank in range(len(self.calls)))
-
-    def _readiness(self, rank: int) -> int:
-        if self.calls[rank].nbytes <= INLINE_BYTES:
-            return Readiness.AT_HOME
-        # A small number in the first of eight bytes, the others 0.
-        return self._rows[rank * ROW_BYTES + HEADER_BYTES + _READINESS_AT]
+    def places(self) -> tuple[list[Places], bool]:
+        """Where each rank's array and result lie, and whether any array lies on a GPU."""
+        places: list[Places] = []
+        any_on_device = False
+        for rank, call in enumerate(self.calls):
+            if call.nbytes <= INLINE_BYTES:
+                places.append((PRIVATE, PRIVATE))
+                continue
+            *numbers, on_device = _PLACES.unpack_from(self._rows, rank * ROW_BYTES + HEADER_BYTES)
+            places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
+            any_on_device |= on_device
+        return places, any_on_device
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""
@@ -166,3 +127,261 @@ class Headers:
             np.frombuffer(self._rows, np.int64, count, rank * ROW_BYTES + HEADER_BYTES).tolist()
             for rank in range(len(self.calls))
         ]
+
+
+class Posted(Waitable):
+    """One exchange of rows under way; ``rows`` is complete when it is."""
+
+    __slots__ = ("_exchange", "done", "number", "row", "rows")
+
+    def __init__(self, exchange: RingExchange, number: int, row: bytearray, ranks: int) -> None:
+        self._exchange = exchange
+        self.number = number
+        self.row = row
+        self.rows = bytearray(ROW_BYTES * ranks)
+        self.done = False
+
+    def test(self) -> bool:
+        if not self.done:
+            self._exchange.collect()
+        return self.done
+
+
+class PostedMessage(Pending):
+    """As `Posted`, by messages."""
+
+    __slots__ = ("rows",)
+
+
+class Exchange(ABC):
+    """How the ranks of one group exchange rows, and wait for one another."""
+
+    @abstractmethod
+    def post(self, row: bytearray) -> Posted | PostedMessage:
+        """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
+
+    @abstractmethod
+    def fence(self) -> Waitable:
+        """Be true when every rank has come to this fence. All ranks count them alike."""
+
+    def close(self) -> None:
+        """Give back what others need no more. Idempotent."""
+
+
+class MessageExchange(Exchange):
+    """Rows as messages: a non-blocking all-gather of the library.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    headers, data : mpi4py.MPI.Intracomm
+        Communicators of the group's headers, and of its data, in whose order fences stand.
+    in_flight : set of Pending
+        Requests under way.
+    """
+
+    def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
+        self._byte = mpi.BYTE
+        self._headers, self._data = headers, data
+        self._in_flight = in_flight
+
+    def post(self, row: bytearray) -> PostedMessage:
+        rows = bytearray(self._headers.Get_size() * ROW_BYTES)
+        request = self._headers.Iallgather(
+            [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
+        )
+        posted = PostedMessage(request, self._in_flight, row)
+        posted.rows = rows
+        return posted
+
+    def fence(self) -> Waitable:
+        return Pending(self._data.Ibarrier(), self._in_flight)
+
+
+SLOTS = 32
+"""Headers that a rank can be ahead of the slowest before it waits for room."""
+
+_RINGS = 32
+_RINGS_WITH_ROWS = 16  # of a rank, those that are taken first
+_LINE = 64  # bytes that cores hand to each other
+# Of a ring: the last number read; the last fence come to; the rows.
+_FENCE = _LINE
+_ROWS = _FENCE + _LINE
+# Of a row: header, mark, payload.
+_MARK = HEADER_BYTES
+_PAYLOAD = _MARK + 8
+_STRIDE = -(-(_PAYLOAD + INLINE_BYTES) // _LINE) * _LINE
+_RING_BYTES = _ROWS + SLOTS * _STRIDE
+
+Ring = tuple[int, int]
+"""A ring's number in the memory of its node, and the last number that was posted there."""
+
+NO_RING: Ring = (-1, 0)
+
+
+class Rings:
+    """The rings of one rank, and the rows of data of some, in memory that its node shares.
+
+    Parameters
+    ----------
+    memory : Array
+        Zeroed, of `nbytes` bytes; dtype uint8.
+    rows : Array or None
+        Of `RowChannel.nbytes` of `pairs` bytes; None if there is no memory for it.
+    local_rank : int
+        This rank's number on the node.
+    """
+
+    def __init__(self, memory: Array, rows: Array | None, local_rank: int) -> None:
+        self.memory = memory
+        self.rows = rows
+        first = local_rank * _RINGS
+        self._free: list[Ring] = [(ring, 0) for ring in range(first, first + _RINGS)]
+        self._closed: list[RingExchange] = []
+
+    @staticmethod
+    def are_possible() -> bool:
+        """Whether other cores see this one's stores in their order."""
+        return platform.machine() in ("x86_64", "AMD64")
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes for a node of so many ranks."""
+        return ranks * _RINGS * _RING_BYTES
+
+    @staticmethod
+    def pairs(ranks: int) -> int:
+        """Pairs of rows of data for a node of so many ranks."""
+        return ranks * _RINGS_WITH_ROWS
+
+    @staticmethod
+    def rows_of(taken: Sequence[Ring]) -> list[int] | None:
+        """The number of the pair of rows that belongs to each ring; None if one has none."""
+        places = [divmod(ring, _RINGS) for ring, _ in taken]
+        if any(own < _RINGS - _RINGS_WITH_ROWS for _, own in places):
+            return None
+        return [rank * _RINGS_WITH_ROWS + own - (_RINGS - _RINGS_WITH_ROWS) for rank, own in places]
+
+    def take(self) -> Ring:
+        """A ring of this rank; `NO_RING` if none is free."""
+        closed, self._closed = self._closed, []
+        for exchange in closed:
+            exchange.close()
+        return self._free.pop() if self._free else NO_RING
+
+    def put_back(self, ring: Ring) -> None:
+        """Return a ring that nobody reads any more."""
+        if ring != NO_RING:
+            self._free.append(ring)
+
+    def close_later(self, exchange: RingExchange) -> None:
+        """Close an exchange that others have not read to its end, before the next `take`."""
+        self._closed.append(exchange)
+
+
+class RingExchange(Exchange):
+    """The rings through which the ranks of one group exchange rows.
+
+    Parameters
+    ----------
+    rings : Rings
+        This rank's, from which its ring comes and to which it goes back.
+    taken : sequence of Ring
+        The ring of each rank of the group.
+    rank : int
+        This rank of the group.
+    """
+
+    def __init__(self, rings: Rings, taken: Sequence[Ring], rank: int) -> None:
+        self._rank = rank
+        self._bytes = memoryview(rings.memory)
+        self._numbers = self._bytes.cast("q")
+        self._rings = rings
+        self._closed = False
+        self._ring = taken[rank][0]
+        self._last = self._fences = max(last for _, last in taken)
+        starts = [ring * _RING_BYTES for ring, _ in taken]
+        peers = [other for other in range(len(taken)) if other != rank]
+        self._rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
+        """The start of each rank's row, by slot."""
+        self._marks = [[(row[peer] + _MARK) // 8 for peer in peers] for row in self._rows]
+        self._read = starts[rank] // 8
+        self._reads = [starts[peer] // 8 for peer in peers]
+        self._fence = (starts[rank] + _FENCE) // 8
+        self._peer_fences = [(starts[peer] + _FENCE) // 8 for peer in peers]
+        self._room = 0
+        self._unsent: deque[Posted] = deque()
+        self._posted: deque[Posted] = deque()
+        self._numbers[self._read] = self._numbers[self._fence] = self._last
+
+    def post(self, row: bytearray) -> Posted:
+        self._last += 1
+        posted = Posted(self, self._last, row, len(self._rows[0]))
+        self._posted.append(posted)
+        self._unsent.append(posted)
+        self._send()
+        return posted
+
+    def collect(self) -> None:
+        """Take the rows that have come, in order of issue, and send those that have room now."""
+        if self._unsent:
+            self._send()
+        while self._posted and self._posted[0].number <= self._last - len(self._unsent):
+            posted = self._posted[0]
+            number = posted.number
+            numbers = self._numbers
+            for mark in self._marks[number % SLOTS]:
+                if numbers[mark] < number:
+                    return
+            rows, memory = posted.rows, self._bytes
+            for rank, start in enumerate(self._rows[number % SLOTS]):
+                at, payload = rank * ROW_BYTES, start + _PAYLOAD
+                if rank == self._rank:  # its slot may hold a later row already
+                    rows[at : at + ROW_BYTES] = posted.row
+                else:
+                    data = at + HEADER_BYTES
+                    rows[at:data] = memory[start : start + HEADER_BYTES]
+                    rows[data : at + ROW_BYTES] = memory[payload : payload + INLINE_BYTES]
+            posted.done = True
+            self._posted.popleft()
+            numbers[self._read] = number
+
+    def _send(self) -> None:
+        while self._unsent:
+            posted = self._unsent[0]
+            number = posted.number
+            if number > self._room:
+                self._room = SLOTS + min([self._numbers[index] for index in self._reads])
+                if number > self._room:
+                    return
+            start = self._rows[number % SLOTS][self._rank]
+            row, payload = posted.row, start + _PAYLOAD
+            mark = (start + _MARK) // 8
+            self._numbers[mark] = 0  # the row is being written
+            self._bytes[start : start + HEADER_BYTES] = row[:HEADER_BYTES]
+            self._bytes[payload : payload + INLINE_BYTES] = row[HEADER_BYTES:]
+            self._numbers[mark] = number
+            self._unsent.popleft()
+
+    def fence(self) -> Waitable:
+        self._fences += 1
+        number = self._numbers[self._fence] = self._fences
+        numbers, peers = self._numbers, self._peer_fences
+
+        def all_have_come() -> bool:
+            for index in peers:  # noqa: SIM110 - half the time of all()
+                if numbers[index] < number:
+                    return False
+            return True
+
+        return Condition(all_have_come)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if all(self._numbers[index] >= self._last for index in self._reads):
+            self._closed = True
+            self._rings.put_back((self._ring, max(self._last, self._fences)))
+        else:
+            self._rings.close_later(self)

@@ -10,20 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpishard import settings
+from mpishard.arrays import Array
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.call_file import RankState
-from mpishard.communication.contract.naming import of_group
+from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.failure.abort import Ending, flush_output, say
-from mpishard.communication.failure.exit_call import exit_call
 from mpishard.communication.failure.watchdog import Wait, watchdog
-from mpishard.communication.mpi.call_board import CallBoard
-from mpishard.communication.mpi.group import Group
-from mpishard.communication.mpi.node_memory import at_once, number_nodes, share_memory
-from mpishard.communication.mpi.progress import ProgressThread
-from mpishard.communication.mpi.rings import NO_RING, Mailbox, PostOffice, Ring, stores_are_ordered
+from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
+from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
 from mpishard.communication.mpi.ulfm import Survival, is_loss
 from mpishard.errors import CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -34,7 +33,6 @@ _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
 _CALLS_SHOWN = 10
 _CALLS_OF_A_FAILURE = 3
-_CORES_FOR_PROGRESS = 2
 
 IN_INIT = "in init() for the other ranks to call it"
 
@@ -56,15 +54,10 @@ class Job(Ending):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
         self.mpi = mpi
-        self.board: CallBoard | None = None
+        self.statuses: StatusReader | None = None
         if self.world_size > 1:
-            self.board = CallBoard(self.rank, self.world_size, _launched_ranks(mpi, comm))
+            self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
-        self.is_waiting = False
-        """Whether this rank is polling for a collective."""
-        self.progress_thread: ProgressThread | None = None
-        """What moves data while this rank computes, where that is worth a thread."""
-        self._progress_comm: Any = None
         self.survival: Survival | None = None
         """What lets this rank outlive others; None where it ends with them."""
         self.guard()
@@ -79,8 +72,8 @@ class Job(Ending):
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
-        if self.board is not None:
-            self.board.journal.end(RankState.STARTED)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self)
 
     def _meet(self, comm: Any) -> None:
@@ -96,69 +89,51 @@ class Job(Ending):
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
-        if self.board is not None:
-            self.board.share(node, comm, ranks)
+        if self.statuses is not None:
+            self.statuses.share(comm.allgather, ranks)
         node.Free()
-        self._post_office = self._open_post_office(comm)
+        self._rings = self._make_rings(comm)
 
-    def start_progress(self, comm: Any) -> None:
-        """Start the progress thread, where it is wanted, until `leave`. Collective."""
-        wanted = settings.progress_thread()
-        if wanted is None:
-            sends = len(set(self.nodes)) > 1 or not settings.arena_sources()
-            wanted = sends and self.cores_per_rank >= _CORES_FOR_PROGRESS
-        wanted = wanted and self.world_size > 1 and ProgressThread.is_possible(self.mpi)
-        if comm.allreduce(wanted, op=self.mpi.MAX):
-            self._progress_comm = comm.Dup()
-            if wanted:
-                self.progress_thread = ProgressThread(
-                    self.mpi, self._progress_comm, self._is_anything_in_flight
-                )
+    # ----------------------------------------------------------------------------------- rings
 
-    def _stop_progress(self) -> None:
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
-        if self._progress_comm is not None:
-            self._progress_comm.Free()
-            self._progress_comm = None
-
-    def _is_anything_in_flight(self) -> bool:
-        # A rank that waits calls MPI itself, and two threads would stand in each other's way.
-        return not self.is_waiting and any(group.in_flight for group in tuple(self._groups))
-
-    # ------------------------------------------------------------------------------- mailboxes
-
-    def _open_post_office(self, comm: Any) -> PostOffice | None:
-        if len(set(self.nodes)) == self.world_size or not stores_are_ordered():
+    def _make_rings(self, comm: Any) -> Rings | None:
+        """The rings of this rank, and its rows of data; None if its node has no memory for them."""
+        if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
             return None
         node = comm.Split(self.nodes[self.rank], self.rank)
-        nbytes = PostOffice.nbytes(node.Get_size())
-        memory = at_once(share_memory(self.mpi, node, comm, nbytes, settings.arena_sources()))
+        sources, ranks = settings.arena_sources(), node.Get_size()
+        memory = at_once(share_memory(self.mpi, node, comm, Rings.nbytes(ranks), sources))
+        rows = None
+        if memory is not None:
+            nbytes = RowChannel.nbytes(Rings.pairs(ranks))
+            rows = at_once(share_memory(self.mpi, node, comm, nbytes, sources))
         local_rank = node.Get_rank()
         node.Free()
-        return None if memory is None else PostOffice(memory, local_rank)
+        return None if memory is None else Rings(memory, rows, local_rank)
 
     def take_ring(self) -> Ring:
-        """What this rank can give to the mailbox of a new group."""
-        return NO_RING if self._post_office is None else self._post_office.take()
+        """A ring of this rank for a new group."""
+        return NO_RING if self._rings is None else self._rings.take()
 
     def put_back_ring(self, ring: Ring) -> None:
-        """Return what `take_ring` gave, where no mailbox came of it."""
-        if self._post_office is not None:
-            self._post_office.put_back(ring)
+        """Return a ring that `take_ring` gave, and that no group uses."""
+        if self._rings is not None:
+            self._rings.put_back(ring)
 
-    def make_mailbox(
-        self, rings: Sequence[Ring], nodes: Sequence[int], rank: int
-    ) -> Mailbox | None:
-        """The mailbox of a group whose ranks took ``rings`` and run on ``nodes``.
+    def open_rings(
+        self, taken: Sequence[Ring], nodes: Sequence[int], rank: int
+    ) -> tuple[RingExchange | None, tuple[Array, list[int]] | None]:
+        """The exchange and the rows of a group whose ranks took these rings and run on ``nodes``.
 
-        None, on all of them alike, where they are on several nodes or one has no ring to give.
+        None, on all of them alike, if they are on several nodes or one has none to give.
         """
-        if self._post_office is None or len(rings) == 1 or len(set(nodes)) > 1 or NO_RING in rings:
-            self.put_back_ring(rings[rank])
-            return None
-        return Mailbox(self._post_office, rings, rank)
+        rings = self._rings
+        if rings is None or len(taken) == 1 or len(set(nodes)) > 1 or NO_RING in taken:
+            self.put_back_ring(taken[rank])
+            return None, None
+        places = Rings.rows_of(taken)
+        rows = None if rings.rows is None or places is None else (rings.rows, places)
+        return RingExchange(rings, taken, rank), rows
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -227,10 +202,8 @@ class Job(Ending):
         meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
         this one.
         """
-        if self.board is not None:
-            journal = self.board.journal
-            journal.file.note_exit(exit_call(journal.file.count))
-            journal.end(RankState.LEAVING)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.LEAVING)
         try:
             if self.survival is not None and self.survival.error is not None:
                 raise self.survival.error
@@ -279,7 +252,6 @@ class Job(Ending):
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
-        self._stop_progress()
         for group in groups:
             group.free()
 
@@ -291,7 +263,7 @@ class Job(Ending):
             try:
                 self.survival.look(where)
             except PeerError as error:
-                self._break(error)
+                self.break_worlds(error)
                 raise
 
     def explain(self, error: Exception, where: str) -> Exception:
@@ -300,12 +272,19 @@ class Job(Ending):
             return error
         explained = self.survival.explain(where, error)
         if isinstance(explained, PeerError):
-            self._break(explained)
+            self.break_worlds(explained)
         return explained
 
-    def _break(self, error: PeerError) -> None:
+    def break_worlds(self, error: CommunicationError) -> None:
+        """Refuse with ``error`` all that is called on any world from now on."""
         for group in self._groups:
             group.broken = error
+
+    def send_notices(self) -> None:
+        """Tell the ranks of every world that this one was cut off in a collective."""
+        for group in self._groups:
+            if not group.is_leaving:
+                group.send_notice(CUT_OFF)
 
     def call_off(self) -> None:
         """Give up every world: nobody is to wait in one of them any more."""
@@ -316,12 +295,9 @@ class Job(Ending):
 
     def retire(self) -> None:
         """Be done with worlds that were called off. Their backends refuse what they are asked."""
-        if self.progress_thread is not None:
-            self.progress_thread.stop()
-            self.progress_thread = None
         self._groups.clear()
-        if self.board is not None:
-            self.board.journal.end(RankState.LEFT)
+        if self.statuses is not None:
+            self.statuses.page.end(RankState.LEFT)
         watchdog.release(self)
 
     @property
@@ -330,15 +306,15 @@ class Job(Ending):
 
     def is_last(self) -> bool:
         over = RankState.REPORTED, RankState.LEFT
-        return self.board is None or all(
+        return self.statuses is None or all(
             record.rank == self.rank or not record.is_alive or record.state in over
-            for record in self.board.records()
+            for record in self.statuses.records()
         )
 
     def _say_who_works_on(self, waited: float) -> None:
-        if self.board is None:
+        if self.statuses is None:
             return
-        records = self.board.records()
+        records = self.statuses.records()
         first = min(record.rank for record in records if record.has_left)
         if first == self.rank:
             say(
@@ -351,7 +327,7 @@ class Job(Ending):
         return watchdog.wait(where, self)
 
     def dead_rank(self) -> int | None:
-        dead = None if self.board is None else self.board.dead_rank()
+        dead = None if self.statuses is None else self.statuses.dead_rank()
         if dead is None or self.survival is None:
             return dead
         # MPI tells the others, and they go on; but not of every end.
@@ -359,31 +335,31 @@ class Job(Ending):
         return dead if overlooked else None
 
     def describe(self) -> str:
-        if self.board is None:
+        if self.statuses is None:
             return ""
         now = time.time()
-        return rank_table([self.board.journal.record_of(self.rank, now)], now, calls=_CALLS_SHOWN)
+        return rank_table([self.statuses.page.read()], now, calls=_CALLS_SHOWN)
 
     def last_calls(self) -> str:
-        if self.board is None:
+        if self.statuses is None:
             return ""
-        calls = self.board.journal.record_of(self.rank, time.time()).calls[-_CALLS_OF_A_FAILURE:]
+        calls = self.statuses.page.read().calls[-_CALLS_OF_A_FAILURE:]
         if not calls:
             return ""
         lines = [f"  {c.number}: {c.call}{of_group(c.group)} at {c.call.place}" for c in calls]
         return "\n".join([f"--- last collectives of rank {self.rank} ---", *lines])
 
     def describe_stall(self) -> str:
-        return "" if self.board is None else describe_stall(self.board)
+        return "" if self.statuses is None else describe_stall(self.statuses.records())
 
     def speaks_for_all(self) -> bool:
-        return self.board is None or longest_waiting(self.board.records()) == self.rank
+        return self.statuses is None or longest_waiting(self.statuses.records()) == self.rank
 
     def claim_report(self, code: int) -> bool:
         first = super().claim_report(code)
-        claimed = first and (self.board is None or self.board.claim_report(code))
-        if self.leaves_alone and self.board is not None:
-            self.board.journal.file.end(RankState.REPORTED, code)
+        claimed = first and (self.statuses is None or self.statuses.claim_report(code))
+        if self.leaves_alone and self.statuses is not None:
+            self.statuses.page.end(RankState.REPORTED, code)
         return claimed
 
     def close(self, report: str) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mpishard import settings
-from mpishard.communication.contract.call_file import RankState, own_file
+from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
@@ -93,14 +93,14 @@ def _start_under_watch() -> ModuleType:
         atexit.register(_finalize, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
-    status = own_file()  # that of the world takes its place
-    if status is not None:
-        status.end(RankState.STARTED)
+    page = own_page()  # that of the world takes its place
+    if page is not None:
+        page.end(RankState.STARTED)
     watchdog.start()
     with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
         _initialize(MPI, rc)
-    if status is not None:
-        status.end(RankState.LEFT)
+    if page is not None:
+        page.end(RankState.LEFT)
     return MPI
 
 

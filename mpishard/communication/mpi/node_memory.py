@@ -1,11 +1,10 @@
-"""Memory that the ranks of a node share: where it comes from, and which arrays lie in it.
+"""Memory that a node's ranks share: where it comes from, and the rows through which data pass.
 
 Ranks that are processes get it from the first of these that all of them can reach:
 
 ``memfd``   an anonymous file in memory that the node's first rank makes and the others open through
             ``/proc``: it has no name that a killed job could leave behind, and no limit but memory
 ``file``    a file in ``/dev/shm``, whose name is gone as soon as all have mapped it
-``window``  an MPI-3 shared window, which lasts until MPI ends
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import os
 import secrets
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,10 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
+from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
+from mpishard.communication.contract.work import Steps, Waitable
 
-__all__ = [
-    "PRIVATE",
-    "Place",
-    "Regions",
-    "anonymous_memory",
-    "at_once",
-    "number_nodes",
-    "share_memory",
-    "synchronize_windows",
-]
-
-Place = tuple[int, int]
-"""A region of shared memory, by number, and a byte in it."""
-
-PRIVATE: Place = (-1, -1)
-"""Where an array lies that others cannot read."""
+__all__ = ["RowChannel", "at_once", "share_memory"]
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
 _PREFIX = "mpishard-arena-"
@@ -54,65 +39,106 @@ _PATH_BYTES = 112
 _log = logging.getLogger("mpishard")
 
 
-class Regions:
-    """The stretches of shared memory of one backend, numbered alike on all its ranks.
+class RowChannel:
+    """Data through memory of the node: see `Channel`.
 
-    A region lives as long as an array in it does.
+    Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
+    a rank that writes a row has passed a fence since the others read it. In a round every rank
+    copies what the others need to its row; after a fence each reads from the others' rows.
+
+    Parameters
+    ----------
+    memory : Array
+        Of `nbytes` bytes, shared by the node's ranks; dtype uint8.
+    places : sequence of int
+        The number of each rank's pair of rows in that memory.
+    rank : int
+        This rank of the group.
+    reducer : TreeReducer
+        Combines contributions.
+    fence : callable
+        `Exchange.fence` of the group.
     """
 
-    def __init__(self) -> None:
-        self._regions: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
-        self._count = 0
+    ROW_BYTES = 1 << 20
+    """A row and the arrays that are combined with it stay in the processor's caches."""
 
-    @property
-    def ever(self) -> bool:
-        """Whether memory was ever shared: the same on all ranks, as garbage is not."""
-        return self._count > 0
+    def __init__(
+        self,
+        memory: Array,
+        places: Sequence[int],
+        rank: int,
+        reducer: TreeReducer,
+        fence: Callable[[], Waitable],
+    ) -> None:
+        rows = memory.reshape(-1, 2, self.ROW_BYTES)
+        self._sets = [[rows[place, turn] for place in places] for turn in range(2)]
+        self._turn = 0
+        self.scratch_bytes = 0
+        """Bytes of this rank's rows, once it has written one."""
+        self._rank = rank
+        self._world_size = len(places)
+        self._reducer = reducer
+        self._fence = fence
 
-    def add(self, memory: Array) -> None:
-        """Number a region, of shape (bytes,) and dtype uint8. Every rank adds in one order."""
-        number = self._count
-        self._count += 1
-        self._regions[number] = (_address(memory), memory.size, weakref.ref(memory))
-        weakref.finalize(memory, self._regions.pop, number, None).atexit = False
+    @classmethod
+    def nbytes(cls, pairs: int) -> int:
+        """Bytes of so many pairs of rows. They take no pages until they are first written."""
+        return pairs * 2 * cls.ROW_BYTES
 
-    def locate(self, array: Array) -> Place:
-        """Number of the region that ``array`` lies in, and the byte where it begins there.
+    def longest(self, itemsize: int) -> int:
+        return self.ROW_BYTES // itemsize
 
-        `PRIVATE` where it lies in none.
-        """
-        if self._regions and isinstance(array, np.ndarray):
-            address = _address(array)
-            # A copy, made at once: another thread, or the collector, may let a region go meanwhile.
-            for number, (start, size, _) in self._regions.copy().items():
-                if start <= address and address + array.nbytes <= start + size:
-                    return number, address - start
-        return PRIVATE
+    def longest_each(self, itemsize: int) -> int:
+        return self.ROW_BYTES // itemsize // self._world_size
 
-    def view(self, place: Place, like: Array) -> Array:
-        """The array of the shape and dtype of ``like`` that lies at ``place``."""
-        number, offset = place
-        memory = self._regions[number][2]()
-        assert memory is not None
-        return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+        own, rank = parts[self._rank], self._rank
+        slot = self.longest_each(own.itemsize)
+        rows = self._rows(own.dtype)
+        for other, part in enumerate(parts):
+            if other != rank:
+                rows[rank][other * slot : other * slot + part.size] = part
+        yield self._fence()
+        mine = slice(rank * slot, rank * slot + own.size)
+        contributions = [row[mine] for row in rows]
+        contributions[rank] = own
+        self._reducer.reduce(contributions, operation, piece)
 
+    def spread(self, parts: Sequence[Array]) -> Steps:
+        own, rank = parts[self._rank], self._rank
+        rows = self._rows(own.dtype)
+        rows[rank][: own.size] = own
+        yield self._fence()
+        for other, part in enumerate(parts):
+            if other != rank:
+                part[...] = rows[other][: part.size]
 
-def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
-    """A number for the node of each rank, from what ranks of one node call it alone.
+    def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        dtype, rank = outgoing[0].dtype, self._rank
+        slot = self.longest_each(dtype.itemsize)
+        rows = self._rows(dtype)
+        for other, part in enumerate(outgoing):
+            if other != rank:
+                rows[rank][other * slot : other * slot + part.size] = part
+        yield self._fence()
+        for other, part in enumerate(incoming):
+            if other != rank:
+                part[...] = rows[other][rank * slot : rank * slot + part.size]
 
-    Examples
-    --------
-    >>> number_nodes(["b", "a", "b"])
-    (0, 1, 0)
-    """
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
+    def broadcast(self, array: Array, root: int) -> Steps:
+        rows = self._rows(array.dtype)
+        if self._rank == root:
+            rows[root][: array.size] = array
+        yield self._fence()
+        if self._rank != root:
+            array[...] = rows[root][: array.size]
 
-
-def anonymous_memory(nbytes: int) -> Array:
-    """Zeroed memory for the threads of this process, of shape (``nbytes``,) and dtype uint8."""
-    # From whole pages, so that it begins where vector instructions and caches like it.
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
+        """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""
+        self._turn = 1 - self._turn
+        self.scratch_bytes = 2 * self.ROW_BYTES
+        return [row.view(dtype) for row in self._sets[self._turn]]
 
 
 Requests = Generator[Any, None, Any]
@@ -150,12 +176,12 @@ def share_memory(
         no memory left: then the next source would not do either.
     """
     for source in sources:
-        memory, error = yield from _SOURCES[source](mpi, node, nbytes)
+        memory, error = yield from _SOURCES[source](node, nbytes)
         verdict = np.array([_verdict(memory, error)], np.int32)
         worst = np.empty_like(verdict)
         yield world.Iallreduce(verdict, worst, op=mpi.MAX)
         if worst[0] == _GOOD:
-            if source != "window" and node.Get_rank() == 0:
+            if node.Get_rank() == 0:
                 memory[:_NONCE_BYTES] = 0
             yield node.Ibarrier()
             return memory
@@ -190,7 +216,7 @@ def _verdict(memory: Array | None, error: OSError | None) -> int:
     return _EXHAUSTED if exhausted else _FAILED
 
 
-def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Requests:
+def _from_memfd(node: Any, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         if not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "this system has no memfd")
@@ -201,7 +227,7 @@ def _from_memfd(_mpi: Any, node: Any, nbytes: int) -> Requests:
     return _map(node, nbytes, create)
 
 
-def _from_file(_mpi: Any, node: Any, nbytes: int) -> Requests:
+def _from_file(node: Any, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         import fcntl
 
@@ -222,39 +248,9 @@ def _from_file(_mpi: Any, node: Any, nbytes: int) -> Requests:
     return _map(node, nbytes, create)
 
 
-def _from_window(mpi: Any, node: Any, nbytes: int) -> Requests:
-    # MPICH's windows lie in /dev/shm, and die of SIGBUS where it is too small.
-    wanted = np.array([_folder_has(nbytes) and len(_windows) < _MOST_WINDOWS])
-    yield node.Ibcast(wanted.view(np.uint8), 0)
-    if not wanted[0]:
-        return None, None
-    # A communicator of its own, as long as the window: MPICH hangs in a later one otherwise.
-    own = node.Dup()
-    window = mpi.Win.Allocate_shared(nbytes if node.Get_rank() == 0 else 0, 1, comm=own)
-    window.Lock_all(mpi.MODE_NOCHECK)  # nobody locks for himself alone
-    buffer, _ = window.Shared_query(0)
-    memory: Array = np.frombuffer(buffer, np.uint8)
-    # To free it is collective, and when an array is garbage differs from rank to rank.
-    _windows.append((window, own))
-    if node.Get_rank() == 0:
-        memory[:] = 0
-    return memory, None
-
-
-_windows: list[tuple[Any, Any]] = []
-_MOST_WINDOWS = 64
-
-
-def synchronize_windows() -> None:
-    """What MPI asks for around a fence, of memory that comes from its windows."""
-    for window, _ in _windows:
-        window.Sync()
-
-
-_SOURCES: dict[str, Callable[[Any, Any, int], Requests]] = {
+_SOURCES: dict[str, Callable[[Any, int], Requests]] = {
     "memfd": _from_memfd,
     "file": _from_file,
-    "window": _from_window,
 }
 
 
@@ -266,18 +262,18 @@ def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Reque
     """
     handle, memory, error = -1, None, None
     is_first = node.Get_rank() == 0
-    letter = np.zeros(_NONCE_BYTES + _PATH_BYTES, np.uint8)
+    message = np.zeros(_NONCE_BYTES + _PATH_BYTES, np.uint8)
     if is_first:
         try:
             handle, path = create()
             nonce = secrets.token_bytes(_NONCE_BYTES)
             os.pwrite(handle, nonce[:nbytes], 0)
             text = nonce + path.encode()
-            letter[: len(text)] = np.frombuffer(text, np.uint8)
+            message[: len(text)] = np.frombuffer(text, np.uint8)
         except OSError as reason:
             error = reason
-    yield node.Ibcast(letter, 0)
-    nonce, text = letter[:_NONCE_BYTES].tobytes(), letter[_NONCE_BYTES:].tobytes()
+    yield node.Ibcast(message, 0)
+    nonce, text = message[:_NONCE_BYTES].tobytes(), message[_NONCE_BYTES:].tobytes()
     path = text.rstrip(b"\0").decode()
     if path:
         try:
@@ -319,7 +315,3 @@ def _remove_stale_files() -> None:
                     path.unlink()
             finally:
                 os.close(handle)
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

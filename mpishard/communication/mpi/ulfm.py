@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard import settings
-from mpishard.communication.contract.backoff import Patience
-from mpishard.communication.contract.naming import who
+from mpishard.communication.contract.backoff import Backoff
+from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
 __all__ = ["OnFailure", "Survival", "check_on_failure", "check_survivable", "is_loss"]
@@ -235,6 +235,6 @@ class Survival:
         return bool(flag[0])
 
     def _wait(self, request: Any) -> None:
-        patience = Patience(crowded=True, look=self._learn)
+        backoff = Backoff(crowded=True, look=self._learn)
         while not request.Test():
-            patience.pause()
+            backoff.pause()

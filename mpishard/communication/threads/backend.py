@@ -12,11 +12,9 @@ from typing import NoReturn, Self
 
 from mpishard import settings
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.call_file import RankState
-from mpishard.communication.contract.call_log import CallLog, Journal
+from mpishard.communication.contract.status import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
-from mpishard.communication.diagnostics.departure import Departure
-from mpishard.communication.diagnostics.stall import describe_stall, parting
+from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
 from mpishard.communication.threads.collectives import MemoryCollectives
 from mpishard.communication.threads.world import Absence, Failure, World, new_world, split_worlds
 from mpishard.communication.tracing.session import stop_recording
@@ -113,8 +111,7 @@ class InMemoryCommunicationBackend(MemoryCollectives):
             self._transfers.clear()
             self._lines.clear()
             self._family = weakref.WeakSet((self,))
-            self.call_log = CallLog(Journal())
-        world.journals[self._rank] = self.call_log.journal
+        world.pages[self._rank] = self.status
         self._world = world
 
     def _next_world(self) -> World:
@@ -169,11 +166,11 @@ class InMemoryCommunicationBackend(MemoryCollectives):
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
         stop_recording(self, error)
-        self.call_log.journal.end(RankState.REPORTED)
         world = self._joined()
+        self.status.end(RankState.REPORTED)
         with world.changed:
             world.lost.add(self._rank)
-        world.fail(self._rank, error, self.call_log.journal.last)
+        world.fail(self._rank, error, self.status.last)
 
     def _shrink(self) -> Self:
         world = self._joined()
@@ -210,7 +207,6 @@ class InMemoryCommunicationBackend(MemoryCollectives):
     def _drive(self, work: Work) -> None:
         world = self._joined()
         deadline = time.monotonic() + self._timeout if self._timeout else None
-        journal = self.call_log.journal
         has_waited = False
         try:
             while True:
@@ -226,11 +222,11 @@ class InMemoryCommunicationBackend(MemoryCollectives):
                             self._give_up(work)
                         if not has_waited:
                             has_waited = True
-                            journal.wait(work.awaited)
+                            self.status.wait(work.awaited)
                         world.changed.wait(left)
         finally:
             if has_waited:
-                journal.go_on()
+                self.status.go_on()
 
     def _anything_ready(self) -> bool:
         return any(
@@ -249,10 +245,10 @@ class InMemoryCommunicationBackend(MemoryCollectives):
         for local in absence.missing():
             if local in world.left:
                 rank, me = world.global_ranks[local], world.global_ranks[self._rank]
-                departure = Departure(
-                    rank, world.left[local], self.call_log.group, me, work.where, work.awaited
+                text = describe_departure(
+                    rank, world.left[local], self.label, me, work.awaited, world.records()
                 )
-                raise PeerError(departure.describe(world.records()), rank)
+                raise PeerError(text, rank)
 
     def _give_up(self, work: Work) -> NoReturn:
         """Raise because ``work`` takes too long. Called with the lock."""
@@ -263,7 +259,7 @@ class InMemoryCommunicationBackend(MemoryCollectives):
         me = world.global_ranks[self._rank]
         text = (
             f"rank {me} waited {self._timeout:g} s {work.where}; ranks {missing} did not arrive. "
-            f"{describe_stall(world)}"
+            f"{describe_stall(world.records())}"
         )
         if isinstance(work, CollectiveWork):
             # The ranks are out of step from here on. Who has waited nearly as long hears it now,
@@ -273,7 +269,7 @@ class InMemoryCommunicationBackend(MemoryCollectives):
         raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
-        return parting(self._joined().records(), self.call_log.group, upto=sequence)
+        return parting(self._joined().records(), self.label, upto=sequence)
 
     def _admit(self, kind: Kind, sequence: int) -> None:
         world = self._joined()

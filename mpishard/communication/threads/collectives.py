@@ -24,12 +24,10 @@ from mpishard.arrays import (
     is_device_array,
     synchronize,
 )
-from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.arena import anonymous_memory
+from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.nodes import Nodes
-from mpishard.communication.contract.point_to_point import refuse_other_message
 from mpishard.communication.contract.work import Steps
-from mpishard.communication.mpi.node_memory import anonymous_memory
 from mpishard.communication.threads.messages import Delivery, Letter, Taken
 from mpishard.communication.threads.world import World
 from mpishard.layout import ShardLayout
@@ -85,16 +83,16 @@ class MemoryCollectives(CommunicationBackend):
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._exchange(call, piece, piece)
         result = out.reshape(-1)
-        out_is_shared = self._out_is_shared(places)
-        nodes = Nodes(self.nodes, self.rank)
+        out_is_shared = self.topology.results_are_shared(places)
+        nodes = self.topology
         for rank, other in enumerate(pieces):
             if not out_is_shared or nodes.agent(rank) == self.rank:
                 copy_into(result[layout.slice(rank)], other)
-        if self._arrays_are_shared(places) and out_is_shared:
-            self._count_shared_reduce(layout.sizes, array.dtype)
-            self._count_shared_gather(layout.sizes, array.dtype)
+        if self.topology.arrays_are_shared(places) and out_is_shared:
+            self.traffic.count_shared_reduce(layout.sizes, array.dtype)
+            self.traffic.count_shared_gather(layout.sizes, array.dtype)
         else:
-            self._count_all_reduce(call, layout.sizes)
+            self.traffic.count_all_reduce(call, layout.sizes)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(a) for a in flat):
             yield from self._exchange(call, None, result, phase=2)
@@ -117,19 +115,19 @@ class MemoryCollectives(CommunicationBackend):
         yield from self._exchange(call, None, piece)
         if piece is not out:
             out[...] = piece.reshape(out.shape)
-        if self._arrays_are_shared([where for _, where in left]):
+        if self.topology.arrays_are_shared([where for _, where in left]):
             row = math.prod(array.shape[1:])
-            self._count_shared_reduce([count * row for count in counts], array.dtype)
+            self.traffic.count_shared_reduce([count * row for count in counts], array.dtype)
         else:
-            self._count_reduce_scatter(call, counts)
+            self.traffic.count_reduce_scatter(call, counts)
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
         left = yield from self._open(call, (array, self._places(array, out)), array)
         arrays = [a for a, _ in left]
         lengths = [a.shape[0] for a in arrays]
-        out_is_shared = self._out_is_shared([where for _, where in left])
-        nodes = Nodes(self.nodes, self.rank)
+        out_is_shared = self.topology.results_are_shared([where for _, where in left])
+        nodes = self.topology
         if out is None:
             out = array_namespace(array).empty((sum(lengths), *array.shape[1:]), array.dtype)
         start = sum(lengths[: self.rank])
@@ -149,9 +147,9 @@ class MemoryCollectives(CommunicationBackend):
             out[...] = target
         if out_is_shared:
             row = math.prod(array.shape[1:])
-            self._count_shared_gather([length * row for length in lengths], array.dtype)
+            self.traffic.count_shared_gather([length * row for length in lengths], array.dtype)
         else:
-            self._count_all_gather(array)
+            self.traffic.count_all_gather(array)
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -163,7 +161,7 @@ class MemoryCollectives(CommunicationBackend):
             copy_into(array, sent)
         assert array is not None
         yield from self._exchange(call, None, array)
-        self._count_broadcast(array, root)
+        self.traffic.count_broadcast(array, root)
         return array
 
     def _steps_scatter(
@@ -175,7 +173,7 @@ class MemoryCollectives(CommunicationBackend):
         start = sum(pieces[: self.rank])
         piece = sent[start : start + pieces[self.rank]].copy()
         yield from self._exchange(call, None, piece)
-        self._count_scatter(sent if self.rank == root else None, piece)
+        self.traffic.count_scatter(sent if self.rank == root else None, piece)
         return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
@@ -185,14 +183,14 @@ class MemoryCollectives(CommunicationBackend):
             near = [beside(a, array) for a in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
         yield from self._exchange(call, None, array)
-        self._count_gather(array, root)
+        self.traffic.count_gather(array, root)
         return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts, *parts)
         received = [sent[self.rank].copy() for sent in values]
         yield from self._exchange(call, None, *received)
-        self._count_all_to_all(parts)
+        self.traffic.count_all_to_all(parts)
         return received
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -17,18 +16,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpishard import settings
+from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.call_file import LoggedCall
-from mpishard.communication.contract.rank_record import RankRecord
+from mpishard.communication.contract.status import LoggedCall, RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
-from mpishard.communication.diagnostics.table import call_text
 from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.communication.mpi.node_memory import number_nodes
 from mpishard.errors import CollectiveTimeoutError, PeerError
 from mpishard.layout import ShardLayout
 
 if TYPE_CHECKING:
-    from mpishard.communication.contract.call_log import Journal
     from mpishard.communication.threads.backend import InMemoryCommunicationBackend
     from mpishard.communication.threads.messages import Letter
 
@@ -69,7 +65,7 @@ class Meeting:
 class World:
     """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
 
-    Worlds that were split from one another share ``changed``, ``failures`` and ``journals``, so
+    Worlds that were split from one another share ``changed``, ``failures`` and ``pages``, so
     that a failure anywhere wakes every rank, and a report shows what each does in any of them.
     """
 
@@ -79,7 +75,7 @@ class World:
     nodes: tuple[int, ...]
     changed: threading.Condition
     failures: list[Failure]
-    journals: list[Journal | None]
+    pages: list[StatusPage | None]
     """Of each rank of the root world; None where it has not come yet."""
     meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
     letters: dict[tuple[int, int, int], deque[Letter]] = field(default_factory=dict)
@@ -118,7 +114,7 @@ class World:
 
         What it raised because of another rank is that one's failure.
         """
-        after = f"after {call_text(last)}" if last else "before any collective"
+        after = f"after {last}" if last else "before any collective"
         name = self.global_ranks[rank]
         self._tell(f"rank {name}", name, f"{after}, ", error)
 
@@ -163,10 +159,9 @@ class World:
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world. Needs no lock."""
-        now = time.time()
         return [
-            RankRecord(rank) if journal is None else journal.record_of(rank, now)
-            for rank, journal in enumerate(self.journals)
+            RankRecord(rank) if page is None else page.read()
+            for rank, page in enumerate(self.pages)
         ]
 
 
@@ -216,7 +211,7 @@ def split_worlds(
             number_nodes([world.nodes[rank] for _, rank in ranks]),
             world.changed,
             world.failures,
-            world.journals,
+            world.pages,
         )
         worlds[color] = child
         world.children.append(weakref.ref(child))

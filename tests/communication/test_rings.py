@@ -4,31 +4,33 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mpishard.communication import MPICommunicationBackend, ReductionOperation
-from mpishard.communication.contract.call import DTYPES, Call, Kind
-from mpishard.communication.contract.reduction import FixedReducer
-from mpishard.communication.mpi import rings as mailbox
-from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
-from mpishard.communication.mpi.rings import NO_RING, SLOTS, Mailbox, PostOffice
+from mpishard.communication import MPICommunicationBackend
+from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.mpi import headers
+from mpishard.communication.mpi.headers import (
+    INLINE_BYTES,
+    NO_RING,
+    ROW_BYTES,
+    SLOTS,
+    MessageExchange,
+    RingExchange,
+    Rings,
+)
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
 
-SUM = ReductionOperation.SUM
 MOST = 99 if os.environ.get("MPISHARD_TEST_FULL") else 4
 
 
-def post_offices(world):
-    memory = np.zeros(PostOffice.nbytes(world), np.uint8)
-    return [PostOffice(memory, rank) for rank in range(world)]
+def rings_of(world):
+    memory = np.zeros(Rings.nbytes(world), np.uint8)
+    return [Rings(memory, None, rank) for rank in range(world)]
 
 
-def mailboxes(offices):
-    rings = [office.take() for office in offices]
-    return [Mailbox(office, rings, rank) for rank, office in enumerate(offices)]
+def exchanges(all_rings):
+    taken = [rings.take() for rings in all_rings]
+    return [RingExchange(rings, taken, rank) for rank, rings in enumerate(all_rings)]
 
 
 def row(rank, number):
@@ -42,127 +44,86 @@ def said(rows):
     return numbers[:, 0].tolist()
 
 
-class TestMailbox:
+class TestExchange:
     @pytest.mark.parametrize("world", [2, 3, 5])
     def test_carries_rows_and_wraps_round(self, world):
-        boxes = mailboxes(post_offices(world))
+        boxes = exchanges(rings_of(world))
         for number in range(3 * SLOTS + 5):
-            letters = []
+            posted = []
             for rank in np.random.default_rng(number).permutation(world).tolist():
-                assert not any(letter.test() for letter in letters)
-                letters.append(boxes[rank].post(row(rank, number)))
-            assert all(letter.test() for letter in letters)
-            for letter in letters:
-                assert said(letter.rows) == [1000 * rank + number for rank in range(world)]
+                assert not any(each.test() for each in posted)
+                posted.append(boxes[rank].post(row(rank, number)))
+            assert all(each.test() for each in posted)
+            for each in posted:
+                assert said(each.rows) == [1000 * rank + number for rank in range(world)]
 
     def test_a_rank_ahead_waits_for_room_and_overtakes_nothing(self):
-        boxes = mailboxes(post_offices(3))
+        boxes = exchanges(rings_of(3))
         many = 3 * SLOTS
         ahead = [boxes[0].post(row(0, number)) for number in range(many)]
         behind = [boxes[1].post(row(1, number)) for number in range(many)]
         assert not ahead[0].test()
-        assert not boxes[0].is_idle
         last = []
         for number in range(many):
             last.append(boxes[2].post(row(2, number)))
             # The newest is asked first, and takes those before it.
-            for letters in (ahead, behind, last):
-                letters[-1].test()
-                assert letters[number].done or letters[number].test()
-        for letters in (ahead, behind, last):
-            assert [said(letter.rows) for letter in letters] == [
+            for posted in (ahead, behind, last):
+                posted[-1].test()
+                assert posted[number].done or posted[number].test()
+        for posted in (ahead, behind, last):
+            assert [said(each.rows) for each in posted] == [
                 [number, 1000 + number, 2000 + number] for number in range(many)
             ]
-        assert all(box.is_idle for box in boxes)
 
     def test_a_rank_that_reads_nothing_holds_the_others_back(self):
-        first, second = mailboxes(post_offices(2))
+        first, second = exchanges(rings_of(2))
         for _ in range(SLOTS):
-            assert first.is_idle
             first.post(row(0, 0))
             second.post(row(1, 0))
             first.collect()
-        assert not first.is_idle
+        waiting = first.post(row(0, 1))
+        latest = [second.post(row(1, 1))]
+        assert not latest[0].done
+        assert not waiting.test()
         second.collect()
-        assert first.is_idle
+        assert not latest[0].test()
+        assert waiting.test() or waiting.test()
+        assert latest[0].test()
 
     def test_fences_open_when_all_have_come(self):
-        boxes = mailboxes(post_offices(3))
+        boxes = exchanges(rings_of(3))
         for _ in range(2 * SLOTS):
             fences = [boxes[0].fence(), boxes[1].fence()]
             assert not any(fence.test() for fence in fences)
             fences.append(boxes[2].fence())
             assert all(fence.test() for fence in fences)
 
-    def test_one_exchange_at_once(self):
-        first, second = mailboxes(post_offices(2))
-        calls = [Call.describe(3, Kind.ALL_REDUCE, np.ones(2), operation=SUM) for _ in range(2)]
-        number = first.post_at_once(3, calls[0].description, b"mine")
-        assert not first.meet(number, 10, crowded=False)
-        letter = first.take_up(make_row(calls[0], None))
-        assert second.post_at_once(3, calls[1].description, b"theirs") == number
-        assert second.meet(number, 0, crowded=True)
-        payloads = [payload.tobytes().rstrip(b"\0") for payload in second.payloads(number % SLOTS)]
-        assert payloads == [b"mine", b"theirs"]
-        second.have_read(number)
-        assert letter.test()
-        assert Headers(letter.rows, calls[0], 0).identical
-        # What says another thing is not met.
-        number = first.post_at_once(4, calls[0].description, b"")
-        second.post_at_once(5, calls[1].description, b"")
-        assert not first.meet(number, 10, crowded=False)
 
-
-class TestPostOffice:
+class TestRings:
     def test_a_ring_comes_back_when_the_others_have_read_it(self):
-        offices = post_offices(2)
+        offices = rings_of(2)
         rings = set()
-        for number in range(10 * mailbox._RINGS):
-            first, second = boxes = mailboxes(offices)
+        for number in range(10 * headers._RINGS):
+            first, second = boxes = exchanges(offices)
             rings.add(first._ring)
-            letters = [box.post(row(rank, number)) for rank, box in enumerate(boxes)]
-            assert letters[1].test()
+            posted = [box.post(row(rank, number)) for rank, box in enumerate(boxes)]
+            assert posted[1].test()
             first.close()  # and has not read: a rank that left reads no more
             second.close()
-            assert letters[0].test()
-            assert said(letters[0].rows) == said(letters[1].rows) == [number, 1000 + number]
+            assert posted[0].test()
+            assert said(posted[0].rows) == said(posted[1].rows) == [number, 1000 + number]
             assert [box.fence().test() for box in boxes] == [False, True]
         assert len(rings) < 4
 
     def test_rings_run_out(self):
-        (office,) = post_offices(1)
-        taken = [office.take() for _ in range(mailbox._RINGS)]
-        assert len(set(taken)) == mailbox._RINGS
+        (office,) = rings_of(1)
+        taken = [office.take() for _ in range(headers._RINGS)]
+        assert len(set(taken)) == headers._RINGS
         assert office.take() == NO_RING
         office.put_back(NO_RING)
         assert office.take() == NO_RING
         office.put_back(taken[3])
         assert office.take() == taken[3]
-
-
-@given(
-    world=st.integers(2, 9),
-    dtype=st.sampled_from([d for d in DTYPES if d.kind != "c" and d.name != "bool"]),
-    operation=st.sampled_from(list(ReductionOperation)),
-    seed=st.integers(0, 1000),
-)
-def test_the_fixed_reducer_is_the_naive_tree(world, dtype, operation, seed):
-    if dtype.kind in "iu" and operation is ReductionOperation.AVERAGE:
-        return
-    generator = np.random.default_rng(seed)
-    shape = [(), (1,), (2, 3)][seed % 3]
-    arrays = [np.empty(shape, dtype) for _ in range(world)]
-    reducer = FixedReducer(arrays, operation)
-    for _ in range(2):
-        for array in arrays:
-            with np.errstate(all="ignore"):
-                numbers = generator.choice(ADVERSARIAL_VALUES, shape)
-                if dtype.kind in "iu":
-                    numbers = generator.integers(0, 100, shape)
-                array[...] = np.asarray(numbers).astype(dtype)
-        out = np.empty(shape, dtype)
-        reducer.reduce(out)
-        assert_same(out, np.asarray(tree_reduce(arrays, operation)), operation.name)
 
 
 # ---------------------------------------------------------------------------------- under MPI
@@ -213,7 +174,7 @@ class TestWorlds:
         for number in range(SLOTS):
             kind = (number + backend.rank) % 2
             call = backend.barrier if kind else lambda: backend.all_reduce(np.ones(1))
-            with pytest.raises(CollectiveMismatchError, match=r"rank 1: .*test_mailbox.py:"):
+            with pytest.raises(CollectiveMismatchError, match=r"rank 1: .*test_rings.py:"):
                 call()
             with pytest.raises(CollectiveMismatchError, match="in shape"):
                 backend.all_reduce(np.ones(1 + kind))
@@ -229,16 +190,16 @@ class TestWorlds:
         backend.barrier()
 
     def test_groups_beyond_the_rings_send_messages(self, backend):
-        groups = [backend.split(0) for _ in range(mailbox._RINGS + 4)]
+        groups = [backend.split(0) for _ in range(headers._RINGS + 4)]
         for group in groups:
             assert group.all_reduce(np.array([1]))[0] == backend.world_size
             group.barrier()
-        assert groups[-1]._group.mailbox is None
+        assert isinstance(groups[-1]._group.exchange, MessageExchange)
         del groups, group
         for _ in range(4):  # those that nobody holds are left, and their rings come back
             backend.split(0).barrier()
-        if backend._group.mailbox is not None:
-            assert backend.split(0)._group.mailbox is not None
+        if isinstance(backend._group.exchange, RingExchange):
+            assert isinstance(backend.split(0)._group.exchange, RingExchange)
 
     def test_traffic_is_that_of_messages(self, backend, monkeypatch):
         def count(other):
@@ -250,10 +211,11 @@ class TestWorlds:
 
         here = count(backend.split(0))
         plain = backend.split(0)
-        plain._group.mailbox = None
+        group = plain._group
+        group.exchange = MessageExchange(group.mpi, group.comm, group.data, group.in_flight)
         assert count(plain) == here
 
-    def test_no_mailbox_where_memory_is_not_shared(self, backend, monkeypatch):
+    def test_no_rings_if_memory_is_not_shared(self, backend, monkeypatch):
         assert isinstance(backend, MPICommunicationBackend)
         for arena, nodes in (("off", "1"), ("auto", "2")):
             with monkeypatch.context() as patch:
@@ -262,15 +224,15 @@ class TestWorlds:
                 other = MPICommunicationBackend(backend._comm)
                 other.initialize()
                 try:
-                    assert other._group.mailbox is None
+                    assert isinstance(other._group.exchange, MessageExchange)
                     CommunicationConformance().check_async_orders(other)
                     # Messages know no third rank. Where ranks are more than cores it takes seconds.
                     if other.world_size == 2 or (arena == "auto" and other.world_size < MOST):
                         CommunicationConformance().check_mismatches(other)
-                    # Ranks of one pretended node have a mailbox of their own.
+                    # Ranks of one pretended node have rings of their own.
                     node = other.split(other.nodes[other.rank])
-                    has_mailbox = node._group.mailbox is not None
-                    assert has_mailbox == (arena == "auto" and node.world_size > 1)
+                    has_rings = isinstance(node._group.exchange, RingExchange)
+                    assert has_rings == (arena == "auto" and node.world_size > 1)
                     node.barrier()
                 finally:
                     other.shutdown()

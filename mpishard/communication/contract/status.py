@@ -1,0 +1,682 @@
+"""The flight recorder: one memory-mapped status page per rank and root world.
+
+A page holds the identity of the rank (process, host), its state, the collective or message that it
+waits for, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them.
+`StatusPage` writes the page of this rank. `StatusReader` reads the pages of all ranks that can be
+read from here, without their help: a rank may compute, sleep or be stuck. The pages belong to the
+system and stay readable after SIGKILL, for the ranks of the node and for `mpishard run`.
+
+A writer stores the number of a row last. A reader takes a row only if its number is the expected
+one both before and after the row was copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpishard import settings
+from mpishard.communication.contract.call import HEADER_BYTES, Call
+from mpishard.communication.contract.matching import GROUP_BYTES, group_members, of_group
+
+__all__ = [
+    "PLACE_BYTES", "LoggedCall", "MessageWait", "RankRecord", "RankState", "StatusPage",
+    "StatusReader", "decode_place", "encode_place", "members_of", "own_page", "records_in",
+    "stopped_siblings",
+]  # fmt: skip
+
+_MAGIC = b"mpishard"
+_FORMAT = 3
+_ROWS = settings.CALL_LOG_LENGTH
+# Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
+# Magic, format, rank, world size, launched rank, world number, process, its start, host.
+_IDENTITY = struct.Struct("=8sqqqqqqq64s")
+_COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
+# Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
+_WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
+_WAITS = _WAIT_AT + 8
+_SAVES_AT = 504
+_MEMORY_AT, _MEMORY_BYTES = 512, 3584
+_FIRST_ROW = 4096
+_NUMBER = struct.Struct("=q")
+_PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
+PLACE_BYTES = _PLACE.size
+"""Number of bytes of `encode_place`."""
+# Sequence number and description of the call, time, place, number of the row.
+_ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{PLACE_BYTES}sq")
+_PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
+_LOCK = "report.lock"
+
+_PLACES_KEPT = 1024
+_CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
+# Frames of this package, and of the context managers in it, are not the user's.
+_NOT_OF_USERS = (str(Path(__file__).resolve().parents[2]) + os.sep, _CONTEXTLIB)
+
+_world_numbers = itertools.count()
+"""Counts the root worlds of this process."""
+
+_logger = logging.getLogger("mpishard")
+
+
+class RankState(IntEnum):
+    """The state of a rank, as it wrote it down last."""
+
+    STARTED = 0
+    """In ``init``: the world is not complete yet."""
+    RUNNING = 1
+    LEFT = 2
+    """It left every world in good order."""
+    REPORTED = 3
+    """It said on stderr why the job ends."""
+    LEAVING = 4
+    """It calls no more collectives, and waits until the others have left or were told."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall:
+    """One collective in the log of a rank.
+
+    ``number`` counts the collectives of the rank in all its worlds, from 1; ``group`` is the label
+    of the world that it was called on; ``time`` is in seconds since the epoch.
+    """
+
+    number: int
+    call: Call
+    group: str
+    time: float
+
+    def __str__(self) -> str:
+        call = self.call
+        return f"collective {call.sequence}, {call},{of_group(self.group)} at {call.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageWait:
+    """A message that a rank waits for, or waits for another rank to take.
+
+    ``peer`` is the other rank, by its number in the root world; ``group`` is the label of the
+    world that the message belongs to.
+    """
+
+    peer: int
+    tag: int
+    is_send: bool
+    group: str
+
+    def __str__(self) -> str:
+        if self.is_send:
+            text = f"for rank {self.peer} to take a message with tag {self.tag}"
+        else:
+            text = f"for a message with tag {self.tag} from rank {self.peer}"
+        return text + (f" in {self.group}" if self.group else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """The content of one rank's status page at one moment.
+
+    Parameters
+    ----------
+    rank : int
+        Its number in the root world.
+    state : RankState, optional
+        None if the rank has not come to ``init``, or if ``is_known`` is False.
+    is_known : bool
+        Whether its page can be read from here.
+    is_alive : bool
+        Whether its process runs, as far as is known: True for a process of another host.
+    is_stopped : bool
+        Whether its process is stopped, by SIGSTOP, Ctrl-Z or a debugger.
+    calls : tuple of LoggedCall
+        Its last collectives in all its worlds, newest last.
+    waits : LoggedCall or MessageWait, optional
+        The collective or message that it waits for; None if it waits for nothing, or for a
+        collective that its log does not hold any more.
+    waited : float
+        Seconds since it began to wait; 0 if it does not wait.
+    world_size, launched_rank, world_number : int
+        Size of the root world; number of the process among those of the launcher; number of root
+        worlds that the process entered before this one.
+    pid, host : int, str
+        The process of the rank.
+    count : int
+        Number of collectives that it has called, in all its worlds.
+    code : int
+        The exit code of the job that the rank reported with.
+    is_saving : bool
+        Whether it saves, and ends, when it is told to.
+    shared_memory : tuple of str
+        Files in shared memory that it had mapped.
+    """
+
+    rank: int
+    state: RankState | None = None
+    is_known: bool = True
+    is_alive: bool = True
+    is_stopped: bool = False
+    calls: tuple[LoggedCall, ...] = ()
+    waits: LoggedCall | MessageWait | None = None
+    waited: float = 0.0
+    world_size: int = 0
+    launched_rank: int = 0
+    world_number: int = 0
+    pid: int = 0
+    host: str = ""
+    count: int = 0
+    code: int = 0
+    is_saving: bool = False
+    shared_memory: tuple[str, ...] = ()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it calls no collective any more, in good order."""
+        return self.state in (RankState.LEFT, RankState.LEAVING)
+
+    def calls_of(self, group: str) -> list[LoggedCall]:
+        """Its last collectives in the world with the label ``group``."""
+        return [logged for logged in self.calls if logged.group == group]
+
+    def last_of(self, group: str) -> int:
+        """The number, on its world, of its last collective there; 0 if none is known."""
+        return max((logged.call.sequence for logged in self.calls_of(group)), default=0)
+
+
+def members_of(group: str, records: Sequence[RankRecord]) -> list[RankRecord]:
+    """The ranks of the world with the label ``group``; those seen in it if the label is short."""
+    if not group:
+        return list(records)
+    members = group_members(group)
+    if members is None:
+        return [record for record in records if record.calls_of(group)]
+    return [record for record in records if record.rank in set(members)]
+
+
+class StatusPage:
+    """The status page of one rank in one root world, and in the groups split off it.
+
+    Only its rank writes it. The page is in memory of this process until `publish`.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        The rank's number in the root world, and the size of that world.
+    launched_rank : int, optional
+        The number of its process among those of the launcher; default: ``rank``.
+    world_number : int
+        Root worlds that the process entered before this one.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, launched_rank: int | None = None, world_number: int = 0
+    ) -> None:
+        self.rank = rank
+        launched = rank if launched_rank is None else launched_rank
+        pid = os.getpid()
+        # A process may enter several root worlds, and start others that inherit its folder.
+        self.name = f"rank-{launched}-{pid}-{world_number}.calls"
+        """The name of its file, wherever it is published."""
+        self.count = 0
+        """Number of collectives so far, in all worlds."""
+        self.awaited: Call | MessageWait | None = None
+        """The collective or message that the rank waits for now."""
+        self._memory = mmap.mmap(-1, _PAGE_BYTES)
+        self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
+        self._calls_read: tuple[LoggedCall, ...] = ()
+        _IDENTITY.pack_into(
+            self._memory, 0, _MAGIC, _FORMAT, rank, world_size, launched, world_number, pid,
+            _process(pid)[1], socket.gethostname().encode()[:64],
+        )  # fmt: skip
+
+    def publish(self, folder: Path | None) -> Path:
+        """Move the page to memory that other processes can open from now on; return its path.
+
+        Parameters
+        ----------
+        folder : Path, optional
+            The folder for a file that outlives the process. Without it the page is in memory
+            without a name, which the system frees when the last process has let go of it.
+
+        Raises
+        ------
+        OSError
+            If the memory or the file cannot be had.
+        """
+        if folder is None:
+            handle = os.memfd_create(self.name)
+            path = Path(f"/proc/{os.getpid()}/fd/{handle}")
+        else:
+            path = folder / self.name
+            # A file there is of an earlier process of this number, or the trap of another user.
+            path.unlink(missing_ok=True)
+            handle = os.open(path, _CREATE, 0o600)
+        weakref.finalize(self, os.close, handle)
+        # A full file system must fail here, and not by SIGBUS later.
+        os.posix_fallocate(handle, 0, _PAGE_BYTES)
+        memory = mmap.mmap(handle, _PAGE_BYTES)
+        # The magic comes last: it makes the file a page.
+        memory[8:] = self._memory[8:]
+        memory[:8] = self._memory[:8]
+        self._memory = memory
+        if folder is not None and folder == settings.job_folder():
+            _own[:] = [self]
+        return path
+
+    def record(self, call: Call, group: str, frame: FrameType | None) -> None:
+        """Number ``call``, and write it down with the nearest frame of the user's code.
+
+        Parameters
+        ----------
+        call : Call
+            Gets its ``filename``, ``line``, ``number`` and ``method``: the function of this package
+            that the user called there, unless that is the collective itself.
+        group : str
+            The label of the world that it is called on.
+        frame : frame, optional
+            The innermost frame to look at; with None the place stays as ``call`` has it.
+        """
+        called: FrameType | None = None
+        while frame is not None:
+            filename = frame.f_code.co_filename
+            if not filename.startswith(_NOT_OF_USERS):
+                break
+            if filename != _CONTEXTLIB:
+                called = frame
+            frame = frame.f_back
+        if frame is None:
+            place = encode_place(call, group)
+        else:
+            # Counting lines is slow. The codes are kept, so that no other code gets their ids.
+            code = frame.f_code
+            inner = None if called is None else called.f_code
+            key = id(code), frame.f_lasti, id(inner), group
+            known = self._places.get(key)
+            if known is None:
+                if len(self._places) == _PLACES_KEPT:
+                    self._places.clear()
+                call.filename, call.line = code.co_filename, frame.f_lineno
+                call.method = "" if called is None else _method(called)
+                place = encode_place(call, group)
+                self._places[key] = (code, inner), call.filename, call.line, call.method, place
+            else:
+                _, call.filename, call.line, call.method, place = known
+        start = _FIRST_ROW + self.count % _ROWS * _ROW.size
+        self.count = call.number = number = self.count + 1
+        _ROW.pack_into(
+            self._memory, start, call.sequence, call.description, time.time(), place, number
+        )
+        _NUMBER.pack_into(self._memory, _COUNT, number)
+
+    def wait(self, awaited: Call | MessageWait) -> None:
+        """Write down what the rank waits for from now on. A short wait need not be recorded."""
+        self.awaited = awaited
+        if isinstance(awaited, MessageWait):
+            group = _tail(awaited.group, GROUP_BYTES)
+            what = -1, awaited.peer, awaited.tag, awaited.is_send, group
+        else:
+            what = awaited.number, 0, 0, False, b""
+        _WAIT.pack_into(self._memory, _WAIT_AT, time.time(), *what)
+
+    def go_on(self) -> None:
+        """Write down that the wait is over."""
+        self.awaited = None
+        _NUMBER.pack_into(self._memory, _WAITS, 0)
+
+    def end(self, state: RankState, code: int = 0) -> None:
+        """Write down the new state of the rank.
+
+        ``code`` is the exit code of the job, if ``state`` is ``REPORTED``; 0 if the rank reported
+        that another process is gone, whose code it does not know.
+        """
+        _NUMBER.pack_into(self._memory, _CODE, code)
+        _NUMBER.pack_into(self._memory, _STATE, state)
+
+    def note_saving(self, saves: bool) -> None:
+        """Write down whether the rank saves, and ends, when it is told to."""
+        _NUMBER.pack_into(self._memory, _SAVES_AT, saves)
+
+    def note_shared_memory(self, paths: Sequence[str]) -> None:
+        """Write down which files in shared memory the job must remove after the rank."""
+        data = "\n".join(paths).encode()
+        if len(data) > _MEMORY_BYTES:
+            data = data[:_MEMORY_BYTES].rpartition(b"\n")[0]
+        self._memory[_MEMORY_AT:_FIRST_ROW] = data.ljust(_MEMORY_BYTES, b"\0")
+
+    @property
+    def last(self) -> LoggedCall | None:
+        """Its last collective, in any world."""
+        return _call_at(self._memory, self.count - 1) if self.count else None
+
+    def read(self) -> RankRecord:
+        """The content of the page. Ranks that are threads read each other's."""
+        calls = self._calls_read
+        if not calls or calls[-1].number != self.count:
+            self._calls_read = calls = _calls(self._memory)
+        return _read(self._memory, calls)
+
+
+class StatusReader:
+    """The pages of one root world's ranks, as far as they can be read from this rank's node.
+
+    The page of this rank is in the job's folder, if `mpishard run` made one: it reads the pages
+    when the job has ended, and removes them. Otherwise the page is in memory without a name, so
+    that nothing stays behind however the job ends. If neither can be had the job goes on, and this
+    page can be read by this rank only.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        This rank of the root world, and its size. Nothing is communicated: in a job's folder other
+        ranks can read the page from here on, in ``init``.
+    launched_ranks : sequence of int, optional
+        The number of each rank's process among those of the launcher; default: its rank.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, launched_ranks: Sequence[int] | None = None
+    ) -> None:
+        self._launched = tuple(launched_ranks or range(world_size))
+        self.page = StatusPage(rank, world_size, self._launched[rank], next(_world_numbers))
+        """The page of this rank."""
+        self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
+        self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
+        # The node's other ranks whose process can be seen, from the one after this on.
+        self._ring: list[int] = []
+        self._ring_turn = 0
+        self._lock = -1
+        self._claiming = threading.Lock()
+        folder = settings.job_folder()
+        # A node that the job's folder is not on has none.
+        self._folder = folder if folder is not None and folder.is_dir() else None
+        self._path: Path | str  # of the page; or why there is none
+        try:
+            self._path = self.page.publish(self._folder)
+        except (OSError, AttributeError) as error:  # no memfd_create on this system
+            self._path = str(error)
+
+    def share(self, exchange: Callable[[Any], Sequence[Any]], ranks: Sequence[int]) -> None:
+        """Open the pages of this node's other ranks. Collective.
+
+        Parameters
+        ----------
+        exchange : callable
+            Gives every rank of the root world the values of all, in rank order.
+        ranks : sequence of int
+            The world rank of each rank of this node.
+        """
+        self._paths = exchange(self._path)
+        failed = next((r for r, path in enumerate(self._paths) if isinstance(path, str)), None)
+        if failed is not None and self.page.rank == 0:
+            _logger.warning(
+                "reports on ranks that fail or wait will say less: rank %d could not share its "
+                "status page (%s). Training goes on", failed, self._paths[failed],
+            )  # fmt: skip
+        here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
+        for rank in here.keys() - {self.page.rank}:
+            # In containers with process numbers of their own a page may be out of reach.
+            with contextlib.suppress(OSError, ValueError):
+                self._pages[rank] = _open(here[rank], rank)
+        seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
+        self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
+        lock = next(iter(here.values()), None) if self._folder is None else self._folder / _LOCK
+        with contextlib.suppress(OSError):
+            if lock is not None:
+                # Each rank opens it for itself: a lock belongs to the opening, not to the file.
+                self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                weakref.finalize(self, os.close, self._lock)
+
+    def records(self) -> list[RankRecord]:
+        """One record of each rank of the root world, in rank order."""
+        found: dict[int, RankRecord] = {}
+        if not self._paths:
+            for record in stopped_siblings():
+                if record.rank in self._launched:
+                    rank = self._launched.index(record.rank)
+                    found[rank] = replace(record, rank=rank)
+            if self._folder is not None:
+                found |= {r.rank: r for r in records_in(self._folder) if self._may_be_ours(r)}
+        for rank, path in enumerate(self._paths):
+            with contextlib.suppress(OSError, ValueError):  # of a node without the job's folder
+                if rank in self._pages:
+                    found[rank] = _read(self._pages[rank])
+                elif isinstance(path, Path) and path.parent == self._folder:
+                    found[rank] = _read(_open(path, rank))
+        found[self.page.rank] = self.page.read()
+        # A page that is not in the job's folder yet is that of a rank that has not come to init.
+        is_known = self._folder is not None and not self._paths
+        size = len(self._launched)
+        return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
+
+    def _may_be_ours(self, record: RankRecord) -> bool:
+        """Whether a page is that of a rank of this world, if the paths were not exchanged yet.
+
+        A process enters a world of the same processes; of several such worlds the last one is
+        meant, and one that is complete is not this one.
+        """
+        return (
+            record.state in (RankState.STARTED, RankState.REPORTED)
+            and record.world_size == len(self._launched)
+            and self._launched[record.rank] == record.launched_rank
+        )
+
+    def dead_rank(self) -> int | None:
+        """A rank of this node whose process is gone though it has not left; None if none is seen.
+
+        Each rank watches the next one of its node, in a ring, and skips those that have left. A
+        rank that is stopped watches nobody, so each rank looks at one more, another one each time.
+        """
+        left = RankState.LEFT
+        watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
+        self._ring_turn += 1
+        two = [*watched[:1], *watched[self._ring_turn % max(1, len(watched)) :][:1]]
+        return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
+
+    def claim_report(self, code: int) -> bool:
+        """Whether this rank is the first to report the end of the job, with exit code ``code``.
+
+        First among all ranks whose pages are in the job's folder, in any root world: they end
+        together. Without a job's folder, first among the ranks of this world on the node.
+        """
+        import fcntl  # not on every system that only trains in memory
+
+        with self._claiming:
+            if self._lock >= 0:
+                # The lock settles who is first; the state outlives the process that held it.
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return False
+            records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
+            if self._folder is not None:
+                records += records_in(self._folder, with_calls=False)
+            if any(record.state is RankState.REPORTED for record in records):
+                return False
+            self.page.end(RankState.REPORTED, code)
+            return True
+
+
+# ------------------------------------------------------------------------------------ reading pages
+
+
+def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
+    """The pages of a job in ``folder``, without those that cannot be read.
+
+    They are sorted by the launcher's number of their process, and then by the order in which the
+    process entered its worlds.
+    """
+    records = []
+    for path in folder.glob("rank-*.calls"):
+        with contextlib.suppress(OSError, ValueError):
+            records.append(_read(_open(path), None if with_calls else ()))
+    return sorted(records, key=lambda record: (record.launched_rank, record.world_number))
+
+
+def own_page() -> StatusPage | None:
+    """The newest page of this process in the job's folder; made if there is none yet.
+
+    None if `mpishard run` did not start this process on this machine. A page that is made here is
+    of no world: its state is ``LEFT``, as no rank waits for this one.
+    """
+    folder = settings.job_folder()
+    if not _own and folder is not None:
+        page = StatusPage(settings.launched_rank() or 0, settings.launched_world_size() or 1)
+        page.end(RankState.LEFT)
+        with contextlib.suppress(OSError):  # another machine; or a full disk
+            page.publish(folder)
+    return _own[-1] if _own else None
+
+
+_own: list[StatusPage] = []
+# A process that a rank forked is no rank.
+os.register_at_fork(after_in_child=_own.clear)
+
+
+def stopped_siblings() -> list[RankRecord]:
+    """The stopped processes among those that this process's launcher started here.
+
+    For ranks in ``init``, which cannot read each other's pages yet. ``rank`` is the number of the
+    process among those of the launcher, and ``is_known`` is False.
+    """
+    folder, pids = settings.job_folder(), []
+    with contextlib.suppress(OSError):  # a process may end meanwhile
+        if folder is not None and folder.is_dir():
+            # Under `mpishard run` the parent is this rank's agent, and each agent has noted its
+            # rank: "RANK started AGENT PROCESS".
+            notes = (folder / f"agents-{socket.gethostname()}").read_text()
+            pids = [int(line.split()[3]) for line in notes.splitlines() if " started " in line]
+        else:
+            for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+                pids += map(int, path.read_text().split())
+    found = []
+    for pid in pids:
+        if _process(pid)[0] in (b"T", b"t"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                rank = settings.launched_rank(dict(re.findall("([^=\0]+)=([^\0]*)", text)))
+                if rank is not None:
+                    found.append(RankRecord(rank, is_known=False, is_stopped=True, pid=pid))
+    return found
+
+
+def _open(path: Path, rank: int | None = None) -> mmap.mmap:
+    # Only what has the size of a page is opened: opening the pipe of another process may block.
+    if path.stat().st_size == _PAGE_BYTES:
+        with path.open("rb") as file:
+            page = mmap.mmap(file.fileno(), _PAGE_BYTES, prot=mmap.PROT_READ)
+        magic, version, found, *_ = _IDENTITY.unpack_from(page)
+        if (magic, version) == (_MAGIC, _FORMAT) and rank in (None, found):
+            return page
+    raise ValueError(f"{path} is no status page of this version of mpishard")
+
+
+def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankRecord:
+    """The content of ``page``; the last collectives are read unless they are given."""
+    _, _, rank, world_size, launched, world_number, pid, start, host = _IDENTITY.unpack_from(page)
+    since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
+    calls = _calls(page) if calls is None else calls
+    waits: LoggedCall | MessageWait | None
+    if number < 0:
+        waits = MessageWait(peer, tag, bool(is_send), _text(group))
+    else:
+        waits = next((logged for logged in calls if logged.number == number), None)
+    is_alive, is_stopped = True, False
+    if _text(host) == socket.gethostname():
+        letter, began = _process(pid)
+        is_alive = began == start and letter not in (b"Z", b"X")
+        is_stopped = is_alive and letter in (b"T", b"t")
+    return RankRecord(
+        rank, RankState(_number(page, _STATE)), True, is_alive, is_stopped, calls, waits,
+        max(0.0, time.time() - since) if number else 0.0,
+        world_size, launched, world_number, pid, _text(host),
+        _number(page, _COUNT), _number(page, _CODE), bool(_number(page, _SAVES_AT)),
+        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).split("\n")) if page[_MEMORY_AT] else (),
+    )  # fmt: skip
+
+
+def _calls(page: mmap.mmap) -> tuple[LoggedCall, ...]:
+    """The last collectives, newest last, without those that are just being overwritten."""
+    count = _number(page, _COUNT)
+    found = (_call_at(page, index) for index in range(max(0, count - _ROWS), count))
+    return tuple(logged for logged in found if logged is not None)
+
+
+def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
+    start = _FIRST_ROW + index % _ROWS * _ROW.size
+    row = page[start : start + _ROW.size]
+    _, _, seconds, place, number = _ROW.unpack(row)
+    if number != index + 1 or _number(page, start + _ROW.size - _NUMBER.size) != number:
+        return None
+    call = Call.decode(bytearray(row))
+    call.number = number
+    return LoggedCall(number, call, decode_place(place, call), seconds)
+
+
+def _number(page: mmap.mmap, at: int) -> int:
+    number: int = _NUMBER.unpack_from(page, at)[0]
+    return number
+
+
+def encode_place(call: Call, group: str) -> bytes:
+    """The place where ``call`` was made, on the world ``group``, in `PLACE_BYTES` bytes."""
+    return _PLACE.pack(
+        _tail(group, GROUP_BYTES), _tail(call.method, 48), call.line, _tail(call.filename, 168)
+    )
+
+
+def decode_place(place: bytes, call: Call) -> str:
+    """Give ``call`` the place that `encode_place` wrote; return the group."""
+    group, method, call.line, filename = _PLACE.unpack(place)
+    call.filename, call.method = _text(filename), _text(method)
+    return _text(group)
+
+
+def _tail(text: str, size: int) -> bytes:
+    # The end of a path says more than its beginning. Half a character is no character.
+    data = text.encode(errors="replace")[-size:]
+    return data.decode(errors="ignore").encode()
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def _process(pid: int) -> tuple[bytes, int]:
+    """State letter of a process, and its start in clock ticks since boot; -1 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return b"", -1
+    return fields[0], int(fields[19])
+
+
+def _method(frame: FrameType) -> str:
+    """The user's name for the function of ``frame``; empty for the collectives themselves.
+
+    For a method, the class is that of the object, not the base class that defines the method.
+    """
+    code = frame.f_code
+    name = code.co_qualname.partition(".<")[0]
+    owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
+    module = str(frame.f_globals.get("__name__", "")).split(".")
+    if isinstance(getattr(owner, "status", None), StatusPage) or "testing" in module[:2]:
+        return ""  # a backend; a test suite, which calls collectives as users do
+    if owner is not None and "." in name:
+        kind, method = type(owner).__name__, name.rpartition(".")[2]
+        return kind if method == "__init__" else f"{kind}.{method}"
+    room = f"{module[1]}." if len(module) > 2 and "." not in name else ""
+    return room + name

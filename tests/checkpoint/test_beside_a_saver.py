@@ -1,0 +1,146 @@
+"""Loading while somebody else saves to the same single path: one whole save, or an error."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.checkpoint.reader import CheckpointReader
+from mpishard.errors import CheckpointError
+from mpishard.testing.worlds import in_worlds
+
+STEPS = {step: np.full(13, float(step)) for step in range(5)}
+
+
+def save(fakes: Any, path: Path, step: int) -> None:
+    optimizer = fakes.Optimizer(None, {"m": STEPS[step % 5]}, step)
+    checkpoint.save(path, fakes.Model(None, STEPS[step % 5]), optimizer, metadata={"step": step})
+
+
+def load(backend: Any, fakes: Any, path: Path) -> int:
+    """Load; the step of the save, which all that was loaded belongs to."""
+    model = fakes.Model(backend, np.full(13, -1.0))
+    optimizer = fakes.Optimizer(backend, {"m": np.full(13, -1.0)})
+    step = checkpoint.load(path, model, optimizer)["step"]
+    assert model.equals({"parameters": STEPS[step % 5]})
+    assert optimizer.equals({"optimizer/m": STEPS[step % 5]})
+    assert optimizer.metadata == {"step": step}
+    return int(step)
+
+
+@pytest.fixture
+def replaced(monkeypatch: Any, fakes: Any) -> Any:
+    """Have a rank save over the checkpoint that it is about to check, so many times."""
+    saves: dict[str, int] = {}
+
+    def begin(path: Path, times: int) -> None:
+        saves.update(left=times, step=0, thread=threading.get_ident())
+        require = CheckpointReader.require
+
+        def save_first(reader: CheckpointReader, *arguments: Any) -> None:
+            if saves["left"] > 0 and saves["thread"] == threading.get_ident():
+                saves["left"] -= 1
+                saves["step"] += 1
+                save(fakes, path, saves["step"])
+            require(reader, *arguments)
+
+        monkeypatch.setattr(CheckpointReader, "require", save_first)
+
+    return begin
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@in_worlds(1, 2, 3)
+def test_a_checkpoint_that_is_replaced_is_read_again(
+    backend: Any, times: int, replaced: Any, fakes: Any, shared_path: Path
+) -> None:
+    path = shared_path / "c"
+    if backend.rank == 0:
+        save(fakes, path, 0)
+        replaced(path, times)
+    backend.barrier()
+    steps = backend.all_gather(np.array([load(backend, fakes, path)]))
+    assert (steps == times).all()
+
+
+@in_worlds(1, 2)
+def test_one_that_is_replaced_each_time_is_an_error_of_all_ranks(
+    backend: Any, replaced: Any, fakes: Any, shared_path: Path
+) -> None:
+    path = shared_path / "c"
+    if backend.rank == 0:
+        save(fakes, path, 0)
+        replaced(path, 3)
+    backend.barrier()
+    model = fakes.Model(backend, STEPS[4])
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        checkpoint.load(path, model)
+    assert model.equals({"parameters": STEPS[4]})
+    backend.barrier()
+    assert load(backend, fakes, path) == 3
+
+
+def test_arrays_of_one_that_is_replaced(fakes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "c"
+    save(fakes, path, 0)
+    read_whole = CheckpointReader.read_whole
+    steps = iter([1, 2])
+
+    def save_first(reader: CheckpointReader, *arguments: Any) -> Any:
+        for step in steps:
+            save(fakes, path, step)
+            break
+        return read_whole(reader, *arguments)
+
+    monkeypatch.setattr(CheckpointReader, "read_whole", save_first)
+    arrays = checkpoint.load_arrays(path)
+    assert {float(value) for array in arrays.values() for value in array.ravel()} == {2.0}
+
+
+def test_other_damage_is_told_at_once(fakes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "c"
+    save(fakes, path, 0)
+    file = path / "rank00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    looks = []
+    require = CheckpointReader.require
+    monkeypatch.setattr(
+        CheckpointReader, "require", lambda *args: (looks.append(1), require(*args))[1]
+    )
+    with pytest.raises(CheckpointError, match="somebody, changed them"):
+        load(None, fakes, path)
+    assert len(looks) == 1
+
+
+def test_many_loads_beside_a_saver(fakes: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(fakes, path, 0)
+    ends = threading.Event()
+
+    def keep_saving() -> None:
+        step = 1
+        while not ends.wait(0.05):  # longer than three loads take
+            save(fakes, path, step)
+            step += 1
+
+    def keep_loading(backend: Any) -> list[int]:
+        steps = [0]
+        while steps[-1] < 15:
+            steps.append(load(backend, fakes, path))
+        return steps
+
+    saver = threading.Thread(target=keep_saving)
+    saver.start()
+    try:
+        first, second = run_in_threads(2, keep_loading)
+    finally:
+        ends.set()
+        saver.join()
+    assert first == second == sorted(first)
