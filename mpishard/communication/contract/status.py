@@ -552,13 +552,14 @@ def stopped_siblings() -> list[RankRecord]:
     For ranks in ``init``, which cannot read each other's pages yet. ``rank`` is the number of the
     process among those of the launcher, and ``is_known`` is False.
     """
-    folder, pids = settings.job_folder(), []
+    # Under `mpishard run` the parent is this rank's agent, and each agent has noted its rank:
+    # "RANK started AGENT PROCESS".
+    notes = (settings.job_folder() or Path("/nowhere")) / f"agents-{socket.gethostname()}"
+    pids: list[int] = []
     with contextlib.suppress(OSError):  # a process may end meanwhile
-        if folder is not None and folder.is_dir():
-            # Under `mpishard run` the parent is this rank's agent, and each agent has noted its
-            # rank: "RANK started AGENT PROCESS".
-            notes = (folder / f"agents-{socket.gethostname()}").read_text()
-            pids = [int(line.split()[3]) for line in notes.splitlines() if " started " in line]
+        if notes.is_file():
+            lines = map(str.split, notes.read_text().splitlines())
+            pids += [int(words[3]) for words in lines if words[1] == "started"]
         else:
             for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
                 pids += map(int, path.read_text().split())
