@@ -41,7 +41,8 @@ time.sleep(60)
 ENDS = """
 import os, signal, sys
 print("before init", file=sys.stderr)
-if "EARLY" in sys.argv and os.environ["PMI_RANK"] == "1":
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if "EARLY" in sys.argv and rank == "1":
     raise ValueError("boom")
 import mpishard, numpy as np
 from mpishard import settings
@@ -162,7 +163,7 @@ def test_ends_with_the_code_of_the_rank_that_failed(script, end, codes):
     assert time.monotonic() - started < 15
 
 
-PLACE = r"collective 1, all_reduce\(SUM, float64\[4\]\), at .*a script.py:10"
+PLACE = r"collective 1, all_reduce\(SUM, float64\[4\]\), at .*a script.py:11"
 
 
 @pytest.mark.spawned
