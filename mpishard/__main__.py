@@ -21,7 +21,7 @@ def main() -> None:
     from mpishard.cli.notice import notice
 
     if is_heard:
-        signal.signal(signal.SIGUSR1, notice.hear)
+        signal.signal(signal.SIGUSR1, notice.receive)
     if early:
         notice.is_given = True
     cli.main()

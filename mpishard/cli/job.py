@@ -22,16 +22,16 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What runs on the ranks, however many they are and wherever.
+    """The program and its environment, on any number of ranks and machines.
 
     Parameters
     ----------
     name : str
         The command that started it, such as ``mpishard run``.
     launcher : Launcher
-        What starts the ranks.
+        The program that starts the ranks.
     program : sequence of str
-        What each rank runs.
+        The command line of each rank.
     environment : mapping of str to str
         The variables of the launcher.
     passed_on : sequence of str

@@ -29,7 +29,7 @@ _SAME_SECONDS = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """With which code a job ends, and lines for its user; none where all is said already."""
+    """With which code a job ends, and lines for its user; none if all is said already."""
 
     code: int
     lines: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Outcome:
     verdict : Verdict
         Its exit code, and what is still to be said.
     cause : str
-        Why, in one line, also where the ranks have said it themselves.
+        Why, in one line, even if the ranks have said it themselves.
     called_init : bool
         Whether a rank called ``mpishard.init``.
     seconds : float
@@ -80,7 +80,7 @@ class JobEnd:
         Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
         several signals at once, and 0 for ``os._exit(0)``.
     launcher_may_break : bool
-        Whether there are several machines: Hydra ends with 255 where a rank is killed then.
+        Whether there are several machines: Hydra ends with 255 if a rank is killed then.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
     orphaned : sequence of RankProcess
@@ -110,7 +110,7 @@ class JobEnd:
         """The exit code of the job, and what to say.
 
         A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named, also where another one has reported that it is gone. Where ranks
+        without leaving is named, even if another one has reported that it is gone. If ranks
         outlive each other, and some came to their end, the job's code is the launcher's, which is
         theirs.
         """
@@ -155,7 +155,7 @@ class JobEnd:
         return Verdict(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:
-        """Of each rank that was lost, where the others went on without it."""
+        """A line for each rank that was lost, if the others went on without it."""
         lines = []
         for process in self.ended:
             log = self.logs.get(process.rank)
@@ -214,7 +214,7 @@ class JobEnd:
         return self._blame(first)
 
     def _gone(self) -> RankProcess | None:
-        """The rank of which another one has reported that it is gone, where its end is known."""
+        """The rank of which another one has reported that it is gone, if its end is known."""
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         if not self.is_local or not reported or any(log.code for log in reported):
             return None
@@ -224,7 +224,7 @@ class JobEnd:
         return failed[0] if failed else None
 
     def _first(self) -> RankProcess | None:
-        """The rank that failed first, where the launcher's code agrees that it did."""
+        """The rank that failed first, if the launcher's code agrees that it did."""
         failed = [process for process in self.ended if self.fails(process)]
         if not failed:
             return None
@@ -233,7 +233,7 @@ class JobEnd:
         if code is None or code >= 0:
             return first
         if not self._agrees(-code):
-            # Hydra breaks where a rank is killed that it is just answering, as it does in init.
+            # Hydra breaks if a rank is killed that it is just answering, as it does in init.
             if self.is_hydra and self.launcher_code == _BROKEN and self._is_in_init(first):
                 return first
             return next((p for p in failed if p.exit_code == self.launcher_code), None)

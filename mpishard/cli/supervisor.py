@@ -313,7 +313,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------- signals
 
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGALRM, self._end_of_patience)
+        signal.signal(signal.SIGALRM, self._after_grace)
         for number in _FORWARDED:
             # Whoever started us with nohup, or in the background, wants the signal ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -368,7 +368,7 @@ class Supervisor:
         signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
         self._is_ending = True
 
-    def _end_of_patience(self, _number: int, _frame: FrameType | None) -> None:
+    def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_ending:
             self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)

@@ -57,7 +57,7 @@ sys.exit(0 if order.is_given else 3)
 def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
     """Also of ranks that begin after the order: it waits until they import mpishard."""
     given = Notice()
-    given.hear(signal.SIGUSR1, None)
+    given.receive(signal.SIGUSR1, None)
     monkeypatch.setattr(module, "notice", given)
     monkeypatch.setattr(Supervisor, "_handle_signals", lambda _: None)
     variables = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "1"}

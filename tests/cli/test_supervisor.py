@@ -51,7 +51,7 @@ class Run:
         handler = {
             signal.SIGTERM: self.supervisor._forward,
             signal.SIGUSR1: self.supervisor._give_notice,
-            signal.SIGALRM: self.supervisor._end_of_patience,
+            signal.SIGALRM: self.supervisor._after_grace,
         }[number]
         handler(number, None)
 
