@@ -217,7 +217,7 @@ class TreeReducer:
         *,
         direct: bool,
     ) -> None:
-        """Combine chunk by chunk; ``narrow`` subtrees are widened, and ``direct`` writes ``out``."""
+        """Combine chunk by chunk; ``narrow`` subtrees are widened, ``direct`` writes ``out``."""
         xp, length = array_namespace(out), int(out.size)
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()

@@ -40,6 +40,10 @@ _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
 """Errors that every rank raises: the one that is first to say so need not have caused them."""
 
 
+_LONGEST = 100_000
+"""Characters of an exception's text, and of its traceback, that are reported."""
+
+
 def check_on_failure(on_failure: str) -> None:
     """Refuse a value that is no `OnFailure`, with `ValueError`."""
     if on_failure not in ("abort", "shrink"):
@@ -70,7 +74,7 @@ def failure_report(
         A line of whose failure it is, the error, and the traceback.
     """
     # What mpishard says may be long, and need not be said a second time below its traceback.
-    trace = short_traceback(error, is_told=isinstance(error, MpishardError))
+    trace = _cut(short_traceback(error, is_told=isinstance(error, MpishardError)))
     return (
         f"mpishard: {_subject(error, name)} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
@@ -80,9 +84,18 @@ def failure_report(
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return _cut(str(error))
     except Exception as another:  # noqa: BLE001 - a user's own, and the job is to end
         return f"(its text cannot be shown: {type(another).__name__})"
+
+
+def _cut(text: str) -> str:
+    """``text``, without its middle if it is so long that launchers take seconds to pass it on."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {left_out} characters are left out here ...\n{text[-half:]}"
 
 
 def _subject(error: BaseException, name: str) -> str:
