@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         MPICommunicationBackend,
         ProcessMesh,
         ReductionOperation,
-        init,
         run_in_threads,
     )
+    from mpishard.communication.init import init
     from mpishard.distributed import (
         DistributedStrategy,
         as_distributed,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication import MPICommunicationBackend
-from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.call import DTYPES, Call, Kind
 from mpishard.communication.mpi import headers
 from mpishard.communication.mpi.headers import (
     INLINE_BYTES,
@@ -21,6 +21,9 @@ from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.communication import CommunicationConformance
 
 MOST = 99 if os.environ.get("MPISHARD_TEST_FULL") else 4
+
+
+CALL = Call.describe(1, Kind.BARRIER, None)
 
 
 def rings_of(world):
@@ -52,7 +55,7 @@ class TestExchange:
             posted = []
             for rank in np.random.default_rng(number).permutation(world).tolist():
                 assert not any(each.test() for each in posted)
-                posted.append(boxes[rank].post(row(rank, number)))
+                posted.append(boxes[rank].post(row(rank, number), CALL))
             assert all(each.test() for each in posted)
             for each in posted:
                 assert said(each.rows) == [1000 * rank + number for rank in range(world)]
@@ -60,12 +63,12 @@ class TestExchange:
     def test_a_rank_ahead_waits_for_room_and_overtakes_nothing(self):
         boxes = exchanges(rings_of(3))
         many = 3 * SLOTS
-        ahead = [boxes[0].post(row(0, number)) for number in range(many)]
-        behind = [boxes[1].post(row(1, number)) for number in range(many)]
+        ahead = [boxes[0].post(row(0, number), CALL) for number in range(many)]
+        behind = [boxes[1].post(row(1, number), CALL) for number in range(many)]
         assert not ahead[0].test()
         last = []
         for number in range(many):
-            last.append(boxes[2].post(row(2, number)))
+            last.append(boxes[2].post(row(2, number), CALL))
             # The newest is asked first, and takes those before it.
             for posted in (ahead, behind, last):
                 posted[-1].test()
@@ -78,11 +81,11 @@ class TestExchange:
     def test_a_rank_that_reads_nothing_holds_the_others_back(self):
         first, second = exchanges(rings_of(2))
         for _ in range(SLOTS):
-            first.post(row(0, 0))
-            second.post(row(1, 0))
+            first.post(row(0, 0), CALL)
+            second.post(row(1, 0), CALL)
             first.collect()
-        waiting = first.post(row(0, 1))
-        latest = [second.post(row(1, 1))]
+        waiting = first.post(row(0, 1), CALL)
+        latest = [second.post(row(1, 1), CALL)]
         assert not latest[0].done
         assert not waiting.test()
         second.collect()
@@ -106,7 +109,7 @@ class TestRings:
         for number in range(10 * headers._RINGS):
             first, second = boxes = exchanges(offices)
             rings.add(first._ring)
-            posted = [box.post(row(rank, number)) for rank, box in enumerate(boxes)]
+            posted = [box.post(row(rank, number), CALL) for rank, box in enumerate(boxes)]
             assert posted[1].test()
             first.close()  # and has not read: a rank that left reads no more
             second.close()

@@ -203,7 +203,7 @@ class TreeReducer:
                 first, second = sorted(subtrees)
                 combine(subtrees[first], subtrees[second], out=out)
                 return
-            divisor = count if operation is ReductionOperation.AVERAGE else 1
+            divisor = count if operation is ReductionOperation.AVERAGE else 0
             self._combine_chunks(subtrees, narrow, count, combine, divisor, out, direct=direct)
 
     def _combine_chunks(
@@ -237,7 +237,7 @@ class TreeReducer:
                     wide[...] = leaves[key]
                     leaves[key] = wide
             result = _tree(leaves, 0, depth, count, target, scratch, combine)
-            if divisor != 1:
+            if divisor:  # also by 1: complex infinities become NaN
                 result = xp.divide(result, divisor, out=target)
             if result is not target or not direct:
                 out[start:stop] = result

@@ -22,18 +22,14 @@ import sys
 import threading
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from mpishard import settings
+from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.matching import who
-from mpishard.communication.failure import marks
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, launched_ending
 from mpishard.communication.failure.report import is_internal
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
-
-if TYPE_CHECKING:
-    from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["claim_rank", "helper_error", "install", "install_before_init", "is_helper", "remove"]
 
@@ -150,7 +146,6 @@ def claim_rank() -> None:
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
-        marks.hold(f"{marks.HELD}{settings.launched_rank()}")
 
 
 def is_helper() -> bool:

@@ -178,6 +178,12 @@ class PostedMessage(Pending):
 
     __slots__ = ("rows",)
 
+    def __init__(
+        self, request: Any, in_flight: set[Pending], row: bytearray, rows: bytearray
+    ) -> None:
+        super().__init__(request, in_flight, row)
+        self.rows = rows
+
 
 class Exchange(ABC):
     """How the ranks of one group exchange rows, and wait for one another."""
@@ -222,8 +228,7 @@ class MessageExchange(Exchange):
         request = self._headers.Iallgather(
             [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
         )
-        posted = PostedMessage(request, self._in_flight, row)
-        posted.rows = rows
+        posted = PostedMessage(request, self._in_flight, row, rows)
         self.unread[posted] = own
         return posted
 

@@ -71,10 +71,13 @@ def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> 
 class Condition(Waitable):
     """A question that is asked until the answer is yes."""
 
-    __slots__ = ("test",)
+    __slots__ = ("_happened",)
 
     def __init__(self, happened: Callable[[], bool]) -> None:
-        self.test = happened  # type: ignore[method-assign]
+        self._happened = happened
+
+    def test(self) -> bool:
+        return self._happened()
 
 
 class Pending(Waitable):
