@@ -1,14 +1,17 @@
 """The ``mpishard`` command, which is ``python -m mpishard``.
 
-SIGUSR1 is an order for the job of ``mpishard run``. It is heard before anything is imported that
-takes long: Python's own answer to it would be to end the command.
+SIGUSR1 is an order for the job of ``mpishard run``. Its handler is installed before anything is
+imported that takes long: without one the signal would end the command.
 """
 
+import os
 import signal
+import sys
 
 
 def main() -> None:
     """Entry point of the ``mpishard`` script."""
+    _open_closed_streams()
     early: list[int] = []
     # Whoever started us with the signal ignored wants it ignored.
     is_heard = signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
@@ -18,10 +21,24 @@ def main() -> None:
     from mpishard.cli.notice import notice
 
     if is_heard:
-        signal.signal(signal.SIGUSR1, notice.hear)
+        signal.signal(signal.SIGUSR1, notice.receive)
     if early:
         notice.is_given = True
     cli.main()
+
+
+def _open_closed_streams() -> None:
+    """Send what a command prints nowhere if it was started without an open stdout or stderr.
+
+    The files that it opens, and those of its ranks, would get their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

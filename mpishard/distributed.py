@@ -9,8 +9,8 @@ from typing import Any, TypeVar, overload
 from mpishard import models, optimizers
 from mpishard.arguments import nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
+from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.init import is_launched, refuse_worlds_of_one
-from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
 from mpishard.contracts import IOptimizer
 from mpishard.errors import PeerError
 from mpishard.sharding import ShardingConfiguration

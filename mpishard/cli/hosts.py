@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Host", "parse_hosts"]
+
+
+_LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+_LONGEST_NAME = 253
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,7 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
     Raises
     ------
     ValueError
-        Where a name or number is none, or the ranks do not fit the machines.
+        If a name or number is none, or the ranks do not fit the machines.
     """
     if not text:
         return []
@@ -32,6 +38,12 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
     if len(entries) > world_size:
         raise ValueError(f"--hosts names {len(entries)} machines for {world_size} ranks")
     for name, colon, number in entries:
+        if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"--hosts takes names or addresses of machines: labels of 1 to 63 letters, digits, "
+                f"- and _ with dots between them, {_LONGEST_NAME} characters at most, the first "
+                f"no -; got {name!r}"
+            )
         if colon and not (number.isdecimal() and int(number)):
             raise ValueError(
                 f"--hosts takes NAME or NAME:SLOTS, with 1 slot or more; got {name}:{number}"

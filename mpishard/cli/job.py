@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from mpishard.cli import rank_output
+from mpishard.cli import rank_agent
 from mpishard.cli.hosts import Host
 from mpishard.cli.job_report import Outcome
 from mpishard.cli.launcher import Launcher
@@ -23,16 +22,16 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What runs on the ranks, however many they are and wherever.
+    """The program and its environment, on any number of ranks and machines.
 
     Parameters
     ----------
     name : str
         The command that started it, such as ``mpishard run``.
     launcher : Launcher
-        What starts the ranks.
+        The program that starts the ranks.
     program : sequence of str
-        What each rank runs.
+        The command line of each rank.
     environment : mapping of str to str
         The variables of the launcher.
     passed_on : sequence of str
@@ -56,10 +55,9 @@ class Job:
 
     def command(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> list[str]:
         """The command line of the start after so many restarts."""
-        program = self.program
-        if self.log_folder is not None:
-            folder = folder_of_start(self.log_folder, restart_count)
-            program = [*_with_log(folder, self.launcher.rank_variable), *program]
+        logs = "" if self.log_folder is None else folder_of_start(self.log_folder, restart_count)
+        agent = [sys.executable, "-I", "-S", str(rank_agent.__file__), self.launcher.rank_variable]
+        program = [*agent, str(logs), *self.program]
         return self.launcher.command(
             ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
         )
@@ -82,11 +80,3 @@ class Job:
     def say(self, line: str) -> None:
         """Tell the user."""
         typer.echo(f"{self.name}: {line}", err=True)
-
-
-def _with_log(folder: Path, rank_variable: str) -> list[str]:
-    """What a rank runs before its program, to keep a log."""
-    if not hasattr(os, "pipe2"):
-        raise ValueError("--log-dir needs Linux")
-    name = f"rank-${{{rank_variable}}}.log"
-    return [sys.executable, "-I", "-S", str(rank_output.__file__), str(folder), name]

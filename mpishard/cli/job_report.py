@@ -23,13 +23,13 @@ _HINTS = {
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
 _MOST_SHOWN = 4
-_DEADLY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM,
-           signal.SIGILL, signal.SIGFPE)  # fmt: skip
+_SAME_SECONDS = 0.003
+"""Ranks whose ends lie closer to each other may have ended in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """With which code a job ends, and lines for its user; none where all is said already."""
+    """With which code a job ends, and lines for its user; none if all is said already."""
 
     code: int
     lines: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Outcome:
     verdict : Verdict
         Its exit code, and what is still to be said.
     cause : str
-        Why, in one line, also where the ranks have said it themselves.
+        Why, in one line, even if the ranks have said it themselves.
     called_init : bool
         Whether a rank called ``mpishard.init``.
     seconds : float
@@ -80,11 +80,11 @@ class JobEnd:
         Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
         several signals at once, and 0 for ``os._exit(0)``.
     launcher_may_break : bool
-        Whether there are several machines: Hydra ends with 255 where a rank is killed then.
-    starting : set of int
-        Process ids that have called ``init``, where they were ranks on this machine.
+        Whether there are several machines: Hydra ends with 255 if a rank is killed then.
     stopped_for : RankProcess, optional
         The rank for whose end `mpishard run` ended the others.
+    orphaned : sequence of RankProcess
+        The ranks that were killed because the launcher's process on this machine was gone.
     program : str
         The name of the launcher.
     hosts : sequence of str
@@ -100,8 +100,8 @@ class JobEnd:
     is_local: bool = True
     is_hydra: bool = False
     launcher_may_break: bool = False
-    starting: frozenset[int] = frozenset()
     stopped_for: RankProcess | None = None
+    orphaned: Sequence[RankProcess] = ()
     program: str = "mpiexec"
     hosts: Sequence[str] = ()
     survives: bool = False
@@ -110,12 +110,20 @@ class JobEnd:
         """The exit code of the job, and what to say.
 
         A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named, also where another one has reported that it is gone. Where ranks
+        without leaving is named, even if another one has reported that it is gone. If ranks
         outlive each other, and some came to their end, the job's code is the launcher's, which is
         theirs.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
+        if self.orphaned and self._first() is None:
+            ranks = who([process.rank for process in self.orphaned])
+            line = (
+                f"{ranks} {'was' if len(self.orphaned) == 1 else 'were'} killed: process "
+                f"{self.orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
+                "gone (killed, or crashed)"
+            )
+            return Verdict(settings.EXIT_FAILURE, (line,))
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
@@ -141,10 +149,13 @@ class JobEnd:
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
         # The launcher's may be those of several ranks at once.
         code = own if own is not None and own > 0 else self.launcher_code
+        if own is None and self.is_local and self._agrees(signal.SIGKILL) and self.launcher_code:
+            line = "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
+            return Verdict(settings.EXIT_KILLED, (line,))
         return Verdict(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:
-        """Of each rank that was lost, where the others went on without it."""
+        """A line for each rank that was lost, if the others went on without it."""
         lines = []
         for process in self.ended:
             log = self.logs.get(process.rank)
@@ -153,7 +164,7 @@ class JobEnd:
             if log.state is RankState.REPORTED:
                 how = "failed, as it reported"
             else:
-                code = 0 if process.exit_code is None else process.exit_code
+                code = process.exit_code or 0
                 how = f"{_how(code)}{self._where(process, code)}"
             lines.append(f"{self._who(process)} {how}; the others went on without it")
         return tuple(lines)
@@ -161,7 +172,7 @@ class JobEnd:
     @property
     def called_init(self) -> bool:
         """Whether a rank called ``mpishard.init``."""
-        return bool(self.logs or self.starting)
+        return bool(self.logs)
 
     def cause(self, verdict: Verdict) -> str:
         """Why the job ended, in one line, as `verdict` has it or as ranks have said."""
@@ -179,7 +190,7 @@ class JobEnd:
 
     def fails(self, process: RankProcess) -> bool:
         """Whether the end of ``process`` is one that the other ranks were not told of."""
-        if self._has_left(process.rank):
+        if self._has_left(process.rank) and self.world_size > 1:
             return (process.exit_code or 0) < 0
         # Nobody waits for a world of one; and who waits for a rank that never came says so.
         return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
@@ -203,17 +214,17 @@ class JobEnd:
         return self._blame(first)
 
     def _gone(self) -> RankProcess | None:
-        """The rank of which another one has reported that it is gone, where its end is known."""
+        """The rank of which another one has reported that it is gone, if its end is known."""
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         if not self.is_local or not reported or any(log.code for log in reported):
             return None
         ranks = [log.rank for log in reported]
         failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
         # It went before the others were ended for it.
-        return failed[0] if failed and failed[0].exit_code is not None else None
+        return failed[0] if failed else None
 
     def _first(self) -> RankProcess | None:
-        """The rank that failed first, where the launcher's code agrees that it did."""
+        """The rank that failed first, if the launcher's code agrees that it did."""
         failed = [process for process in self.ended if self.fails(process)]
         if not failed:
             return None
@@ -222,7 +233,7 @@ class JobEnd:
         if code is None or code >= 0:
             return first
         if not self._agrees(-code):
-            # Hydra breaks where a rank is killed that it is just answering, as it does in init.
+            # Hydra breaks if a rank is killed that it is just answering, as it does in init.
             if self.is_hydra and self.launcher_code == _BROKEN and self._is_in_init(first):
                 return first
             return next((p for p in failed if p.exit_code == self.launcher_code), None)
@@ -238,43 +249,37 @@ class JobEnd:
 
     def _is_in_init(self, process: RankProcess) -> bool:
         log = self.logs.get(process.rank)
-        if log is None:
-            return process.pid in self.starting
-        return log.state is RankState.STARTED
+        return log is not None and log.state is RankState.STARTED
 
     def _blame(self, process: RankProcess) -> Verdict:
-        code = process.exit_code
-        if code is None:
-            code = self._launchers_word()
+        code = process.exit_code or 0
+        how = f"{_how(code)}{self._where(process, code)}{self._others(process)}"
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
-            (f"{self._who(process)} {_how(code)}{self._where(process, code)}{self._others()}",),
+            (f"{self._who(process)} {how}",),
         )
-
-    def _launchers_word(self) -> int:
-        """The exit code of a rank, negative for a signal, as the launcher's tells it."""
-        code = self.launcher_code
-        if code > 128:
-            return 128 - code
-        return -code if self.is_hydra and code in _DEADLY else code
 
     def _who(self, process: RankProcess) -> str:
         log = self.logs.get(process.rank)
         host = "" if log is None else f" on {log.host}"
         return f"rank {process.rank} (process {process.pid}{host})"
 
-    def _others(self) -> str:
+    def _others(self, process: RankProcess) -> str:
         if self.world_size == 1:
             return ""
+        end = process.ended_at
+        failed = [other for other in self.ended if self.fails(other)]
+        alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
+        if end and len(alike) > 1:
+            return f"; {who(alike)} ended at the same time"
         return "; the others were ended for it" if self.launcher_code else ""
 
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
+        if self.world_size == 1:  # which writes no calls
+            return ""
         if log is None:
-            if self.world_size == 1:  # a world of one writes none
-                return ""
-            word = "in" if process.pid in self.starting else "before it called"
-            return f" {word} mpishard.init()"
+            return " before it called mpishard.init()"
         if log.state is RankState.LEFT:
             return " after it had left all worlds in good order"
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""

@@ -22,7 +22,7 @@ from mpishard.cli.launcher import Launcher
 
 __all__ = ["allocated_hosts", "find_lost_hosts"]
 
-_PATIENCE_SECONDS = 15.0
+_ANSWER_SECONDS = 15.0
 _GLANCE_SECONDS = 0.05
 
 _STATE = re.compile(r"([a-z_]+)(\W*)")
@@ -37,7 +37,7 @@ def find_lost_hosts(
     """The names of those of ``hosts`` that ``launcher`` could not start a rank on.
 
     Inside SLURM they are the nodes that ``sinfo`` has down, failed or not responding, and none
-    where it does not answer. Elsewhere they are those on which ``ssh HOST true`` fails, or does not
+    if it does not answer. Elsewhere they are those on which ``ssh HOST true`` fails, or does not
     end within 15 seconds; this machine is reached without.
 
     Parameters
@@ -67,7 +67,7 @@ def find_lost_hosts(
 
 
 def allocated_hosts(ranks: int) -> list[Host]:
-    """The nodes of the SLURM allocation, each with its share of ``ranks``; none where unknown."""
+    """The nodes of the SLURM allocation, each with its share of ``ranks``; none if unknown."""
     ((code, text),) = _ask([["scontrol", "show", "hostnames"]], ())
     names = [] if code != 0 else text.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
@@ -109,7 +109,7 @@ def _ask(
             held.enter_context(_ended_at_last(command, output))
             for command, output in zip(commands, outputs, strict=True)
         ]
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + _ANSWER_SECONDS
         while any(process is not None and process.poll() is None for process in asked):
             if received or time.monotonic() > end:
                 break
@@ -126,7 +126,7 @@ def _ask(
 def _ended_at_last(
     command: Sequence[str], output: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes] | None]:
-    """A process of ``command`` that does not outlive the block; None where there is no program."""
+    """A process of ``command`` that does not outlive the block; None if there is no program."""
     if shutil.which(command[0]) is None:
         yield None
         return

@@ -1,6 +1,7 @@
-"""SIGUSR1 to `mpishard run`: the order to make room, for the present start of a job and later ones.
+"""SIGUSR1 to `mpishard run`: the order to save and end, for this start of the job and later ones.
 
-It may come before there are ranks, or between two starts of a job that fails: each start is told.
+It may come before there are ranks, or between two starts of a job that fails: the ranks of each
+start receive it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ __all__ = ["Notice", "notice"]
 
 
 class Notice:
-    """Whether this process has been told that its job is to make room."""
+    """Whether this process has received the order that its job is to save and end."""
 
     def __init__(self) -> None:
         self.is_given = False
 
-    def hear(self, _number: int, _frame: FrameType | None) -> None:
-        """Keep the order, while there is no job to tell of it."""
+    def receive(self, _number: int, _frame: FrameType | None) -> None:
+        """Keep the order while there is no job to pass it on to."""
         self.is_given = True
 
 
 notice = Notice()
-"""That of this process."""
+"""The order to the job of this process."""

@@ -20,7 +20,7 @@ from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
 from mpishard.cli.rank_environment import RankEnvironment, parse_variables, variables_for_ranks
 from mpishard.cli.restarts import Restarts
 from mpishard.cli.wording import counted
-from mpishard.communication.mpi.ulfm import check_on_failure
+from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["PreparedJob", "own_log_folder", "prepare_job"]
@@ -41,7 +41,7 @@ class PreparedJob:
     max_restarts : int
         Starts after the first, at most.
     min_ranks : int, optional
-        Ranks at least, where hosts are lost; None: as many as in the first start.
+        Ranks at least, if hosts are lost; None: as many as in the first start.
     announcement : str
         What the user is told before the first start.
     """
@@ -59,7 +59,7 @@ class PreparedJob:
         Raises
         ------
         typer.Exit
-            With code 2 where the log folder is another job's, or cannot be written.
+            With code 2 if the log folder is another job's, or cannot be written.
         """
         job = self.job
         job.say(self.announcement)
@@ -109,7 +109,7 @@ def prepare_job(
     Raises
     ------
     typer.Exit
-        With code 2 where it cannot start; ``mpishard <name>`` has said why.
+        With code 2 if it cannot start; ``mpishard <name>`` has said why.
     """
     folder = None if log_folder is None else log_folder.absolute()
     try:

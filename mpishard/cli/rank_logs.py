@@ -53,7 +53,7 @@ class RankLogs:
 
     @property
     def state(self) -> RankState:
-        """How the rank stands: ``LEFT`` where it left every root world that it entered."""
+        """How the rank stands: ``LEFT`` if it left every root world that it entered."""
         states = [record.state or RankState.STARTED for record in self.records]
         # It waits in one init() while other worlds of it stand still.
         for decisive in (RankState.REPORTED, RankState.STARTED):
@@ -67,8 +67,13 @@ class RankLogs:
         return any(record.state is not RankState.STARTED for record in self.records)
 
     @property
+    def is_saving(self) -> bool:
+        """Whether the rank saves, and ends, when it is told to."""
+        return any(record.is_saving for record in self.records)
+
+    @property
     def code(self) -> int:
-        """The exit code of the job that the rank reported with; 0 where it did not."""
+        """The exit code of the job that the rank reported with; 0 if it did not."""
         return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
 
     @property

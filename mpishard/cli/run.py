@@ -1,4 +1,4 @@
-"""``mpishard run``: start a script on N ranks, again where it fails, and end as it ends."""
+"""``mpishard run``: start a script on N ranks, again if it fails, and end as it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard import settings
 from mpishard.cli.prepared_job import prepare_job
 
 __all__ = ["HostsOption", "RanksOption", "ScriptArgument", "run"]
@@ -55,7 +56,7 @@ def run(
         int | None,
         typer.Option(
             metavar="M",
-            help="Restart with fewer ranks, M or more, where hosts cannot be reached any more. "
+            help="Restart with fewer ranks, M or more, if hosts cannot be reached any more. "
             "Default: N.",
             show_default=False,
         ),
@@ -75,22 +76,31 @@ def run(
     allocation. Ends with the exit code of the rank that failed first, and names it.
 
     With --max-restarts a job that fails is started again, after 1 second, and after 2, 4, .. 30
-    where starts in a row lasted less than a minute; the script goes on from its checkpoint, as
+    if starts in a row lasted less than a minute; the script goes on from its checkpoint, as
     optimize(checkpoint=FOLDER) does by itself, and finds the number of restarts in
     MPISHARD_RESTART. Not restarted are: Ctrl-C, SIGTERM or SIGHUP to this command, exit code 130,
     75 (preempted), and 2 before init (usage). The exit code is that of the last start; the
     first failure is reported again as the root cause.
     """
-    job = prepare_job(
-        "run",
-        script,
-        context.args,
-        ranks,
-        hosts,
-        user_variables=env or (),
-        log_folder=log_dir,
-        max_restarts=max_restarts,
-        min_ranks=min_ranks,
-        on_failure=on_failure,
-    )
-    raise typer.Exit(job.run())
+    try:
+        job = prepare_job(
+            "run",
+            script,
+            context.args,
+            ranks,
+            hosts,
+            user_variables=env or (),
+            log_folder=log_dir,
+            max_restarts=max_restarts,
+            min_ranks=min_ranks,
+            on_failure=on_failure,
+        )
+        code = job.run()
+    except BlockingIOError as error:
+        typer.echo(
+            f"mpishard run: the system allows no more processes ({error}): raise the limit "
+            "(`ulimit -u`), or end other programs",
+            err=True,
+        )
+        code = settings.EXIT_FAILURE
+    raise typer.Exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -18,16 +19,16 @@ from types import FrameType
 import typer
 
 from mpishard import settings
-from mpishard.cli.job_report import JobEnd, Outcome, interrupted
+from mpishard.cli.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.launcher import Launcher
 from mpishard.cli.leftovers import remove_shared_memory
 from mpishard.cli.log_folder import CALLS
 from mpishard.cli.notice import notice
 from mpishard.cli.rank_logs import RankLogs
-from mpishard.cli.rank_processes import RankProcess, RankProcesses, held_pipes
+from mpishard.cli.rank_processes import RankProcess, RankProcesses, can_be_watched
+from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, records_in
-from mpishard.communication.failure import marks
 
 __all__ = ["Supervisor"]
 
@@ -45,17 +46,31 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAUNCHER_SECONDS = 10.0
 """What the launcher has to end when all its ranks have. Open MPI's at times waits for ever."""
 
-_PATIENCE_SECONDS = 3.0
+_OTHERS_SECONDS = 3.0
 """What the others, and the launcher, have to end by themselves when a rank has failed."""
 
-_MADE_ROOM = (0, settings.EXIT_PREEMPTED)
-"""Exit codes of a job that was let save: it may have been at its end."""
+_SAVED = (0, settings.EXIT_PREEMPTED)
+"""Exit codes of a job that had time to save: it may have been at its end."""
 
 _FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
 
 _START_SECONDS = 10.0
-"""For so long ranks are looked for often: of two that end between two looks, and hold no pipe yet,
-nobody knows which was the first, and a loaded machine starts them late."""
+"""For so long the supervisor looks often: most jobs that fail do so in the beginning."""
+
+_FORK_SECONDS, _STARTS_SECONDS = 2.0, 30.0
+"""If ranks are missing, and none has come for so long, the supervisor tries to start a process; and
+gives up."""
+
+_OPEN_MPI_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+
+_JANITOR = """
+trap '' HUP INT TERM QUIT
+read launcher
+read word && exit
+[ "$launcher" ] && { kill -TERM -$launcher; sleep 3; kill -KILL -$launcher; sleep 0.5; }
+rm -rf "$@"
+"""
+"""Waits for the end of `mpishard run`; if that was killed, ends its job and removes its files."""
 
 
 @dataclass(slots=True)
@@ -105,31 +120,39 @@ class Supervisor:
     _has_ended_launcher: bool = False
     _saves_since: float | None = None
     _is_ending: bool = False
+    _reason: str = ""
 
     def run(self, environment: Mapping[str, str]) -> Outcome:
         """Run the job to its end.
 
         Its exit code is the one that a rank reported with; else 128 + the signal that this process
-        was sent, or that ended the first rank that failed; else that rank's own code, and 1 where
-        it ended with 0 without a word.
+        was sent, or that ended the first rank that failed; else that rank's own code, and 1 if it
+        ended with 0 without a word.
         """
-        if self.log_folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
-        else:
-            folder = self.log_folder / CALLS
-            folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        folder = temporary if self.log_folder is None else self.log_folder / CALLS
+        folder.mkdir(parents=True, exist_ok=True)
+        # Here Open MPI's launcher puts its files, which it leaves behind if it is killed. The path
+        # is short: there are sockets among them.
+        variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
+        variables["MPISHARD_JOB_FOLDER"] = str(folder)
+        self._folder = folder
         try:
-            return self._run(dict(environment) | {"MPISHARD_JOB_FOLDER": str(folder)}, folder)
+            return self._run(variables, folder, (folder, temporary))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _run(self, environment: dict[str, str], folder: Path) -> Outcome:
-        self._folder = folder
+    def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
+        self._processes = processes = RankProcesses(folder, self.world_size)
         self._handle_signals()
-        if notice.is_given:  # before there was a job, or in its start before this one
-            self._note_order(folder)
-        can_watch = RankProcesses.can_be_watched()
-        pipes = held_pipes(folder, self.world_size) if can_watch else {}
+        janitor = subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         started = time.monotonic()
         self._job = job = subprocess.Popen(
             self.command,
@@ -137,44 +160,30 @@ class Supervisor:
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
             process_group=0,
         )
+        if janitor.stdin is not None:
+            janitor.stdin.write(b"%d\n" % job.pid)
+            janitor.stdin.flush()
         if self.received:  # while it started
             self._signal_job(self.received[-1])
-        if can_watch:
-            self._processes = RankProcesses(
-                job.pid, self.launcher.rank_variable, folder, self.world_size, pipes
-            )
-            self._watch(job, self._processes, folder)
+        if can_be_watched():
+            self._watch(job, processes)
         code = job.wait()
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)
-        ended = self._all_ended()
-        if self._has_ended_launcher:
-            code = next((process.exit_code for process in ended if process.exit_code), 0)
-        seconds = time.monotonic() - started
-        outcome = self._judge(128 - code if code < 0 else code, folder, ended, seconds)
-        if self._processes is not None:
-            self._processes.close()
-        return outcome
-
-    def _all_ended(self) -> tuple[RankProcess, ...]:
-        """The ranks that have ended by themselves; those that outlive their launcher are ended."""
-        processes = self._processes
-        if processes is None:
-            return ()
-        processes.look()
         processes.wait_for_all()
-        ended = tuple(processes.ended)
-        left = self._running()
-        for process in left:
+        for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
-        if left:  # they would write to the files of the next start
-            processes.wait_for_all()
-        return ended
+        if self._has_ended_launcher:
+            code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
+        seconds = time.monotonic() - started
+        janitor.communicate(b"the job has ended\n")
+        if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
+            self._not_started(0, f"{self.launcher.program} ended with code {code}")
+        return self._judge(128 - code if code < 0 else code, folder, processes, seconds)
 
     def _judge(
-        self, launcher_code: int, folder: Path, ended: Sequence[RankProcess], seconds: float
+        self, launcher_code: int, folder: Path, processes: RankProcesses, seconds: float
     ) -> Outcome:
-        processes = self._processes
         records = records_in(folder)
         remove_shared_memory(records)
         logs = RankLogs.of_job(records)
@@ -182,19 +191,21 @@ class Supervisor:
             self.world_size,
             launcher_code,
             logs,
-            ended,
-            is_local=not self.host_count or (processes is not None and processes.all_seen),
+            processes.ended,
+            is_local=not self.host_count or processes.all_seen,
             is_hydra=self.launcher.is_hydra,
             launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
-            starting=marks.marked(folder, marks.STARTING),
             stopped_for=self._stopped_for,
+            orphaned=processes.orphaned,
             program=self.launcher.program.name,
             hosts=() if self.launcher.is_slurm else self.hosts,
             survives=self.survives,
         )
         verdict = end.judge()
-        has_made_room = self._saves_since is not None and verdict.code in _MADE_ROOM
-        if self.received and not has_made_room:
+        if self._reason:
+            verdict = Verdict(settings.EXIT_FAILURE, (self._reason,))
+        has_saved = self._saves_since is not None and verdict.code in _SAVED
+        if self.received and not has_saved:
             verdict = interrupted(self.received[0], logs)
         if verdict.code and self.log_folder is not None:
             for rank, log in logs.items():
@@ -205,37 +216,71 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------ watching
 
-    def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses, folder: Path) -> None:
-        """Wait for the end of ``job``; end it where a rank is gone that the others wait for."""
+    def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses) -> None:
+        """Wait for the end of ``job``; end it if a rank is gone that the others wait for."""
         pause = _FIRST_LOOK_SECONDS
-        failed_at: float | None = None
-        ended_at: float | None = None
-        started = time.monotonic()
+        failed_at = ended_at = 0.0
+        started = looked_at = time.monotonic()
+        waited = 0.0
+        launcher = os.pidfd_open(job.pid)
         while job.poll() is None:
-            processes.look()
-            suspect = self._suspect(processes, folder)
-            if suspect is None:
-                failed_at = None
-            elif failed_at is None:
-                failed_at = time.monotonic()
-            elif time.monotonic() - failed_at > _PATIENCE_SECONDS and self._stopped_for is None:
+            found = processes.look()
+            for process in found if notice.is_given else ():  # the order came before the rank
+                process.send(signal.SIGUSR1)
+            now = time.monotonic()
+            suspect = self._suspect(processes)
+            if suspect is None and not processes.orphaned:
+                failed_at = 0.0
+            elif not failed_at:
+                failed_at = now
+            elif now - failed_at > _OTHERS_SECONDS and not self._is_ending:
                 self._stopped_for = suspect
                 self._end(signal.SIGTERM)
-                self._end_early(folder)
-            if not processes.all_seen or self._running():
-                ended_at = None
-            elif ended_at is None:
-                ended_at = time.monotonic()
-            elif time.monotonic() - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
+                self._end_early(processes)
+            if not processes.all_seen or any(rank.is_running() for rank in processes.running):
+                ended_at = 0.0
+            elif not ended_at:
+                ended_at = now
+            elif now - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
                 self._has_ended_launcher = True
                 self._signal_job(signal.SIGKILL)
-            is_settled = processes.all_seen and not processes.ended
-            processes.wait(None if is_settled else pause)
-            has_started = time.monotonic() - started > _START_SECONDS
+            # Seconds in which this process was suspended do not count.
+            waited = 0.0 if found else waited + min(now - looked_at, 2 * _LAST_LOOK_SECONDS)
+            looked_at = now
+            if not (processes.all_seen or self.host_count or self._is_ending):
+                self._look_for_ranks(processes, waited)
+            select.select([launcher], [], [], pause)
+            has_started = now - started > _START_SECONDS
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
+        os.close(launcher)
 
-    def _suspect(self, processes: RankProcesses, folder: Path) -> RankProcess | None:
-        """The first rank that failed, where the others would not be told of it.
+    def _look_for_ranks(self, processes: RankProcesses, waited: float) -> None:
+        """End the job if ranks of this machine are not started, for ``waited`` seconds by now.
+
+        Hydra tries for ever to start a process that the system does not allow.
+        """
+        why = ""
+        if processes.failed:
+            why = f"the agent of {who(processes.failed)} could not start it"
+        elif waited > _STARTS_SECONDS:
+            why = f"no other has come within {_STARTS_SECONDS:g} s"
+        elif waited > _FORK_SECONDS:
+            try:
+                subprocess.run(["/bin/true"], check=False)
+            except BlockingIOError as error:
+                why = f"the system allows no more processes ({error})"
+        if why:
+            self._not_started(len(processes.ranks), why)
+            self._end(signal.SIGTERM)
+
+    def _not_started(self, count: int, why: str) -> None:
+        self._reason = (
+            f"{count} of {counted(self.world_size, 'rank')} were started: {why}. Does `ulimit -u` "
+            "allow as many processes and threads as the job needs?"
+        )
+
+    def _suspect(self, processes: RankProcesses) -> RankProcess | None:
+        """The first rank that failed, if the others would not be told of it.
 
         One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
         Hydra may leave the others to wait. Of ranks that outlive each other, only one that is lost
@@ -243,7 +288,7 @@ class Supervisor:
         """
         if not processes.ended:
             return None
-        logs = RankLogs.of_job(records_in(folder, with_calls=False))
+        logs = self._logs()
         states = {rank: log.state for rank, log in logs.items()}
         if RankState.REPORTED in states.values():
             return None
@@ -257,10 +302,10 @@ class Supervisor:
                 return process
         return None
 
-    def _end_early(self, folder: Path) -> None:
-        """End ranks that are not in a world yet: of SIGTERM they would speak as of a failure."""
-        logs = RankLogs.of_job(records_in(folder, with_calls=False))
-        for process in self._running():
+    def _end_early(self, processes: RankProcesses) -> None:
+        """End ranks that are not in a world yet: they would report SIGTERM as a failure."""
+        logs = self._logs()
+        for process in processes.running:
             log = logs.get(process.rank)
             if log is None or log.state is RankState.STARTED:
                 process.send(signal.SIGKILL)
@@ -268,7 +313,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------- signals
 
     def _handle_signals(self) -> None:
-        signal.signal(signal.SIGALRM, self._end_of_patience)
+        signal.signal(signal.SIGALRM, self._after_grace)
         for number in _FORWARDED:
             # Whoever started us with nohup, or in the background, wants the signal ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -292,21 +337,18 @@ class Supervisor:
         self._end(signal.Signals(number))
 
     def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
-        """Have the ranks save, and leave, in their own time, as soon as they are where they can.
+        """Have the ranks save, and leave, in their own time, as soon as they can.
 
-        Those of this machine: one is enough, as the ranks save together.
+        Those of this machine: one is enough, as the ranks save together. In a rank that has not
+        imported mpishard yet the signal is blocked, and waits.
         """
         notice.is_given = True
-        if self._folder is None:
-            return
-        # In this order: a rank listens, and looks for the mark then.
-        self._note_order(self._folder)
-        hearers = [process for process in self._running() if process.catches(signal.SIGUSR1)]
-        for process in hearers:
-            process.send(signal.SIGUSR1)
         processes = self._processes
-        is_elsewhere = self.host_count and not (processes is not None and processes.all_seen)
-        if is_elsewhere and not hearers:
+        if processes is None:
+            return
+        for process in processes.running:
+            process.send(signal.SIGUSR1)
+        if self.host_count and not processes.running:
             self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
         elif not self._savers():
             self._say(
@@ -314,38 +356,32 @@ class Supervisor:
                 "job goes on until one is"
             )
 
-    def _note_order(self, folder: Path) -> None:
-        """Leave the order where ranks look that do not hear signals yet."""
-        with suppress(OSError):  # full, or removed behind the job's end
-            (folder / marks.MAKE_ROOM).touch()
-
     def _savers(self) -> list[RankProcess]:
-        """The ranks of this machine that save now when they are told to make room."""
-        # Whom the system says to catch SIGUSR1 may be one that only keeps the order, or MPICH.
-        saving = frozenset() if self._folder is None else marks.marked(self._folder, marks.SAVING)
-        return [process for process in self._running() if process.pid in saving]
+        """The ranks of this machine that now save when they are told to."""
+        if self._processes is None:
+            return []
+        logs = self._logs()
+        return [p for p in self._processes.running if p.rank in logs and logs[p.rank].is_saving]
 
     def _end(self, number: signal.Signals) -> None:
         self._signal_job(number)
         signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
         self._is_ending = True
 
-    def _end_of_patience(self, _number: int, _frame: FrameType | None) -> None:
+    def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_ending:
             self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)
             return
         self._signal_job(signal.SIGKILL)
         # Hydra gives each rank a session of its own.
-        for process in self._running():
+        for process in self._processes.running if self._processes else ():
             process.send(signal.SIGKILL)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         """Ask the ranks of this machine what they do. The job goes on."""
-        if self._job is not None and self._processes is not None:
-            self._processes.look()
-        running = self._running()
-        # Unprepared, as before init, a process would end of it.
+        running = [] if self._processes is None else self._processes.running
+        # A process without a handler, as before init, would end.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
         for process in asked:
             process.send(signal.SIGQUIT)
@@ -355,11 +391,10 @@ class Supervisor:
             + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
         )
 
-    def _running(self) -> list[RankProcess]:
-        """The ranks of this machine that have not ended."""
-        known = {} if self._processes is None else self._processes.ranks
-        # A copy: a signal handler may find more meanwhile.
-        return [process for process in list(known.values()) if not process.has_ended]
+    def _logs(self) -> dict[int, RankLogs]:
+        if self._folder is None:
+            return {}
+        return RankLogs.of_job(records_in(self._folder, with_calls=False))
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:

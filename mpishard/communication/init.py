@@ -15,9 +15,9 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.hooks import is_helper
 from mpishard.communication.failure.preemption import preemption_notice
+from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
-from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend
 from mpishard.communication.tracing.session import record_if_asked

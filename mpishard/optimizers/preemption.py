@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.communication import CommunicationBackend, ReductionOperation
-from mpishard.communication.failure import marks
+from mpishard.communication.contract.status import StatusPage, own_page
 from mpishard.communication.failure.preemption import preemption_notice
 from mpishard.communication.failure.watchdog import is_free
 
@@ -53,8 +53,8 @@ class Preemption:
         self._terminated_at: float | None = None
         self._may_be_asked = False
         self._is_heeded = False
+        self._page: StatusPage | None = None
         self._is_main_thread = threading.current_thread() is threading.main_thread()
-        self._mark = f"{marks.SAVING}{self._process}"
 
     def __enter__(self) -> Self:
         """Begin to hear. Collective."""
@@ -65,13 +65,14 @@ class Preemption:
         self._may_be_asked = any(self._any_of(bool(heard), self._is_told))
         for number in heard:
             self._before[number] = signal.signal(number, self._hear)
-        if heard:
-            marks.mark(self._mark)
+        self._page = own_page() if heard else None
+        if self._page is not None:  # `mpishard run` gives ranks that save more time to end
+            self._page.note_saving(True)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._before and os.getpid() == self._process:
-            marks.unmark(self._mark)
+        if self._page is not None and os.getpid() == self._process:
+            self._page.note_saving(False)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, handler)

@@ -1,5 +1,7 @@
 """What --hosts may say."""
 
+import re
+
 import pytest
 
 from mpishard.cli.hosts import Host, parse_hosts, slots_are_even
@@ -41,3 +43,16 @@ def test_even_slots():
 def test_refuses(text, ranks, message):
     with pytest.raises(ValueError, match=message):
         parse_hosts(text, ranks)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a..b", "-oProxyCommand=x", f"{'a' * 64}.b", "a b", "é", ".a", "a." * 150]
+)
+def test_refuses_what_is_no_name_of_a_machine(name):
+    with pytest.raises(ValueError, match=f"got {re.escape(repr(name))}"):
+        parse_hosts(f"good,{name}", 2)
+
+
+@pytest.mark.parametrize("name", ["node-1", "10.0.0.7", "n_1.cluster.org.", "a" * 63])
+def test_takes_names_and_addresses(name):
+    assert parse_hosts(f"{name}:2", 2) == [Host(name, 2)]

@@ -1,5 +1,7 @@
 """Who is named for the end of a job, and its exit code, from what launchers say of it."""
 
+import dataclasses
+import re
 import signal
 
 import numpy as np
@@ -13,12 +15,7 @@ from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.status import RankState, StatusPage
 
-KILLED, ENDED, TERMINATED = signal.SIGKILL, 0, signal.SIGTERM
-
-
-def exits(code):
-    """The wait status of a process that ends by itself."""
-    return code << 8
+KILLED, ENDED, TERMINATED, SEGMENTED = -9, 0, -15, -11
 
 
 def record_of(
@@ -39,12 +36,12 @@ def record_of(
 
 
 def job(launcher_code, *ended, states=None, **known):
-    """A job of 3 ranks: ``ended`` are pairs (rank, wait status) in the order of the ends."""
+    """A job of 3 ranks: ``ended`` are pairs (rank, exit code) in the order of the ends."""
     states = {} if states is None else states
     records = {rank: record_of(rank, *states.get(rank, (RankState.RUNNING,))) for rank in range(3)}
     known = {"records": records, "is_hydra": True} | known
     logs = RankLogs.of_job(known.pop("records").values())
-    processes = [RankProcess(rank, 4000 + rank, status, True) for rank, status in ended]
+    processes = [RankProcess(rank, 4000 + rank, 3000 + rank, code) for rank, code in ended]
     return JobEnd(3, launcher_code, logs=logs, ended=processes, **known)
 
 
@@ -65,14 +62,12 @@ def test_names_the_first_that_was_killed(launcher_code):
 @pytest.mark.parametrize(
     ("launcher_code", "status", "code", "words"),
     [
-        (11, signal.SIGSEGV, 139, "signal 11 (SIGSEGV)"),
-        (6 | 9, signal.SIGABRT, 134, "signal 6 (SIGABRT)"),  # Hydra: or-ed with the others'
-        (7, signal.SIGBUS, 135, "signal 7 (SIGBUS; shared memory full?)"),
-        (9, exits(7), 7, "ended with code 7 without leaving"),  # Hydra tells the others' SIGKILL
-        (7, exits(7), 7, "ended with code 7 without leaving"),
+        (11, SEGMENTED, 139, "signal 11 (SIGSEGV)"),
+        (6 | 9, -6, 134, "signal 6 (SIGABRT)"),  # Hydra: or-ed with the others'
+        (7, -7, 135, "signal 7 (SIGBUS; shared memory full?)"),
+        (9, 7, 7, "ended with code 7 without leaving"),  # Hydra tells the others' SIGKILL
+        (7, 7, 7, "ended with code 7 without leaving"),
         (0, ENDED, 1, "ended with code 0 without leaving"),  # os._exit(0): Hydra is content
-        (3, None, 3, "ended with code 3"),  # an older system does not tell
-        (9, None, 137, "signal 9"),
     ],
 )
 def test_code_of_the_first_that_failed_under_hydra(launcher_code, status, code, words):
@@ -85,11 +80,9 @@ def test_code_of_the_first_that_failed_under_hydra(launcher_code, status, code, 
 @pytest.mark.parametrize(
     ("launcher_code", "status", "code", "words"),
     [
-        (139, signal.SIGSEGV, 139, "signal 11 (SIGSEGV)"),
-        (7, exits(7), 7, "ended with code 7 without leaving"),
+        (139, SEGMENTED, 139, "signal 11 (SIGSEGV)"),
+        (7, 7, 7, "ended with code 7 without leaving"),
         (1, ENDED, 1, "ended with code 0 without leaving"),
-        (137, None, 137, "signal 9"),
-        (9, None, 9, "ended with code 9"),
     ],
 )
 def test_code_of_the_first_that_failed_under_open_mpi(launcher_code, status, code, words):
@@ -104,18 +97,18 @@ def test_those_that_the_launcher_ended_for_an_abort_are_not_blamed():
     # MPI_Abort(5): Hydra kills the rank that called it together with the others.
     assert job(5, (0, KILLED), (1, KILLED), (2, KILLED)).judge() == Verdict(5)
     # Open MPI lets it end by itself, at times after others.
-    verdict = job(5, (0, TERMINATED), (1, exits(5)), (2, TERMINATED)).judge()
+    verdict = job(5, (0, TERMINATED), (1, 5), (2, TERMINATED)).judge()
     assert verdict.code == 5
     assert verdict.lines[0].startswith("rank 1 ")
 
 
 def test_a_report_stands():
     states = {1: (RankState.REPORTED, 1)}
-    ends = (0, KILLED), (2, KILLED), (1, exits(1))
+    ends = (0, KILLED), (2, KILLED), (1, 1)
     assert job(1, *ends, states=states).judge() == Verdict(1)
     assert job(143, (0, TERMINATED), states={1: (RankState.REPORTED, 143)}).judge().code == 143
     # It said that rank 0 is gone, and not how it went.
-    verdict = job(139, (0, signal.SIGSEGV), (1, TERMINATED), states=states).judge()
+    verdict = job(139, (0, SEGMENTED), (1, TERMINATED), states=states).judge()
     assert verdict.code == 139
     assert verdict.lines[0].startswith("rank 0 ")
 
@@ -124,21 +117,19 @@ def test_a_report_stands():
     ("status", "code", "words"),
     [
         (ENDED, 1, "ended with code 0 without leaving"),
-        (exits(7), 7, "ended with code 7 without leaving"),
+        (7, 7, "ended with code 7 without leaving"),
         (KILLED, 137, "was killed by signal 9"),
     ],
 )
 def test_a_report_that_a_rank_is_gone_is_followed_by_how_it_went(status, code, words):
     states = {1: (RankState.REPORTED, 0)}
-    ends = (0, status), (2, TERMINATED), (1, exits(1))
+    ends = (0, status), (2, TERMINATED), (1, 1)
     verdict = job(1, *ends, states=states, is_hydra=False).judge()
     assert verdict.code == code
     assert verdict.lines[0].startswith("rank 0 ")
     assert words in verdict.lines[0]
-    # An older system does not tell how, and another machine's ranks are not seen.
-    ends = (0, None), (2, TERMINATED), (1, exits(1))
-    assert job(1, *ends, states=states, is_hydra=False).judge() == Verdict(1)
-    ends = (2, TERMINATED), (1, exits(1))
+    # The ranks of another machine are not seen.
+    ends = (2, TERMINATED), (1, 1)
     assert job(1, *ends, states=states, is_hydra=False, is_local=False).judge() == Verdict(1)
 
 
@@ -161,36 +152,34 @@ def test_a_signal_to_the_command_is_told_where_no_rank_does():
 
 def test_ranks_that_left_have_codes_of_their_own():
     left = dict.fromkeys(range(3), (RankState.LEFT,))
-    ends = (0, ENDED), (1, exits(3)), (2, exits(4))
+    ends = (0, ENDED), (1, 3), (2, 4)
     assert job(3 | 4, *ends, states=left).judge() == Verdict(3)
     assert job(0, (0, ENDED), (1, ENDED), (2, ENDED), states=left).judge() == Verdict(0)
-    verdict = job(11, (0, ENDED), (1, signal.SIGSEGV), states=left).judge()
+    verdict = job(11, (0, ENDED), (1, SEGMENTED), states=left).judge()
     assert verdict.code == 139
     assert "after it had left all worlds in good order" in verdict.lines[0]
 
 
 def test_before_and_in_init():
     records = {0: record_of(0)}
-    line = job(1, (2, exits(1)), records=records).judge().lines[0]
+    line = job(1, (2, 1), records=records).judge().lines[0]
     assert line.startswith("rank 2 (process 4002) ended with code 1 before it called mpishard.init")
-    line = job(9, (2, KILLED), records={}, starting=frozenset({4002})).judge().lines[0]
-    assert "was killed by signal 9 (SIGKILL; out of memory?) in mpishard.init()" in line
     records = {0: record_of(0, RankState.STARTED), 2: record_of(2, calls=0)}
     assert "in mpishard.init();" in job(9, (0, KILLED), records=records).judge().lines[0]
     assert "before any collective" in job(9, (2, KILLED), records=records).judge().lines[0]
 
 
 def test_hydra_breaks_where_a_rank_is_killed_that_it_is_answering():
-    starting = frozenset({4001, 4002})
-    verdict = job(255, (2, KILLED), (1, KILLED), records={}, starting=starting).judge()
+    records = {rank: record_of(rank, RankState.STARTED) for rank in (1, 2)}
+    verdict = job(255, (2, KILLED), (1, KILLED), records=records).judge()
     assert verdict.code == 137
-    assert "rank 2 (process 4002) was killed by signal 9" in verdict.lines[0]
+    assert re.match(r"rank 2 \(process 4002 on .*\) was killed by signal 9", verdict.lines[0])
     # After init it may be an MPI_Abort(-1), for which Hydra ends all ranks.
     assert job(255, (2, KILLED), (1, KILLED), (0, KILLED)).judge() == Verdict(255)
 
 
 def test_a_rank_that_fails_before_any_calls_init_is_named():
-    verdict = job(1, (1, exits(1)), (0, TERMINATED), records={}, is_hydra=False).judge()
+    verdict = job(1, (1, 1), (0, TERMINATED), records={}, is_hydra=False).judge()
     assert verdict.code == 1
     (line,) = verdict.lines
     assert line == (
@@ -214,7 +203,7 @@ def test_machines_that_cannot_be_reached():
 
 def test_those_that_others_waited_for_in_init_are_named():
     records = {0: record_of(0, RankState.REPORTED, 124)}
-    verdict = job(124, (1, ENDED), (0, exits(124)), (2, KILLED), records=records).judge()
+    verdict = job(124, (1, ENDED), (0, 124), (2, KILLED), records=records).judge()
     assert verdict.code == 124
     assert verdict.lines == (
         "rank 1 (process 4001) ended with code 0 before it called mpishard.init()",
@@ -228,7 +217,7 @@ def test_a_script_without_mpishard_keeps_the_launchers_code():
 
 def test_on_several_machines_a_signal_may_be_the_launchers():
     assert job(9, (1, KILLED), is_local=False).judge() == Verdict(9)
-    line = job(255, (1, signal.SIGSEGV), is_local=False, launcher_may_break=True).judge().lines[0]
+    line = job(255, (1, SEGMENTED), is_local=False, launcher_may_break=True).judge().lines[0]
     assert "signal 11" in line
     verdict = job(0, is_local=False).judge()
     assert (verdict.code, verdict.lines) == (1, ("ranks 0-2 ended without leaving",))
@@ -236,17 +225,17 @@ def test_on_several_machines_a_signal_may_be_the_launchers():
 
 def test_a_world_of_one_may_end_as_it_likes():
     one = JobEnd(
-        1, 0, RankLogs.of_job([record_of(0, world_size=1)]), [RankProcess(0, 4000, ENDED, True)]
+        1, 0, RankLogs.of_job([record_of(0, world_size=1)]), [RankProcess(0, 4000, 3000, ENDED)]
     )
     assert one.judge() == Verdict(0)
 
 
 @pytest.mark.parametrize(
     ("launcher_code", "status", "code", "words"),
-    [(9, KILLED, 137, "was killed by signal 9"), (3, exits(3), 3, "ended with code 3")],
+    [(9, KILLED, 137, "was killed by signal 9"), (3, 3, 3, "ended with code 3")],
 )
 def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, words):
-    ended = [RankProcess(0, 4000, status, True)]
+    ended = [RankProcess(0, 4000, 3000, status)]
     verdict = JobEnd(1, launcher_code, {}, ended, is_hydra=True).judge()
     assert verdict.code == code
     assert words in verdict.lines[0]
@@ -254,8 +243,8 @@ def test_the_one_rank_of_a_world_of_one_is_named(launcher_code, status, code, wo
 
 
 def test_the_rank_for_which_the_job_was_ended():
-    culprit = RankProcess(2, 4002, exits(1), True)
-    verdict = job(143, (2, exits(1)), records={}, stopped_for=culprit).judge()
+    culprit = RankProcess(2, 4002, 3000, 1)
+    verdict = job(143, (2, 1), records={}, stopped_for=culprit).judge()
     assert verdict.code == 1
     assert verdict.lines[0].startswith("rank 2 (process 4002) ended with code 1 before it called")
 
@@ -271,13 +260,12 @@ def test_the_cause_in_a_line():
     assert cause(1, states={2: (RankState.REPORTED, 0)}).endswith("code 1, as rank 2 reported")
     # Of scripts without mpishard nothing is said by itself.
     words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV)"
-    assert cause(11, (1, signal.SIGSEGV), (0, KILLED), records={}) == words
+    assert cause(11, (1, SEGMENTED), (0, KILLED), records={}) == words
     assert cause(3, records={}, is_local=False) == "the job ended with code 3"
 
 
 def test_a_world_is_known_by_its_logs():
     assert job(1).called_init
-    assert job(1, records={}, starting=frozenset({4000})).called_init
     assert not job(1, records={}).called_init
 
 
@@ -317,7 +305,7 @@ class TestSeveralWorldsOfOneProcess:
             record_of(rank % 2, world_size=2, launched_rank=rank, calls=rank) for rank in range(4)
         ]
         logs = RankLogs.of_job(halves)
-        ended = [RankProcess(3, 4003, KILLED, True), RankProcess(1, 4001, KILLED, True)]
+        ended = [RankProcess(3, 4003, 3000, KILLED), RankProcess(1, 4001, 3000, KILLED)]
         (line,) = JobEnd(4, 9, logs=logs, ended=ended, is_hydra=True).judge().lines
         assert line.startswith("rank 3 (process 4003 ")
         assert "after collective 3" in line
@@ -329,7 +317,7 @@ class TestSeveralWorldsOfOneProcess:
             for rank in range(2)
             for number, state in enumerate((RankState.RUNNING, RankState.LEFT))
         ]
-        ended = [RankProcess(1, 4001, ENDED, True)]
+        ended = [RankProcess(1, 4001, 3000, ENDED)]
         verdict = JobEnd(2, 0, RankLogs.of_job(records), ended, is_hydra=True).judge()
         assert verdict.code == 1
         assert verdict.lines[0].startswith("rank 1 ")
@@ -361,7 +349,7 @@ class TestRanksThatOutliveEachOther:
 
     def test_a_code_of_those_that_are_left_is_kept(self):
         states = {1: self.LEFT, 2: self.LEFT}
-        ends = (0, KILLED), (1, exits(5)), (2, exits(5))
+        ends = (0, KILLED), (1, 5), (2, 5)
         assert self.judge(5, *ends, states=states).code == 5
 
     def test_where_none_is_left_the_first_is_blamed(self):
@@ -374,3 +362,34 @@ class TestRanksThatOutliveEachOther:
         states = {1: self.LEFT, 2: self.LEFT}
         ended = (0, KILLED), (1, ENDED), (2, ENDED)
         assert job(0, *ended, states=states, is_hydra=False).judge().code == 137
+
+
+def ended(*pairs):
+    """Ranks that ended by SIGKILL, each at its time in seconds."""
+    return [RankProcess(rank, 4000 + rank, 3000 + rank, KILLED, at) for rank, at in pairs]
+
+
+@pytest.mark.parametrize(("later", "are_named"), [(0.001, True), (0.01, False)])
+def test_ends_too_close_for_an_order_are_all_named(later, are_named):
+    end = job(137, is_hydra=False)
+    end = dataclasses.replace(end, ended=ended((2, 5.0), (1, 5.0 + later)))
+    (line,) = end.judge().lines
+    assert line.startswith("rank 2 (process 4002 ")
+    assert line.endswith("; ranks 1, 2 ended at the same time") == are_named
+
+
+def test_a_launcher_s_process_that_is_gone_is_named():
+    orphans = [RankProcess(rank, 4000 + rank, 3000 + rank, orphaned_by=77) for rank in (0, 1)]
+    line = (
+        "ranks 0, 1 were killed: process 77 of mpiexec, which had started ranks 0, 1, is gone "
+        "(killed, or crashed)"
+    )
+    assert job(15, orphaned=orphans).judge() == Verdict(1, (line,))
+    # A rank that failed before is the cause.
+    assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
+
+
+def test_a_rank_that_was_killed_with_its_agent_is_said_to_be():
+    verdict = job(9).judge()
+    assert verdict.code == 137
+    assert "a rank was killed by signal 9" in verdict.lines[0]

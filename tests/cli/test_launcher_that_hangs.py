@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli import supervisor
+from mpishard.cli import rank_agent, supervisor
 from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.rank_processes import RankProcesses
+from mpishard.cli.rank_processes import can_be_watched
 from mpishard.cli.supervisor import Supervisor
 
 pytestmark = [
     pytest.mark.spawned,
-    pytest.mark.skipif(
-        not RankProcesses.can_be_watched(), reason="the system does not tell when processes end"
-    ),
+    pytest.mark.skipif(not can_be_watched(), reason="the system does not tell when processes end"),
 ]
 
 LAUNCHER = """
 import os, subprocess, sys, time
 ends = sys.argv[1:]
 ranks = [
-    subprocess.Popen(["sh", "-c", f"sleep 0.5; {end}"], env=os.environ | {"PMI_RANK": str(rank)})
+    subprocess.Popen([*AGENT, "PMI_RANK", "", "sh", "-c", f"sleep 0.5; {end}"],
+                     env=os.environ | {"PMI_RANK": str(rank)})
     for rank, end in enumerate(ends)
 ]
 for rank in ranks:
@@ -48,6 +47,7 @@ def test_it_is_ended(ends, code, monkeypatch):
     monkeypatch.setattr(supervisor, "_LAUNCHER_SECONDS", 0.3)
     launcher = Launcher(Path("prterun"), MPILibrary("Open MPI v5.0.11, ident: 5.0.11"))
     assert launcher.rank_variable
-    program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable)
+    agent = [sys.executable, "-I", "-S", rank_agent.__file__]
+    program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable).replace("*AGENT", f"*{agent}")
     job = Supervisor("test", launcher, [sys.executable, "-c", program, *ends], len(ends), 0)
     assert job.run(os.environ).verdict.code == code

@@ -95,13 +95,13 @@ def test_by_the_program_that_the_launcher_is_told(shell, monkeypatch, launcher, 
 
 def test_one_that_does_not_answer_in_time_is_lost(shell, monkeypatch):
     shell("ssh")
-    monkeypatch.setattr(lost_hosts, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(lost_hosts, "_ANSWER_SECONDS", 0.1)
     assert find_lost_hosts(MPICH, hosts("slow.test"), []) == ["slow.test"]
 
 
 def test_a_signal_ends_the_questions(shell, monkeypatch):
     shell("ssh")
-    monkeypatch.setattr(lost_hosts, "_PATIENCE_SECONDS", 1e9)
+    monkeypatch.setattr(lost_hosts, "_ANSWER_SECONDS", 1e9)
     find_lost_hosts(MPICH, hosts("slow.test"), [signal.SIGINT])
 
 

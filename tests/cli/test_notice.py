@@ -1,16 +1,18 @@
 """SIGUSR1 to `mpishard run` before it has started a job."""
 
+import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
+from mpishard.cli import rank_agent
 from mpishard.cli import supervisor as module
+from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.notice import Notice
 from mpishard.cli.supervisor import Supervisor
-from mpishard.communication.failure import marks
 
 PROGRAM = """
 import signal, sys
@@ -43,21 +45,25 @@ def test_the_command_hears_it_while_it_is_being_imported(is_ignored):
     assert ended.stdout.splitlines()[-1] == f"given: {not is_ignored}"
 
 
+RANK = """
+import os, signal, sys
+import mpishard
+from mpishard.communication.failure.preemption import order_to_make_room as order
+sys.exit(0 if order.is_given else 3)
+"""
+
+
+@pytest.mark.spawned
 def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
+    """Also of ranks that begin after the order: it waits until they import mpishard."""
     given = Notice()
-    given.hear(signal.SIGUSR1, None)
+    given.receive(signal.SIGUSR1, None)
     monkeypatch.setattr(module, "notice", given)
-    told = []
-
-    def start(_command, *, env, **_):
-        told.append((tmp_path / "calls" / marks.MAKE_ROOM).exists())
-        raise OSError(env["MPISHARD_JOB_FOLDER"])
-
-    monkeypatch.setattr(module.subprocess, "Popen", start)
-    monkeypatch.setattr(module, "CALLS", "calls")
     monkeypatch.setattr(Supervisor, "_handle_signals", lambda _: None)
+    variables = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "1"}
+    rank = [sys.executable, "-c", f"import time; time.sleep(0.3)\n{RANK}"]
+    command = [sys.executable, "-I", "-S", rank_agent.__file__, "PMI_RANK", "", *rank]
+    launcher = Launcher(Path("mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
     for _ in range(2):
-        supervisor = Supervisor("mpishard run", SimpleNamespace(), [], 2, 0, tmp_path)
-        with pytest.raises(OSError, match="calls"):
-            supervisor.run({})
-    assert told == [True, True]
+        supervisor = Supervisor("mpishard run", launcher, command, 1, 0, tmp_path)
+        assert supervisor.run(variables).verdict.code == 0

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,8 @@ time.sleep(60)
 ENDS = """
 import os, signal, sys
 print("before init", file=sys.stderr)
-if "EARLY" in sys.argv and os.environ["PMI_RANK"] == "1":
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if "EARLY" in sys.argv and rank == "1":
     raise ValueError("boom")
 import mpishard, numpy as np
 from mpishard import settings
@@ -161,7 +163,7 @@ def test_ends_with_the_code_of_the_rank_that_failed(script, end, codes):
     assert time.monotonic() - started < 15
 
 
-PLACE = r"collective 1, all_reduce\(SUM, float64\[4\]\), at .*a script.py:10"
+PLACE = r"collective 1, all_reduce\(SUM, float64\[4\]\), at .*a script.py:11"
 
 
 @pytest.mark.spawned
@@ -270,6 +272,7 @@ def is_running(pid):
         (["-n", "2", "nowhere.py"], "there is no script nowhere.py"),
         (["-n", "2", "--hosts", "a,,b", "SCRIPT"], "--hosts has an empty name: 'a,,b'"),
         (["-n", "1", "--hosts", "a,b", "SCRIPT"], "names 2 machines for 1 ranks"),
+        (["-n", "2", "--hosts", "a,-b", "SCRIPT"], "--hosts takes names or addresses of machines"),
         (["-n", "4", "--hosts", "a:1,b:2", "SCRIPT"], "has 3 slots for 4 ranks"),
         (["-n", "1", "--env", "=x", "SCRIPT"], "--env takes NAME or NAME=VALUE; got '=x'"),
         (["-n", "1", "--env", "NOT_SET_AT_ALL", "SCRIPT"], "there is no such variable"),
@@ -336,7 +339,7 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
     assert "MY_OWN" not in names
     assert environment["MINE"] == "x=y"
     assert environment["MPISHARD_RESTART"] == "0"
-    assert "rank-${OMPI_COMM_WORLD_RANK}.log" in command
+    assert "OMPI_COMM_WORLD_RANK" in command
 
 
 @pytest.mark.spawned
@@ -390,3 +393,127 @@ def test_terminal_columns(monkeypatch):
     assert settings.terminal_columns() == 132
     monkeypatch.delenv("MPISHARD_COLUMNS")
     assert settings.terminal_columns() is None
+
+
+SLEEPS = """
+import os, time, mpishard
+backend = mpishard.init()
+with open(f"/proc/{os.getppid()}/stat") as file:
+    proxy = file.read().rpartition(")")[2].split()[1]
+os.write(1, f"pid {os.getpid()} proxy {proxy}\\n".encode())
+time.sleep(60)
+"""
+
+
+def started_ranks(job):
+    """The process of each rank, and those of the launcher that started them."""
+    text = ""
+    while len(found := re.findall(r"pid (\d+) proxy (\d+)\n", text)) < 2:
+        text += (line := job.stdout.readline())
+        assert line, job.communicate()
+    return {int(pid) for pid, _ in found}, {int(proxy) for _, proxy in found}
+
+
+def wait_for_the_end_of(pids, seconds):
+    started = time.monotonic()
+    while any(map(is_running, pids)):
+        assert time.monotonic() - started < seconds, "a rank outlived the job"
+        time.sleep(0.05)
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_a_launcher_s_process_that_is_killed_ends_the_job(script, tmp_path):
+    job = start("-n", "2", script(SLEEPS), TMPDIR=str(tmp_path))
+    ranks, (proxy,) = started_ranks(job)
+    started = time.monotonic()
+    os.kill(proxy, signal.SIGKILL)
+    _, error = finish(job)
+    assert time.monotonic() - started < 10
+    assert job.returncode == 1
+    assert f"ranks 0, 1 were killed: process {proxy} of mpiexec, which had started" in error
+    wait_for_the_end_of(ranks, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a script.py"]
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_a_killed_command_leaves_nothing_behind(script, tmp_path):
+    job = start("-n", "2", script(SLEEPS), TMPDIR=str(tmp_path))
+    ranks, _ = started_ranks(job)
+    job.kill()
+    job.communicate(timeout=20)
+    wait_for_the_end_of(ranks, 10)
+    deadline = time.monotonic() + 10
+    while len(left := list(tmp_path.iterdir())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [path.name for path in left] == ["a script.py"]
+
+
+LONG = """
+import mpishard
+backend = mpishard.init()
+if backend.rank == 1:
+    raise ValueError("x" * 50_000_000)
+backend.barrier()
+"""
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_the_text_of_an_exception_is_cut(script, tmp_path):
+    started = time.monotonic()
+    code, _, error = run("-n", "2", script(LONG), TMPDIR=str(tmp_path))
+    assert code == 1
+    assert time.monotonic() - started < 15
+    assert "49900000 characters are left out here" in error
+    assert len(error) < 500_000
+    assert [path.name for path in tmp_path.iterdir()] == ["a script.py"]
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(script, tmp_path, closed):
+    out = tmp_path / "out"
+    text = f"import mpi4py.MPI as m; open({str(out)!r}, 'a').write('x')"
+    command = f'exec "$0" -m mpishard run -n 2 "$1" {closed}'
+    ended = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, script(text)],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended
+    assert "Error" not in ended.stderr
+    assert out.read_text() == "xx"
+
+
+# Root may have as many processes as it likes; another user cannot read root's files.
+RIGHTS = "+dac_override,+dac_read_search"
+ANOTHER_USER = ["setpriv", "--reuid", "UID", "--regid", "UID", "--clear-groups", "--inh-caps",
+                RIGHTS, "--ambient-caps", RIGHTS, "prlimit", "--nproc=LIMIT:LIMIT"]  # fmt: skip
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+@pytest.mark.parametrize("limit", [2, 3, 4, 5])
+def test_too_few_processes(limit):
+    user = [
+        word.replace("UID", f"{47110 + limit}").replace("LIMIT", f"{limit}")
+        for word in ANOTHER_USER
+    ]
+    try:
+        subprocess.run([*user, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("only root can try this, and needs setpriv")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "script.py").write_text(SLEEPS)
+        ended = subprocess.run(
+            [*user, sys.executable, "-m", "mpishard", "run", "-n", "2", folder / "script.py"],
+            capture_output=True, text=True, timeout=40, check=False,
+            env=os.environ | {"TMPDIR": name, "HOME": name},
+        )  # fmt: skip
+        assert ended.returncode == 1, ended
+        assert re.search(r"mpishard run: .*ulimit -u", ended.stderr)
+        assert not list(folder.glob("mpishard-job-*"))

@@ -1,4 +1,4 @@
-"""What `mpishard run` does with signals that ask its ranks to make room."""
+"""What `mpishard run` does with signals that ask its ranks to save and end."""
 
 import signal
 from pathlib import Path
@@ -10,20 +10,15 @@ from mpishard.cli import supervisor as module
 from mpishard.cli.launcher import Launcher, MPILibrary
 from mpishard.cli.notice import Notice
 from mpishard.cli.supervisor import Supervisor
-from mpishard.communication.failure import marks
+from mpishard.communication.contract.status import StatusPage
 
 
 class Rank:
-    """A rank's process, which hears ``heard``."""
+    """A rank's process."""
 
-    def __init__(self, rank, heard):
-        self.rank, self.heard = rank, heard
-        self.pid = 70 + rank
-        self.has_ended = False
+    def __init__(self, rank):
+        self.rank = rank
         self.sent = []
-
-    def catches(self, number):
-        return number in self.heard
 
     def send(self, number):
         self.sent.append(number)
@@ -32,9 +27,9 @@ class Rank:
 class Run:
     """A supervisor of a job that is not there, and what it does."""
 
-    def __init__(self, monkeypatch, folder, *heard, is_elsewhere=False):
+    def __init__(self, monkeypatch, folder, rank_count=2, is_elsewhere=False):
         monkeypatch.setattr(module, "notice", Notice())
-        self.ranks = [Rank(number, set(signals)) for number, signals in enumerate(heard)]
+        self.ranks = [Rank(number) for number in range(rank_count)]
         self.to_launcher, self.alarms, self.now = [], [], 100.0
         library = MPILibrary("MPICH Version: 5.0.2")
         self.supervisor = Supervisor(
@@ -42,9 +37,7 @@ class Run:
         )
         self.supervisor._job = SimpleNamespace(pid=1)
         self.supervisor._folder = folder
-        self.supervisor._processes = SimpleNamespace(
-            ranks=dict(enumerate(self.ranks)), all_seen=not is_elsewhere
-        )
+        self.supervisor._processes = SimpleNamespace(running=self.ranks)
         kill = lambda _, number: self.to_launcher.append(number)  # noqa: E731
         monkeypatch.setattr(module.os, "killpg", kill)
         alarm = lambda _, seconds: self.alarms.append(seconds)  # noqa: E731
@@ -58,21 +51,19 @@ class Run:
         handler = {
             signal.SIGTERM: self.supervisor._forward,
             signal.SIGUSR1: self.supervisor._give_notice,
-            signal.SIGALRM: self.supervisor._end_of_patience,
+            signal.SIGALRM: self.supervisor._after_grace,
         }[number]
         handler(number, None)
 
     def saves(self, rank):
-        (self.supervisor._folder / f"{marks.SAVING}{70 + rank}").touch()
+        page = StatusPage(rank, 2)
+        page.publish(self.supervisor._folder)
+        page.note_saving(True)
         return self
 
 
-KEEPS = {signal.SIGTERM, signal.SIGUSR1}
-STARTS = {signal.SIGTERM}
-
-
 def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
-    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS).saves(0)
+    run = Run(monkeypatch, tmp_path).saves(0)
     run.receive(signal.SIGTERM)
     assert run.sent() == [[signal.SIGTERM], []]
     assert (run.to_launcher, run.alarms) == ([], [25.0])
@@ -88,7 +79,7 @@ def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
 
 
 def test_a_second_sigterm_ends_them(monkeypatch, tmp_path):
-    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS).saves(0).saves(1)
+    run = Run(monkeypatch, tmp_path).saves(0).saves(1)
     run.receive(signal.SIGTERM)
     run.now += 2
     run.receive(signal.SIGTERM)
@@ -96,36 +87,33 @@ def test_a_second_sigterm_ends_them(monkeypatch, tmp_path):
 
 
 def test_ranks_that_do_not_save_are_ended_as_ever(monkeypatch, tmp_path):
-    run = Run(monkeypatch, tmp_path, KEEPS, STARTS)  # MPICH catches SIGUSR1, too
+    run = Run(monkeypatch, tmp_path)
     run.receive(signal.SIGTERM)
     assert (run.sent(), run.to_launcher, run.alarms) == ([[], []], [signal.SIGTERM], [3.5])
 
 
-def test_a_notice_goes_to_those_who_hear_it_and_has_no_deadline(monkeypatch, tmp_path, capsys):
-    run = Run(monkeypatch, tmp_path, KEEPS, STARTS).saves(0)
+def test_a_notice_goes_to_all_ranks_and_has_no_deadline(monkeypatch, tmp_path, capsys):
+    run = Run(monkeypatch, tmp_path).saves(0)
     run.receive(signal.SIGUSR1)
-    assert run.sent() == [[signal.SIGUSR1], []]
-    assert (tmp_path / marks.MAKE_ROOM).exists()  # for the one that does not hear it yet
-    assert module.notice.is_given  # and for the next start
+    assert run.sent() == [[signal.SIGUSR1]] * 2
+    assert module.notice.is_given  # for ranks that are not started yet, and for the next start
     assert capsys.readouterr().err == ""
     assert (run.to_launcher, run.alarms, run.supervisor.received) == ([], [], [])
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_a_notice_that_nobody_here_can_heed(monkeypatch, tmp_path, capsys, is_elsewhere):
-    run = Run(monkeypatch, tmp_path, STARTS, is_elsewhere=is_elsewhere)
+def test_a_notice_before_there_are_ranks_here(monkeypatch, tmp_path, capsys, is_elsewhere):
+    run = Run(monkeypatch, tmp_path, 0, is_elsewhere=is_elsewhere)
     run.receive(signal.SIGUSR1)
-    assert run.sent() == [[]]
     assert run.to_launcher == ([signal.SIGUSR1] if is_elsewhere else [])
     words = (
         "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the job goes"
     )
     assert (words in capsys.readouterr().err) != is_elsewhere
-    assert (tmp_path / marks.MAKE_ROOM).exists()
 
 
 def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
-    run = Run(monkeypatch, tmp_path, KEEPS, KEEPS)
+    run = Run(monkeypatch, tmp_path)
     run.receive(signal.SIGUSR1)
     assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
     assert "the job goes on until one is" in capsys.readouterr().err

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from mpishard.communication.failure import marks
+from mpishard.communication.contract import status
+from mpishard.communication.contract.status import records_in
 from mpishard.communication.failure import preemption as making_room
 from mpishard.communication.failure.preemption import PreemptionNotice
 from mpishard.communication.failure.watchdog import is_free
@@ -35,6 +36,7 @@ def order(monkeypatch):
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+    monkeypatch.setattr(status, "_own", [])
     return tmp_path
 
 
@@ -69,8 +71,10 @@ def test_another_s_handler_stays(order, theirs):
     assert not order.is_given
 
 
-def test_an_order_to_the_job_before_the_rank_listens(order, folder):
-    (folder / marks.MAKE_ROOM).touch()
+@pytest.mark.usefixtures("folder")
+def test_an_order_to_the_job_before_the_rank_listens(order):
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))  # as `mpishard run` starts it
+    signal.raise_signal(signal.SIGUSR1)
     order.listen()
     assert order.is_given
 
@@ -84,10 +88,12 @@ def test_one_rank_says_that_nobody_heeded_it(order, folder, capsys):
     assert capsys.readouterr().err.count("was preempted by SIGUSR1, and nothing obeyed it") == 1
 
 
-def test_a_run_that_saves_is_marked_while_it_does(order, folder):
+def test_a_run_that_saves_says_so_while_it_does(order, folder):
     with InMemoryCommunicationBackend(0, 1, "order") as world, Preemption(world):
-        assert marks.marked(folder, marks.SAVING) == {os.getpid()}
-    assert marks.marked(folder, marks.SAVING) == set()
+        (record,) = records_in(folder)
+        assert (record.pid, record.is_saving) == (os.getpid(), True)
+    (record,) = records_in(folder)
+    assert not record.is_saving
 
 
 def test_a_forked_process_is_ended_as_ever(order, monkeypatch):

@@ -16,6 +16,7 @@ from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
 __all__ = [
+    "NOWHERE",
     "PRIVATE",
     "Arena",
     "Nodes",
@@ -34,6 +35,9 @@ PRIVATE: Place = (-1, -1)
 
 Places = tuple[Place, Place]
 """The place of a rank's array, and the place of its result."""
+
+NOWHERE: Places = (PRIVATE, PRIVATE)
+"""The places of an array and a result that other ranks cannot read."""
 
 
 class Arena:

@@ -20,11 +20,12 @@ from numpy.typing import DTypeLike
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
     Kind,
+    Traffic,
     check_array,
     check_out,
     check_peer,
@@ -40,8 +41,14 @@ from mpishard.communication.contract.reduction import (
     check_reducible,
 )
 from mpishard.communication.contract.status import RankState, StatusPage
-from mpishard.communication.contract.traffic import Traffic
-from mpishard.communication.contract.work import CollectiveWork, Steps, Transfer, Work, in_call
+from mpishard.communication.contract.work import (
+    CollectiveWork,
+    Session,
+    Steps,
+    Transfer,
+    Work,
+    in_call,
+)
 from mpishard.communication.tracing.recorder import (
     CollectiveInFlight,
     MessageInFlight,
@@ -55,20 +62,6 @@ from mpishard.logs import set_up_logging
 __all__ = ["CommunicationBackend", "refuse_other_message"]
 
 _LINE_BYTES = 64
-
-
-class Session:
-    """The part of a rank that its root world and the groups split off it have in common."""
-
-    def __init__(self) -> None:
-        self.status: StatusPage | None = None
-        """The rank's own page of the flight recorder; there from `initialize` on."""
-        self.broken: CommunicationError | None = None
-        """The error of every call after one that was cut off; None while all is well."""
-        self.lock = threading.RLock()
-        """Held by the thread that communicates just now."""
-        self.thread = 0
-        """Its identity."""
 
 
 class CommunicationBackend(ABC):
@@ -267,13 +260,14 @@ class CommunicationBackend(ABC):
         """
         if not self._pending and not self._transfers:
             return
-        self._acquire()
+        if not self._session.lock.acquire(blocking=False):
+            raise self._refuse_thread()
         try:
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
         finally:
-            self._release()
+            self._session.lock.release()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -332,7 +326,9 @@ class CommunicationBackend(ABC):
         check_reducible(array.dtype, operation)
         if out is None:
             out = array
-        check_out(out, array.shape, array.dtype, "all_reduce")
+            check_writeable(array, "all_reduce")
+        else:
+            check_out(out, array.shape, array.dtype, "all_reduce")
         call = self._call(Kind.ALL_REDUCE, array, operation=operation)
         return self._issue(call, self._steps_all_reduce(call, array, out))
 
@@ -854,11 +850,12 @@ class CommunicationBackend(ABC):
         """
         self._check_send(array, destination_rank, tag, "send")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        self._acquire()
+        if not self._session.lock.acquire(blocking=False):
+            raise self._refuse_thread()
         try:
             self._send(array, destination_rank, tag)
         finally:
-            self._release()
+            self._session.lock.release()
         if in_flight is not None:
             in_flight.done()
             in_flight.blocked(in_flight.start)
@@ -892,9 +889,8 @@ class CommunicationBackend(ABC):
         self._check_send(array, destination_rank, tag, "send_async")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
         steps = self._steps_send(array, destination_rank, tag)
-        return self._begin(
-            Transfer(self, steps, destination_rank, tag, is_send=True, in_flight=in_flight)
-        )
+        transfer = Transfer(self, steps, destination_rank, tag, is_send=True, in_flight=in_flight)
+        return self._begin(transfer, in_flight)
 
     def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
@@ -968,7 +964,8 @@ class CommunicationBackend(ABC):
     ) -> Transfer:
         in_flight = self._record_message(source, self.rank, tag)
         steps = self._steps_receive(source, count, tag, dtype)
-        return self._begin(Transfer(self, steps, source, tag, is_send=False, in_flight=in_flight))
+        transfer = Transfer(self, steps, source, tag, is_send=False, in_flight=in_flight)
+        return self._begin(transfer, in_flight)
 
     def _record_message(
         self, source: int, destination: int, tag: int, sent: Array | None = None
@@ -1170,42 +1167,39 @@ class CommunicationBackend(ABC):
         out_rows: int = -1,
     ) -> Call:
         """Number and record a collective."""
-        self._ready()
-        self._acquire()
+        if not self._initialized:
+            raise self._not_ready_error()
+        session = self._session
+        if not session.lock.acquire(blocking=False):
+            raise self._refuse_thread()
         try:
+            session.thread = threading.get_ident()
             if self._called is not None:
                 # An exception struck between the last call's number and its first step.
                 self._break(in_call(self._called, self.label), CommunicationError("an exception"))
-            if self._session.broken is not None:
+            if session.broken is not None:
                 self._tell_of_break()
-                raise self._session.broken
+                raise session.broken
             self._admit(kind, self._sequence + 1)
             call = Call.describe(
                 self._sequence + 1, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
-            self.status.record(call, self.label, sys._getframe(1))
+            (session.status or self.status).record(call, self.label, sys._getframe(1))
             self._sequence, self._called = call.sequence, call
         finally:
-            self._release()
+            self._session.lock.release()
         return call
 
-    def _acquire(self) -> None:
-        """Take the rank's lock, or refuse a second thread while a first is under way."""
-        session = self._session
-        if not session.lock.acquire(blocking=False):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            raise CommunicationError(
-                f"thread {threading.current_thread().name!r} of rank {self.world_ranks[self.rank]} "
-                f"calls a collective or message while thread {names.get(session.thread)!r} is in "
-                "one: a rank's backend and the groups split off it belong to one thread at a time. "
-                "Let one thread of each rank communicate, or hand over when the first is through"
-            )
-        session.thread = threading.get_ident()
-
-    def _release(self) -> None:
-        """Give the rank's lock back."""
-        self._session.lock.release()
+    def _refuse_thread(self) -> CommunicationError:
+        """The error of a thread that calls while another thread of this rank is in a call."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return CommunicationError(
+            f"thread {threading.current_thread().name!r} of rank {self.world_ranks[self.rank]} "
+            f"calls a collective or message while thread {names.get(self._session.thread)!r} is "
+            "in one: a rank's backend and the groups split off it belong to one thread at a time. "
+            "Let one thread of each rank communicate, or hand over when the first is through"
+        )
 
     def _issue(self, call: Call, steps: Steps) -> Work:
         """Begin a collective, and go on with it as far as is possible without waiting."""
@@ -1213,7 +1207,8 @@ class CommunicationBackend(ABC):
         in_flight = None
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
-        self._acquire()
+        if not self._session.lock.acquire(blocking=False):
+            raise self._refuse_thread()
         try:
             work = CollectiveWork(self, steps, call, in_flight)
             self._pending.append(work)
@@ -1221,20 +1216,23 @@ class CommunicationBackend(ABC):
             self._called = None
             self._forget_done()
         finally:
-            self._release()
-        work.begun()
+            self._session.lock.release()
+        if in_flight is not None:
+            in_flight.blocked(in_flight.start)
         return work
 
-    def _begin(self, transfer: Transfer) -> Transfer:
+    def _begin(self, transfer: Transfer, in_flight: MessageInFlight | None) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        self._acquire()
+        if not self._session.lock.acquire(blocking=False):
+            raise self._refuse_thread()
         try:
             self._transfers.append(transfer)
             transfer.advance()
             self._forget_done()
         finally:
-            self._release()
-        transfer.begun()
+            self._session.lock.release()
+        if in_flight is not None:
+            in_flight.blocked(in_flight.start)
         return transfer
 
     def _forget_done(self) -> None:
@@ -1253,7 +1251,7 @@ class CommunicationBackend(ABC):
     def _places(self, array: Array, out: Array | None) -> Places:
         """Where ``array`` and its result lie in memory that the node's ranks share."""
         if not self._regions.count:
-            return PRIVATE, PRIVATE
+            return NOWHERE
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _ready(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's call of a collective, in a form that can be compared before data is mixed.
+"""A rank's call of a collective, in a form that can be compared before data is mixed; its bytes.
 
 The functions below refuse wrong arguments before anything is sent. Each rank checks its own
 arguments alone, and raises alone; differences between ranks are found by
@@ -7,8 +7,11 @@ arguments alone, and raises alone; differences between ranks are found by
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,7 +24,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.contract.reduction import ReductionOperation
+from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.layout import ShardLayout
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "HEADER_BYTES",
     "Call",
     "Kind",
+    "Traffic",
     "check_array",
     "check_out",
     "check_peer",
@@ -103,8 +107,11 @@ class Call:
     method: str = ""
     """The function of this package that the user called, such as ``FSDPModel.predict``."""
     number: int = field(default=0, compare=False)
-    """Its number among all collectives of its rank, from 1; 0 where nobody wrote it down."""
-    _description: bytes = field(default=b"", compare=False, repr=False)
+    """Its number among all collectives of its rank, from 1; 0 if none was given."""
+    description: bytes = field(default=b"", compare=False, repr=False)
+    """All that is compared between ranks, but for the sequence number, as bytes."""
+    nbytes: int = field(default=0, compare=False, repr=False)
+    """Bytes of the array that was passed."""
 
     @classmethod
     def describe(
@@ -119,16 +126,19 @@ class Call:
         out_rows: int = -1,
     ) -> Call:
         """The call of ``kind`` with ``array``."""
+        dtype, shape, nbytes, code, ndim = None, None, 0, -1, -1
+        if array is not None:
+            dtype, shape, nbytes = array.dtype, array.shape, array.nbytes
+            code, ndim = _DTYPE_CODES[dtype], len(shape)
+        counts_hash = -1 if counts is None else hash(counts) & 0x7FFFFFFF
+        description = _DESCRIPTION.pack(
+            kind, -1 if operation is None else operation, code, root, counts_hash, out_rows, ndim,
+            *(shape or ()), *_PADDING[max(0, ndim)],
+        )  # fmt: skip
         return cls(
-            sequence,
-            kind,
-            operation,
-            None if array is None else array.dtype,
-            None if array is None else tuple(array.shape),
-            root,
-            -1 if counts is None else hash(counts) & 0x7FFFFFFF,
-            out_rows,
-        )
+            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", 0,
+            description, nbytes,
+        )  # fmt: skip
 
     @property
     def site(self) -> str:
@@ -139,13 +149,6 @@ class Call:
     def place(self) -> str:
         """`site`, and the function of this package that was called there, if one was."""
         return f"{self.site} in {self.method}" if self.method else self.site
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array that was passed."""
-        if self.shape is None or self.dtype is None:
-            return 0
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def array_text(self) -> str:
@@ -182,43 +185,123 @@ class Call:
         call.line = int(line)
         return call
 
-    @property
-    def description(self) -> bytes:
-        """What `encode` writes after the sequence number: the same for every such call."""
-        if not self._description:
-            self._description = self._describe()
-        return self._description
-
-    def _describe(self) -> bytes:
-        shape = self.shape or ()
-        return _DESCRIPTION.pack(
-            self.kind,
-            -1 if self.operation is None else self.operation,
-            -1 if self.dtype is None else _DTYPE_CODES[self.dtype],
-            self.root,
-            self.counts_hash,
-            self.out_rows,
-            -1 if self.shape is None else len(shape),
-            *shape,
-            *_PADDING[len(shape)],
-        )
-
     @classmethod
     def decode(cls, data: bytes | bytearray | mmap, start: int = 0) -> Call:
         """The call that `encode` wrote."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
             _FIELDS.unpack_from(data, start)
         )
+        shape = None if ndim < 0 else tuple(dims[:ndim])
+        known = None if dtype < 0 else DTYPES[dtype]
         return cls(
             sequence,
             Kind(kind),
             None if operation < 0 else ReductionOperation(operation),
-            None if dtype < 0 else DTYPES[dtype],
-            None if ndim < 0 else tuple(dims[:ndim]),
+            known,
+            shape,
             root,
             counts_hash,
             out_rows,
+            description=bytes(data[start + 8 : start + HEADER_BYTES]),
+            nbytes=0 if known is None else math.prod(shape or ()) * known.itemsize,
         )
+
+
+class Traffic:
+    """Counts of the bytes that one rank sent to others, by collective.
+
+    A collective is booked by its definition, whatever messages it is made of, so that figures
+    compare between backends; each call once, when it is done. A piece that a rank keeps for
+    itself is not counted, nor are headers. A broadcast is booked on the root: (world size - 1)
+    times the array.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The rank's, for its place among the others.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = weakref.proxy(backend)  # which holds this
+        self.bytes_sent: Counter[str] = Counter()
+        self.bytes_read: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    @functools.cached_property
+    def _nodes(self) -> Any:
+        """`CommunicationBackend.topology`."""
+        return self._backend.topology
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent to other ranks since the last `reset`."""
+        return sum(self.bytes_sent.values())
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.bytes_sent.clear()
+        self.bytes_read.clear()
+        self.calls.clear()
+
+    def count(self, kind: str, nbytes: int) -> None:
+        """Add one call of ``kind`` that sent ``nbytes`` to other ranks."""
+        self.calls[kind] += 1
+        self.bytes_sent[kind] += nbytes
+
+    def count_read(self, kind: str, nbytes: int) -> None:
+        """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
+        self.bytes_read[kind] += nbytes
+
+    # Each of these books one collective.
+
+    def count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
+        """Book a reduction to pieces of ``counts`` rows."""
+        rows = sum(counts)
+        row_bytes = call.nbytes // rows if rows else 0
+        self.count("reduce_scatter", (rows - counts[self._nodes.rank]) * row_bytes)
+
+    def count_all_reduce(self, call: Call, sizes: Sequence[int]) -> None:
+        """Book a reduction to pieces of ``sizes`` elements, which are then gathered."""
+        total, own = sum(sizes), sizes[self._nodes.rank]
+        itemsize = call.nbytes // total if total else 0
+        self.count("reduce_scatter", (total - own) * itemsize)
+        self.count("all_gather", own * itemsize * (len(self._nodes.numbers) - 1))
+
+    def count_all_gather(self, array: Array) -> None:
+        """Book ``array``, sent to all others."""
+        self.count("all_gather", array.nbytes * (len(self._nodes.numbers) - 1))
+
+    def count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
+        nodes = self._nodes
+        sent = sum(sizes[rank] for rank in nodes.clients()) * len(nodes.subtrees(nodes.own))
+        self.count("reduce_scatter", sent * accumulation_dtype(dtype).itemsize)
+        read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
+        self.count_read("reduce_scatter", read)
+
+    def count_shared_gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Book pieces of ``sizes`` that were gathered once on each node."""
+        nodes = self._nodes
+        self.count("all_gather", sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize)
+
+    def count_broadcast(self, array: Array, root: int) -> None:
+        """Book the root's ``array``, sent to all others."""
+        is_root = self._nodes.rank == root
+        nbytes = array.nbytes * (len(self._nodes.numbers) - 1) if is_root else 0
+        self.count(Kind.BROADCAST.label, nbytes)
+
+    def count_scatter(self, sent: Array | None, piece: Array) -> None:
+        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
+        self.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
+
+    def count_gather(self, array: Array, root: int) -> None:
+        """Book ``array``, sent to the root."""
+        self.count(Kind.GATHER.label, 0 if self._nodes.rank == root else array.nbytes)
+
+    def count_all_to_all(self, parts: Sequence[Array]) -> None:
+        """Book ``parts``, each sent to its rank."""
+        own = parts[self._nodes.rank]
+        self.count(Kind.ALL_TO_ALL.label, sum(part.nbytes for part in parts) - own.nbytes)
 
 
 def check_array(array: Any, name: str, *, needs_dim: bool = False) -> None:
@@ -233,7 +316,8 @@ def check_array(array: Any, name: str, *, needs_dim: bool = False) -> None:
     """
     if array is None:
         raise TypeError(f"{name} needs an array, got None")
-    array_namespace(array)
+    if type(array) is not np.ndarray:
+        array_namespace(array)
     if array.dtype not in _DTYPE_CODES:
         known = ", ".join(dtype.name for dtype in DTYPES)
         raise ValueError(f"{name} cannot send dtype {array.dtype.name}; it knows {known}")

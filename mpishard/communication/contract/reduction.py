@@ -83,6 +83,7 @@ _UFUNCS = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
     """``combine(left, right, out=)``, whose bits do not depend on length or on what ``out`` is."""
     ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
@@ -98,6 +99,12 @@ def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> C
 
 Subtree = tuple[int, int]
 """A slot and a round of the tree: the sum of slots ``first .. first + 2**level - 1``."""
+
+
+@functools.cache
+def _leaves(count: int) -> tuple[Subtree, ...]:
+    """The slots of a tree over ``count`` contributions."""
+    return tuple((slot, 0) for slot in range(count))
 
 
 def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
@@ -144,8 +151,9 @@ class TreeReducer:
 
         ``out`` may be one of the contributions or overlap them.
         """
-        leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
-        self._combine(leaves, len(leaves), operation, out)
+        count = len(contributions)
+        leaves = dict(zip(_leaves(count), contributions, strict=True))
+        self._combine(leaves, count, operation, out)
 
     def reduce_part(
         self, contributions: Sequence[Array], operation: ReductionOperation, out: Array
@@ -175,45 +183,64 @@ class TreeReducer:
         operation: ReductionOperation,
         out: Array,
     ) -> None:
-        length = int(out.size)
-        if length == 0:
+        if out.size == 0:
             return
-        xp = array_namespace(out)
+        xp: Any = np if type(out) is np.ndarray else array_namespace(out)
         dtype = accumulation_dtype(out.dtype)
-        narrow = [key for key, array in subtrees.items() if array.dtype != dtype]
         combine = _combiner(xp, operation, dtype)
-        # Where ``out`` aliases an input that a later round still reads, work lands in scratch
+        # If ``out`` aliases an input that a later round still reads, work lands in scratch
         # and is copied out; a chunk stays in cache, so that costs little.
-        is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
-        direct = is_apart and out.dtype == dtype
-        is_last_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
-        if is_last_step and direct and not narrow:
-            left, right = (subtrees[key] for key in sorted(subtrees))
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                combine(left, right, out=out)
-            return
+        direct = out.dtype == dtype
+        narrow: list[Subtree] = []
+        for key, array in subtrees.items():
+            if array.dtype != dtype:
+                narrow.append(key)
+            if count > 2 and direct and xp.may_share_memory(out, array):
+                direct = False
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            is_one_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
+            if is_one_step and direct and not narrow:
+                first, second = sorted(subtrees)
+                combine(subtrees[first], subtrees[second], out=out)
+                return
+            divisor = count if operation is ReductionOperation.AVERAGE else 1
+            self._combine_chunks(subtrees, narrow, count, combine, divisor, out, direct=direct)
+
+    def _combine_chunks(
+        self,
+        subtrees: Mapping[Subtree, Array],
+        narrow: Sequence[Subtree],
+        count: int,
+        combine: Callable[..., Any],
+        divisor: int,
+        out: Array,
+        *,
+        direct: bool,
+    ) -> None:
+        """Combine chunk by chunk; ``narrow`` subtrees are widened, ``direct`` writes ``out``."""
+        xp, length = array_namespace(out), int(out.size)
         step = min(length, chunk_length(out))
         depth = (count - 1).bit_length()
+        dtype = accumulation_dtype(out.dtype)
         buffers = self._buffers(xp, dtype, step, 1 + depth + len(narrow))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            for start in range(0, length, step):
-                stop = min(start + step, length)
-                leaves = subtrees
-                if step < length:
-                    leaves = {key: array[start:stop] for key, array in subtrees.items()}
-                target, *scratch = [b[: stop - start] for b in buffers]
-                if direct:
-                    target = out[start:stop]
-                if narrow:
-                    leaves = dict(leaves)
-                    for key, wide in zip(narrow, scratch[depth:], strict=False):
-                        wide[...] = leaves[key]
-                        leaves[key] = wide
-                result = _tree(leaves, 0, depth, count, target, scratch, combine)
-                if operation is ReductionOperation.AVERAGE:
-                    result = xp.divide(result, count, out=target)
-                if result is not target or not direct:
-                    out[start:stop] = result
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            leaves = subtrees
+            if step < length:
+                leaves = {key: array[start:stop] for key, array in subtrees.items()}
+            target, *scratch = [b[: stop - start] for b in buffers]
+            if direct:
+                target = out[start:stop]
+            if narrow:
+                leaves = dict(leaves)
+                for key, wide in zip(narrow, scratch[depth:], strict=False):
+                    wide[...] = leaves[key]
+                    leaves[key] = wide
+            result = _tree(leaves, 0, depth, count, target, scratch, combine)
+            if divisor != 1:
+                result = xp.divide(result, divisor, out=target)
+            if result is not target or not direct:
+                out[start:stop] = result
 
     def _buffers(self, xp: Any, dtype: np.dtype[Any], length: int, count: int) -> list[Array]:
         key = (xp.__name__, dtype.str)

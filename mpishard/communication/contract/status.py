@@ -36,7 +36,7 @@ from mpishard.communication.contract.matching import GROUP_BYTES, group_members,
 
 __all__ = [
     "PLACE_BYTES", "LoggedCall", "MessageWait", "RankRecord", "RankState", "StatusPage",
-    "StatusReader", "decode_place", "encode_place", "members_of", "records_in",
+    "StatusReader", "decode_place", "encode_place", "members_of", "own_page", "records_in",
     "stopped_siblings",
 ]  # fmt: skip
 
@@ -50,6 +50,7 @@ _COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
 # Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
 _WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
 _WAITS = _WAIT_AT + 8
+_SAVES_AT = 504
 _MEMORY_AT, _MEMORY_BYTES = 512, 3584
 _FIRST_ROW = 4096
 _NUMBER = struct.Struct("=q")
@@ -158,6 +159,8 @@ class RankRecord:
         Number of collectives that it has called, in all its worlds.
     code : int
         The exit code of the job that the rank reported with.
+    is_saving : bool
+        Whether it saves, and ends, when it is told to.
     shared_memory : tuple of str
         Files in shared memory that it had mapped.
     """
@@ -177,6 +180,7 @@ class RankRecord:
     host: str = ""
     count: int = 0
     code: int = 0
+    is_saving: bool = False
     shared_memory: tuple[str, ...] = ()
 
     @property
@@ -269,6 +273,8 @@ class StatusPage:
         memory[8:] = self._memory[8:]
         memory[:8] = self._memory[:8]
         self._memory = memory
+        if folder is not None and folder == settings.job_folder():
+            _own[:] = [self]
         return path
 
     def record(self, call: Call, group: str, frame: FrameType | None) -> None:
@@ -339,6 +345,10 @@ class StatusPage:
         """
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
+
+    def note_saving(self, saves: bool) -> None:
+        """Write down whether the rank saves, and ends, when it is told to."""
+        _NUMBER.pack_into(self._memory, _SAVES_AT, saves)
 
     def note_shared_memory(self, paths: Sequence[str]) -> None:
         """Write down which files in shared memory the job must remove after the rank."""
@@ -516,21 +526,51 @@ def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
     return sorted(records, key=lambda record: (record.launched_rank, record.world_number))
 
 
+def own_page() -> StatusPage | None:
+    """The newest page of this process in the job's folder; made if there is none yet.
+
+    None if `mpishard run` did not start this process on this machine. A page that is made here is
+    of no world: its state is ``LEFT``, as no rank waits for this one.
+    """
+    folder = settings.job_folder()
+    if not _own and folder is not None:
+        page = StatusPage(settings.launched_rank() or 0, settings.launched_world_size() or 1)
+        page.end(RankState.LEFT)
+        with contextlib.suppress(OSError):  # another machine; or a full disk
+            page.publish(folder)
+    return _own[-1] if _own else None
+
+
+_own: list[StatusPage] = []
+# A process that a rank forked is no rank.
+os.register_at_fork(after_in_child=_own.clear)
+
+
 def stopped_siblings() -> list[RankRecord]:
     """The stopped processes among those that this process's launcher started here.
 
     For ranks in ``init``, which cannot read each other's pages yet. ``rank`` is the number of the
     process among those of the launcher, and ``is_known`` is False.
     """
+    # Under `mpishard run` the parent is this rank's agent, and each agent has noted its rank:
+    # "RANK started AGENT PROCESS".
+    notes = (settings.job_folder() or Path("/nowhere")) / f"agents-{socket.gethostname()}"
+    pids: list[int] = []
+    with contextlib.suppress(OSError):  # a process may end meanwhile
+        if notes.is_file():
+            lines = map(str.split, notes.read_text().splitlines())
+            pids += [int(words[3]) for words in lines if words[1] == "started"]
+        else:
+            for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+                pids += map(int, path.read_text().split())
     found = []
-    for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a process may end meanwhile
-            for pid in map(int, path.read_text().split()):
-                if _process(pid)[0] in (b"T", b"t"):
-                    text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-                    rank = settings.launched_rank(dict(re.findall("([^=\0]+)=([^\0]*)", text)))
-                    if rank is not None:
-                        found.append(RankRecord(rank, is_known=False, is_stopped=True, pid=pid))
+    for pid in pids:
+        if _process(pid)[0] in (b"T", b"t"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                rank = settings.launched_rank(dict(re.findall("([^=\0]+)=([^\0]*)", text)))
+                if rank is not None:
+                    found.append(RankRecord(rank, is_known=False, is_stopped=True, pid=pid))
     return found
 
 
@@ -564,7 +604,7 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
         rank, RankState(_number(page, _STATE)), True, is_alive, is_stopped, calls, waits,
         max(0.0, time.time() - since) if number else 0.0,
         world_size, launched, world_number, pid, _text(host),
-        _number(page, _COUNT), _number(page, _CODE),
+        _number(page, _COUNT), _number(page, _CODE), bool(_number(page, _SAVES_AT)),
         tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).split("\n")) if page[_MEMORY_AT] else (),
     )  # fmt: skip
 

@@ -7,17 +7,18 @@ one implementation of each collective, whether it blocks or not.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, Protocol
 
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import of_group
-from mpishard.communication.contract.status import MessageWait
+from mpishard.communication.contract.status import MessageWait, StatusPage
 from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
 from mpishard.errors import CommunicationError, MpishardError
 
-__all__ = ["CollectiveWork", "Steps", "Transfer", "Waitable", "Work", "in_call"]
+__all__ = ["CollectiveWork", "Session", "Steps", "Transfer", "Waitable", "Work", "in_call"]
 
 
 class Waitable(ABC):
@@ -32,6 +33,20 @@ Steps = Generator[Waitable, None, Any]
 """A collective under way: yields what it waits for, returns its result."""
 
 
+class Session:
+    """The part of a rank that its root world and the groups split off it have in common."""
+
+    def __init__(self) -> None:
+        self.status: StatusPage | None = None
+        """The rank's own page of the flight recorder; there from `initialize` on."""
+        self.broken: CommunicationError | None = None
+        """The error of every call after one that was cut off; None while all is well."""
+        self.lock = threading.RLock()
+        """Held by the thread that communicates just now."""
+        self.thread = 0
+        """The identity of the thread that communicated last."""
+
+
 class Driver(Protocol):
     """The backend that issued a collective, and advances it."""
 
@@ -41,9 +56,9 @@ class Driver(Protocol):
     def world_ranks(self) -> tuple[int, ...]:
         """As `CommunicationBackend.world_ranks`."""
 
-    def _acquire(self) -> None: ...
+    _session: Session
 
-    def _release(self) -> None: ...
+    def _refuse_thread(self) -> CommunicationError: ...
 
     def _drive(self, work: Work) -> None: ...
 
@@ -62,8 +77,10 @@ class Work(ABC):
     def __init__(self, driver: Driver, steps: Steps, in_flight: InFlight | None) -> None:
         self._driver = driver
         self._steps = steps
-        self._waitable: Waitable | None = None
-        self._done = False
+        self.waitable: Waitable | None = None
+        """What it waits for now; None when it is complete."""
+        self.done = False
+        """Whether `wait` would return at once. Does not drive it."""
         self._result: Any = None
         self._error: BaseException | None = None
         self._in_flight = in_flight  # None unless a trace is recorded
@@ -83,30 +100,22 @@ class Work(ABC):
     def awaited(self) -> Call | MessageWait:
         """The entry in the rank's status while the rank waits for it."""
 
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return at once. Does not drive it."""
-        return self._done
-
-    @property
-    def waitable(self) -> Waitable | None:
-        """What it waits for now; None when it is complete."""
-        return self._waitable
-
     def advance(self) -> bool:
         """Go on as far as is possible without blocking; return whether it is complete."""
-        while not self._done:
+        while not self.done:
             try:
-                if self._waitable is not None and not self._waitable.test():
+                if self.waitable is not None and not self.waitable.test():
                     return False
-                self._waitable = next(self._steps)
+                self.waitable = next(self._steps)
             except StopIteration as stop:
-                self._end(result=stop.value)
+                self.done, self._result, self.waitable = True, stop.value, None
+                if self._in_flight is not None:
+                    self._in_flight.done(None, stop.value)
             except Exception as error:  # noqa: BLE001 - wait() raises it
-                self._end(error=self._driver._explain(error, self.where))
+                self._end(self._driver._explain(error, self.where))
             except BaseException as error:
                 # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
-                self._end(error=error)
+                self._end(error)
                 raise
         return True
 
@@ -118,39 +127,37 @@ class Work(ABC):
         CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
             As the blocking call does.
         """
-        if not self._done:
+        if not self.done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
-            self._driver._acquire()
+            driver = self._driver
+            if not driver._session.lock.acquire(blocking=False):
+                raise driver._refuse_thread()
+            driver._session.thread = threading.get_ident()
             try:
-                self._driver._drive(self)
+                driver._drive(self)
             except MpishardError:
                 raise
             except BaseException as error:
                 self._interrupted(error)
                 raise
             finally:
-                self._driver._release()
+                driver._session.lock.release()
                 if in_flight is not None:
                     in_flight.blocked(since)
         if self._error is not None:
             raise self._error
         return self._result
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Never go on: `wait` raises ``error``."""
-        self._done, self._error, self._waitable = True, error, None
+        self.done, self._error, self.waitable = True, error, None
 
-    def begun(self) -> None:
-        """Record that it was issued, and went as far as it could."""
+    def _end(self, error: BaseException) -> None:
+        self.fail(error)
         if self._in_flight is not None:
-            self._in_flight.blocked(self._in_flight.start)
-
-    def _end(self, result: Any = None, error: BaseException | None = None) -> None:
-        self._done, self._result, self._error, self._waitable = True, result, error, None
-        if self._in_flight is not None:
-            self._in_flight.done(error, result)
-        if error is not None and not isinstance(error, MpishardError):
+            self._in_flight.done(error, None)
+        if not isinstance(error, MpishardError):
             self._interrupted(error)
 
     def _interrupted(self, error: BaseException) -> None:
@@ -243,6 +250,6 @@ class Transfer(Work):
         """
         if self.is_send:
             raise ValueError(f"{self.name} is a send, which cannot be taken back")
-        if not self._done:
+        if not self.done:
             self._steps.close()
-            self._end(error=CommunicationError(f"{self.name} was cancelled"))
+            self._end(CommunicationError(f"{self.name} was cancelled"))

@@ -1,1 +1,1 @@
-"""Why ranks wait: who is the odd one out, and the table of all ranks."""
+"""Explain why ranks wait: the odd one out (`stall`), and the table of all ranks (`table`)."""

@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -205,10 +206,13 @@ class Ending:
         """
         if not sys.platform.startswith("linux"):
             return True
-        # A name that the kernel gives to one process, and takes back when that ends.
+        # A name that the kernel gives to one process, and takes back when that ends. Under
+        # `mpishard run` each rank has a parent of its own, and all have the job's folder.
+        folder = settings.job_folder()
+        job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            claim.bind(f"\0mpishard-report-{os.getuid()}-{os.getppid()}")
+            claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
         except OSError:
             claim.close()
             return False
@@ -310,10 +314,12 @@ def _set_deadline(code: int) -> None:
     """
     deadline = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
     deadline.daemon = True
-    with suppress(RuntimeError):  # Python starts no thread while it ends
-        deadline.start()
     null = os.open(os.devnull, os.O_WRONLY)
-    faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
+    # Python starts no thread while it ends, and none if the user may have no more of them.
+    with suppress(RuntimeError):
+        faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
+    with suppress(RuntimeError):
+        deadline.start()
 
 
 def _ignore_further_interrupts() -> None:

@@ -1,8 +1,9 @@
 """A preemption notice, SIGUSR1: kept from the moment it arrives until a training loop obeys it.
 
 A rank receives it from ``import mpishard`` on: before the first step it builds a model, reads data
-and loads a checkpoint, and the notice is not repeated. Before that the rank has no handler, and
-the signal would end it; `mpishard run` sends none then, and leaves `marks.MAKE_ROOM`.
+and loads a checkpoint, and the notice is not repeated. Before that the rank has no handler:
+`mpishard run` starts ranks with the signal blocked, so that a notice which comes early waits until
+the import. Started otherwise, the process ends by it.
 
 MPICH has a handler of its own from MPI_Init on, which calls the one that it finds.
 """
@@ -15,12 +16,10 @@ import signal
 import threading
 from types import FrameType
 
-from mpishard.communication.failure import marks
+from mpishard import settings
 from mpishard.communication.failure.abort import launched_ending, say
 
 __all__ = ["PreemptionNotice", "preemption_notice"]
-
-_IGNORED = "unheeded"
 
 
 class PreemptionNotice:
@@ -35,13 +34,12 @@ class PreemptionNotice:
         """Receive it from now on, unless the user has a handler. Main thread only. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-            return
-        self._process = os.getpid()
-        signal.signal(signal.SIGUSR1, self._handle)
-        atexit.register(self.report_if_ignored)
-        # In this order: the launcher leaves the mark first, and then signals those that listen.
-        self.is_given = marks.is_marked(marks.MAKE_ROOM)
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            self._process = os.getpid()
+            signal.signal(signal.SIGUSR1, self._handle)
+            atexit.register(self.report_if_ignored)
+        if settings.job_folder() is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
 
     def obey(self) -> None:
         """Note that the ranks save and end."""
@@ -52,7 +50,7 @@ class PreemptionNotice:
         """Tell the user, at the end of the process, of a notice that no training loop obeyed."""
         if not self.is_given or self._was_obeyed or os.getpid() != self._process:
             return
-        if marks.mark(_IGNORED, once=True):  # one rank of the job reports
+        if _is_first_to_report():
             say(
                 f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
                 "it: no step of an optimize(checkpoint=FOLDER) came after it"
@@ -64,6 +62,19 @@ class PreemptionNotice:
             os.kill(os.getpid(), number)
             return
         self.is_given = True
+
+
+def _is_first_to_report() -> bool:
+    """Whether no other rank of the job has told the user; True if there is no job's folder."""
+    folder = settings.job_folder()
+    try:
+        if folder is not None and folder.is_dir():
+            (folder / "unheeded").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk
+        pass
+    return True
 
 
 preemption_notice = PreemptionNotice()

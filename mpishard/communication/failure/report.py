@@ -7,6 +7,7 @@ import re
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from mpishard import settings
 from mpishard.errors import (
@@ -18,7 +19,17 @@ from mpishard.errors import (
     PeerError,
 )
 
-__all__ = ["drop_internal_frames", "failure_report", "is_internal", "short_traceback"]
+__all__ = [
+    "OnFailure",
+    "check_on_failure",
+    "drop_internal_frames",
+    "failure_report",
+    "is_internal",
+    "short_traceback",
+]
+
+OnFailure = Literal["abort", "shrink"]
+"""The fate of the other ranks if one fails: they end with it, or go on without it."""
 
 _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
     (CollectiveMismatchError, "the ranks' calls differ"),
@@ -27,6 +38,16 @@ _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
     (NoSampleError, "no rank has a sample that counts"),
 )
 """Errors that every rank raises: the one that is first to say so need not have caused them."""
+
+
+_LONGEST = 100_000
+"""Characters of an exception's text, and of its traceback, that are reported."""
+
+
+def check_on_failure(on_failure: str) -> None:
+    """Refuse a value that is no `OnFailure`, with `ValueError`."""
+    if on_failure not in ("abort", "shrink"):
+        raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
 def failure_report(
@@ -53,7 +74,7 @@ def failure_report(
         A line of whose failure it is, the error, and the traceback.
     """
     # What mpishard says may be long, and need not be said a second time below its traceback.
-    trace = short_traceback(error, is_told=isinstance(error, MpishardError))
+    trace = _cut(short_traceback(error, is_told=isinstance(error, MpishardError)))
     return (
         f"mpishard: {_subject(error, name)} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
@@ -63,9 +84,18 @@ def failure_report(
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return _cut(str(error))
     except Exception as another:  # noqa: BLE001 - a user's own, and the job is to end
         return f"(its text cannot be shown: {type(another).__name__})"
+
+
+def _cut(text: str) -> str:
+    """``text``, without its middle if it is so long that launchers take seconds to pass it on."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {left_out} characters are left out here ...\n{text[-half:]}"
 
 
 def _subject(error: BaseException, name: str) -> str:

@@ -31,7 +31,8 @@ from mpishard.communication.contract.work import (
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
-from mpishard.communication.mpi.collectives import Collectives
+from mpishard.communication.failure.report import OnFailure, check_on_failure
+from mpishard.communication.mpi.collectives import Collectives, in_turn
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
@@ -44,7 +45,7 @@ from mpishard.communication.mpi.library import (
 )
 from mpishard.communication.mpi.messages import Condition, Messages
 from mpishard.communication.mpi.node_memory import share_memory
-from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure, check_survivable
+from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.session import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
 
@@ -371,27 +372,27 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
 
+    @in_turn
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
-        with group.turn() as turn:
-            ring = NO_RING if color is None else job.take_ring()
-            wish = np.array([-1 if color is None else color, key, *ring], np.int64)
-            try:
-                headers = yield from self._collectives.open(call, turn, wish)
-            except BaseException:
-                job.put_back_ring(ring)
-                raise
-            # MPI_Comm_split blocks: collectives issued before must not need this rank any more.
-            yield Condition(lambda: self._pending[0].call is call)
-            wishes = headers.integers(4)
-            colors = sorted({c for c, *_ in wishes if c >= 0})
-            members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-            with self._blocked_in(call), job.making_group():
-                job.tidy()
-                comm = group.comm.Split(
-                    self._mpi.UNDEFINED if color is None else colors.index(color),
-                    0 if color is None else members.index((key, self._rank)),
-                )
+        ring = NO_RING if color is None else job.take_ring()
+        wish = np.array([-1 if color is None else color, key, *ring], np.int64)
+        try:
+            headers = yield from self._collectives.open(call, wish)
+        except BaseException:
+            job.put_back_ring(ring)
+            raise
+        # MPI_Comm_split blocks: collectives issued before must not need this rank any more.
+        yield Condition(lambda: self._pending[0].call is call)
+        wishes = headers.integers(4)
+        colors = sorted({c for c, *_ in wishes if c >= 0})
+        members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
+        with self._blocked_in(call), job.making_group():
+            job.tidy()
+            comm = group.comm.Split(
+                self._mpi.UNDEFINED if color is None else colors.index(color),
+                0 if color is None else members.index((key, self._rank)),
+            )
         if color is None:
             return None
         child = MPICommunicationBackend(comm)
@@ -403,26 +404,26 @@ class MPICommunicationBackend(CommunicationBackend):
             child._group = child._make_group(comm, rings)
         return child
 
+    @in_turn
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         _, group = self._joined()
-        with group.turn() as turn:
-            yield from self._collectives.open(call, turn)
-            # Requests on the communicator of data: all that was issued before is through then.
-            yield turn
-            node = group.data
-            if self.node_count > 1:
-                yield Condition(lambda: self._pending[0].call is call)
-                with self._blocked_in(call), self._joined()[0].making_group():
-                    node = group.comm.Split(self._nodes[self._rank], self._rank)
-            steps = share_memory(self._mpi, node, group.data, nbytes, settings.arena_sources())
-            while True:
-                try:
-                    request = next(steps)
-                except StopIteration as stop:
-                    if node is not group.data:
-                        node.Free()
-                    return stop.value
-                yield group.keep(request)
+        yield from self._collectives.open(call)
+        # Requests on the communicator of data: all that was issued before is through then.
+        yield from self._collectives.turn(call)
+        node = group.data
+        if self.node_count > 1:
+            yield Condition(lambda: self._pending[0].call is call)
+            with self._blocked_in(call), self._joined()[0].making_group():
+                node = group.comm.Split(self._nodes[self._rank], self._rank)
+        steps = share_memory(self._mpi, node, group.data, nbytes, settings.arena_sources())
+        while True:
+            try:
+                request = next(steps)
+            except StopIteration as stop:
+                if node is not group.data:
+                    node.Free()
+                return stop.value
+            yield group.keep(request)
 
     # ---------------------------------------------------------------------------- point to point
 

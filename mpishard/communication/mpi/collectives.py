@@ -12,8 +12,9 @@ Data are combined by `TreeReducer`: no reduction of the library is used, whose o
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, address, array_namespace, is_device_array
-from mpishard.communication.contract.arena import PRIVATE, Places
+from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
@@ -29,13 +30,28 @@ from mpishard.communication.contract.status import PLACE_BYTES, decode_place, en
 from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.communication.mpi.messages import Channel, Turn
+from mpishard.communication.mpi.messages import Channel, Condition
 from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["Collectives"]
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
+
+
+def in_turn(steps: Callable[..., Steps]) -> Callable[..., Steps]:
+    """Give a collective its place among those that were issued, until it ends."""
+
+    @functools.wraps(steps)
+    def run(self: Collectives, call: Call, *arguments: Any) -> Steps:
+        turns = self._group.turns
+        turns.append(call)
+        try:
+            return (yield from steps(self, call, *arguments))
+        finally:
+            turns.remove(call)
+
+    return run
 
 
 class Collectives:
@@ -61,12 +77,17 @@ class Collectives:
 
     # ------------------------------------------------------------------------------------ headers
 
+    def turn(self, call: Call) -> Steps:
+        """Wait until all collectives that were issued before ``call`` have ended."""
+        turns = self._group.turns
+        if turns[0] is not call:
+            yield Condition(lambda: turns[0] is call)
+
     def open(
         self,
         call: Call,
-        turn: Turn,
         payload: Array | None = None,
-        places: Places = (PRIVATE, PRIVATE),
+        places: Places = NOWHERE,
         *,
         on_device: bool = False,
     ) -> Steps:
@@ -76,11 +97,14 @@ class Collectives:
         if self._world_size == 1:
             headers = Headers(row, call, 0)
         else:
-            posted = group.post_header(row, call)
+            posted = group.exchange.post(row, call)
             yield posted
-            headers = group.read_headers(posted, call)
+            del group.exchange.unread[posted]
+            headers = Headers(posted.rows, call, self._rank)
         if headers.identical and call.out_rows < 0:
             return headers
+        if headers.has_leave:
+            group.note_leave(call)
         try:
             self._backend._verify(headers.calls)
         except PeerError as error:
@@ -92,7 +116,7 @@ class Collectives:
             pass  # raised below, when each rank's line is known
         else:
             return headers
-        yield turn
+        yield from self.turn(call)
         yield from self._name_lines(headers.calls, call)
         self._backend._verify(headers.calls)
 
@@ -104,21 +128,25 @@ class Collectives:
         for call, encoded in zip(calls, lines, strict=True):
             decode_place(encoded.tobytes(), call)
 
-    def _open_reduction(self, call: Call, turn: Turn, array: Array, out: Array) -> Steps:
+    def _open_reduction(self, call: Call, array: Array, out: Array) -> Steps:
         """Headers if a reduction needs them, the places of shared arrays, and the channel."""
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
-        device = is_device_array(array)
+        device = type(array) is not np.ndarray and is_device_array(array)
         if not (self._backend.check_collectives or small or self._regions.count or device):
             return None, None, self._group.channel
-        places = self._backend._places(array, out)
-        headers = yield from self.open(call, turn, array, places, on_device=device)
+        places = self._places(array, out) if self._regions.count else NOWHERE
+        headers = yield from self.open(call, array, places, on_device=device)
         if headers.all_inline:
             return headers, None, self._group.channel
         all_places, any_on_device = headers.places()
         channel = self._group.messages if any_on_device else self._group.channel
         is_shared = self._regions.count and self._nodes.arrays_are_shared(all_places)
         return headers, all_places if is_shared else None, channel
+
+    def _places(self, array: Array, out: Array | None) -> Places:
+        """Where ``array`` and its result lie in memory that the node's ranks share."""
+        return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _reduce_inline(
         self,
@@ -135,88 +163,90 @@ class Collectives:
 
     # --------------------------------------------------------------------------------- reductions
 
+    @in_turn
     def all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         """See `CommunicationBackend._steps_all_reduce`; so for all collectives here."""
         assert call.operation is not None
-        with self._group.turn() as turn:
-            headers, places, channel = yield from self._open_reduction(call, turn, array, out)
-            flat, result = array.reshape(-1), out.reshape(-1)
-            sizes = ShardLayout(result.size, self._world_size).sizes
-            if headers is not None and headers.all_inline:
-                self._reduce_inline(headers, call.operation, result)
+        headers, places, channel = yield from self._open_reduction(call, array, out)
+        flat, result = array.reshape(-1), out.reshape(-1)
+        sizes, starts = even_pieces(result.size, self._world_size)
+        if headers is not None and headers.all_inline:
+            self._reduce_inline(headers, call.operation, result)
+        else:
+            yield from self.turn(call)
+            if places is not None:
+                self._refuse_overlaps(places, array, out, [0] * self._world_size)
+                results_are_shared = self._nodes.results_are_shared(places)
+                if results_are_shared or all(own == into for own, into in places):
+                    arrays = self._peer_arrays(places, flat)
+                    yield from self._all_reduce_in_place(
+                        arrays, call.operation, result, is_shared=results_are_shared
+                    )
+                    return out
+            if array is not out and _overlap(array, out):
+                flat = flat.copy()
+            if self._world_size == 1:
+                self._reducer.reduce([flat], call.operation, result)
             else:
-                yield turn
-                if places is not None:
-                    self._refuse_overlaps(places, array, out, [0] * self._world_size)
-                    results_are_shared = self._nodes.results_are_shared(places)
-                    if results_are_shared or all(own == into for own, into in places):
-                        arrays = self._peer_arrays(places, flat)
-                        yield from self._all_reduce_in_place(
-                            arrays, call.operation, result, is_shared=results_are_shared
-                        )
-                        return out
-                if array is not out and _overlap(array, out):
-                    flat = flat.copy()
-                yield from self._all_reduce_by(channel, flat, sizes, call.operation, result)
-            self._traffic.count_all_reduce(call, sizes)
-            return out
+                pieces = list(zip(starts, sizes, strict=True))
+                yield from self._all_reduce_by(channel, flat, pieces, call.operation, result)
+        self._traffic.count_all_reduce(call, sizes)
+        return out
 
     def _all_reduce_by(
         self,
         channel: Channel,
         array: Array,
-        sizes: Sequence[int],
+        pieces: Sequence[tuple[int, int]],
         operation: ReductionOperation,
         result: Array,
     ) -> Steps:
-        """In rounds: combine some of each rank's piece, and give it to all while it is cached."""
-        if self._world_size == 1:
-            self._reducer.reduce([array], operation, result)
-            return
-        starts = starts_of(sizes)
-        step = channel.longest_each(array.itemsize)
-        for low in range(0, max(sizes), step):
-            parts = [
-                slice(start + low, start + min(size, low + step)) if size > low else slice(0)
-                for start, size in zip(starts, sizes, strict=True)
-            ]
-            targets = [result[part] for part in parts]
-            own = targets[self._rank]
-            yield from channel.reduce([array[part] for part in parts], operation, own)
+        """In rounds: combine some of each rank's piece, and give it to all while it is cached.
+
+        ``pieces`` holds the start and the size of each rank's; the first is the longest.
+        """
+        step = channel.bytes_each // array.itemsize
+        for low in range(0, pieces[0][1], step):
+            parts, targets = [], []
+            for start, size in pieces:
+                part = slice(start + low, start + max(low, min(size, low + step)))
+                parts.append(array[part])
+                targets.append(result[part])
+            yield from channel.reduce(parts, operation, targets[self._rank])
             yield from channel.spread(targets)
 
+    @in_turn
     def reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
         """Combine into ``out`` this rank's rows."""
         assert call.operation is not None
-        with self._group.turn() as turn:
-            headers, places, channel = yield from self._open_reduction(call, turn, array, out)
-            row = int(np.prod(array.shape[1:], dtype=np.int64))
-            sizes = [count * row for count in counts]
-            starts = starts_of(sizes)
-            mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
-            flat, result = array.reshape(-1), out.reshape(-1)
-            piece = result
-            if _overlap(array, out, flat[mine]):
-                piece = array_namespace(out).empty(result.shape, result.dtype)
-            if headers is not None and headers.all_inline:
-                self._reduce_inline(headers, call.operation, piece, mine)
-                self._traffic.count_reduce_scatter(call, counts)
+        headers, places, channel = yield from self._open_reduction(call, array, out)
+        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        sizes = [count * row for count in counts]
+        starts = starts_of(sizes)
+        mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
+        flat, result = array.reshape(-1), out.reshape(-1)
+        piece = result
+        if _overlap(array, out, flat[mine]):
+            piece = array_namespace(out).empty(result.shape, result.dtype)
+        if headers is not None and headers.all_inline:
+            self._reduce_inline(headers, call.operation, piece, mine)
+            self._traffic.count_reduce_scatter(call, counts)
+        else:
+            yield from self.turn(call)
+            if places is not None:
+                offsets = [start * array.itemsize for start in starts]
+                self._refuse_overlaps(places, array, out, offsets)
+                arrays = self._peer_arrays(places, flat)
+                yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
+                yield self._group.fence()
             else:
-                yield turn
-                if places is not None:
-                    offsets = [start * array.itemsize for start in starts]
-                    self._refuse_overlaps(places, array, out, offsets)
-                    arrays = self._peer_arrays(places, flat)
-                    yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
-                    yield self._group.fence()
-                else:
-                    yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
-                    self._traffic.count_reduce_scatter(call, counts)
-            if piece is not result:
-                result[...] = piece
-            return out
+                yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
+                self._traffic.count_reduce_scatter(call, counts)
+        if piece is not result:
+            result[...] = piece
+        return out
 
     def _reduce_by(
         self,
@@ -230,161 +260,162 @@ class Collectives:
             self._reducer.reduce([array], operation, piece)
             return
         pieces = split_up(array, sizes)
-        step = channel.longest_each(array.itemsize)
+        step = channel.bytes_each // array.itemsize
         for low in range(0, max(sizes), step):
             parts = [part[low : low + step] for part in pieces]
             yield from channel.reduce(parts, operation, piece[low : low + step])
 
     # ----------------------------------------------------------------------------------- movement
 
+    @in_turn
     def all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
         """All ranks' rows in ``out``, or in a new array."""
-        with self._group.turn() as turn:
-            headers = yield from self.open(
-                call, turn, array, self._backend._places(array, out),
-                on_device=is_device_array(array),
-            )  # fmt: skip
-            rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-            if out is None:
-                out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-            row = int(np.prod(array.shape[1:], dtype=np.int64))
-            sizes = [count * row for count in rows]
-            flat, result = array.reshape(-1), out.reshape(-1)
-            if headers.all_inline:
-                arrays = [headers.inline(r) for r in range(self._world_size)]
-                np.concatenate(arrays, out=result)
-            else:
-                yield turn
-                places, any_on_device = headers.places()
-                pieces = split_up(result, sizes)
-                mine = pieces[self._rank]
-                if address(mine) != address(flat):
-                    mine[...] = flat
-                if self._nodes.results_are_shared(places):
-                    if self._nodes.count > 1:
-                        yield from self._exchange_pieces(pieces)
-                    self._traffic.count_shared_gather(sizes, array.dtype)
-                    yield self._group.fence()
-                    return out
-                channel = self._group.messages if any_on_device else self._group.channel
-                step = channel.longest(array.itemsize)
-                for low in range(0, max(sizes) if self._world_size > 1 else 0, step):
-                    yield from channel.spread([piece[low : low + step] for piece in pieces])
-            self._traffic.count_all_gather(array)
-            return out
+        headers = yield from self.open(
+            call,
+            array,
+            self._places(array, out) if self._regions.count else NOWHERE,
+            on_device=is_device_array(array),
+        )
+        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+        if out is None:
+            out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
+        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        sizes = [count * row for count in rows]
+        flat, result = array.reshape(-1), out.reshape(-1)
+        if headers.all_inline:
+            arrays = [headers.inline(r) for r in range(self._world_size)]
+            np.concatenate(arrays, out=result)
+        else:
+            yield from self.turn(call)
+            places, any_on_device = headers.places()
+            pieces = split_up(result, sizes)
+            mine = pieces[self._rank]
+            if address(mine) != address(flat):
+                mine[...] = flat
+            if self._nodes.results_are_shared(places):
+                if self._nodes.count > 1:
+                    yield from self._exchange_pieces(pieces)
+                self._traffic.count_shared_gather(sizes, array.dtype)
+                yield self._group.fence()
+                return out
+            channel = self._group.messages if any_on_device else self._group.channel
+            step = channel.bytes_all // array.itemsize
+            for low in range(0, max(sizes) if self._world_size > 1 else 0, step):
+                yield from channel.spread([piece[low : low + step] for piece in pieces])
+        self._traffic.count_all_gather(array)
+        return out
 
+    @in_turn
     def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
         """The root's array on all ranks."""
-        with self._group.turn() as turn:
-            payload = array if self._rank == root else None
-            on_device = array is not None and is_device_array(array)
-            headers = yield from self.open(call, turn, payload, on_device=on_device)
-            sent = headers.calls[root]
-            if array is None:
-                array = np.empty(sent.shape or (), sent.dtype)
-            if sent.nbytes <= INLINE_BYTES:
-                if self._rank != root:
-                    array.reshape(-1)[...] = headers.inline(root)
-            elif self._world_size > 1:
-                yield turn
-                flat = array.reshape(-1)
-                channel = self._group.messages if settings.cuda_aware() else self._group.channel
-                step = channel.longest(flat.itemsize)
-                for low in range(0, flat.size, step):
-                    yield from channel.broadcast(flat[low : low + step], root)
-            self._traffic.count_broadcast(array, root)
-            return array
+        payload = array if self._rank == root else None
+        on_device = array is not None and is_device_array(array)
+        headers = yield from self.open(call, payload, on_device=on_device)
+        sent = headers.calls[root]
+        if array is None:
+            array = np.empty(sent.shape or (), sent.dtype)
+        if sent.nbytes <= INLINE_BYTES:
+            if self._rank != root:
+                array.reshape(-1)[...] = headers.inline(root)
+        elif self._world_size > 1:
+            yield from self.turn(call)
+            flat = array.reshape(-1)
+            channel = self._group.messages if settings.cuda_aware() else self._group.channel
+            step = channel.bytes_all // flat.itemsize
+            for low in range(0, flat.size, step):
+                yield from channel.broadcast(flat[low : low + step], root)
+        self._traffic.count_broadcast(array, root)
+        return array
 
+    @in_turn
     def scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
         """A new array of this rank's rows of the root's."""
-        with self._group.turn() as turn:
-            is_root = self._rank == root
-            longest = np.array([max(counts) if is_root and counts else 0], np.int64)
-            headers = yield from self.open(call, turn, longest)
-            sent = headers.calls[root]
-            assert sent.dtype is not None
-            assert sent.shape is not None
-            row = int(np.prod(sent.shape[1:], dtype=np.int64))
-            if self._world_size == 1:
+        is_root = self._rank == root
+        longest = np.array([max(counts) if is_root and counts else 0], np.int64)
+        headers = yield from self.open(call, longest)
+        sent = headers.calls[root]
+        assert sent.dtype is not None
+        assert sent.shape is not None
+        row = int(np.prod(sent.shape[1:], dtype=np.int64))
+        if self._world_size == 1:
+            assert array is not None
+            piece = array.copy()
+        else:
+            yield from self.turn(call)
+            nothing = np.empty(0, sent.dtype)
+            outgoing: list[Array] = [nothing] * self._world_size
+            lengths = [np.empty(0, np.int64)] * self._world_size
+            length = np.array([counts[root] if is_root and counts else 0])
+            if is_root:
                 assert array is not None
-                piece = array.copy()
+                assert counts is not None
+                outgoing = split_up(array.reshape(-1), [count * row for count in counts])
+                lengths = [np.array([count]) for count in counts]
+            incoming = [np.empty(0, np.int64)] * self._world_size
+            if not is_root:
+                incoming[root] = length
+            yield from self._group.channel.move(lengths, incoming)
+            piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
+            arriving: list[Array] = [nothing] * self._world_size
+            if is_root:
+                piece.reshape(-1)[...] = outgoing[root]
             else:
-                yield turn
-                nothing = np.empty(0, sent.dtype)
-                outgoing: list[Array] = [nothing] * self._world_size
-                lengths = [np.empty(0, np.int64)] * self._world_size
-                length = np.array([counts[root] if is_root and counts else 0])
-                if is_root:
-                    assert array is not None
-                    assert counts is not None
-                    outgoing = split_up(array.reshape(-1), [count * row for count in counts])
-                    lengths = [np.array([count]) for count in counts]
-                incoming = [np.empty(0, np.int64)] * self._world_size
-                if not is_root:
-                    incoming[root] = length
-                yield from self._group.channel.move(lengths, incoming)
-                piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
-                arriving: list[Array] = [nothing] * self._world_size
-                if is_root:
-                    piece.reshape(-1)[...] = outgoing[root]
-                else:
-                    arriving[root] = piece.reshape(-1)
-                yield from self._move(outgoing, arriving, headers.integers(1)[root][0] * row)
-            self._traffic.count_scatter(array if is_root else None, piece)
-            return piece
+                arriving[root] = piece.reshape(-1)
+            yield from self._move(outgoing, arriving, headers.integers(1)[root][0] * row)
+        self._traffic.count_scatter(array if is_root else None, piece)
+        return piece
 
+    @in_turn
     def gather(self, call: Call, array: Array, root: int) -> Steps:
         """All ranks' rows, a new array, on the root."""
-        with self._group.turn() as turn:
-            headers = yield from self.open(call, turn, array)
-            is_root = self._rank == root
-            rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-            row = int(np.prod(array.shape[1:], dtype=np.int64))
-            sizes = [count * row for count in rows]
-            result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
-            if headers.all_inline:
-                if result is not None:
-                    arrays = [headers.inline(rank) for rank in range(self._world_size)]
-                    np.concatenate(arrays, out=result.reshape(-1))
-            else:
-                yield turn
-                nothing = np.empty(0, array.dtype)
-                outgoing: list[Array] = [nothing] * self._world_size
-                incoming: list[Array] = [nothing] * self._world_size
-                outgoing[root] = array.reshape(-1)
-                if result is not None:
-                    incoming = split_up(result.reshape(-1), sizes)
-                    incoming[root][...] = outgoing[root]
-                yield from self._move(outgoing, incoming, max(sizes))
-            self._traffic.count_gather(array, root)
-            return result
+        headers = yield from self.open(call, array)
+        is_root = self._rank == root
+        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        sizes = [count * row for count in rows]
+        result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
+        if headers.all_inline:
+            if result is not None:
+                arrays = [headers.inline(rank) for rank in range(self._world_size)]
+                np.concatenate(arrays, out=result.reshape(-1))
+        else:
+            yield from self.turn(call)
+            nothing = np.empty(0, array.dtype)
+            outgoing: list[Array] = [nothing] * self._world_size
+            incoming: list[Array] = [nothing] * self._world_size
+            outgoing[root] = array.reshape(-1)
+            if result is not None:
+                incoming = split_up(result.reshape(-1), sizes)
+                incoming[root][...] = outgoing[root]
+            yield from self._move(outgoing, incoming, max(sizes))
+        self._traffic.count_gather(array, root)
+        return result
 
+    @in_turn
     def all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         """A list of new arrays, one from each rank."""
-        with self._group.turn() as turn:
-            longest = np.array([max(part.size for part in parts)], np.int64)
-            headers = yield from self.open(call, turn, longest)
-            received = [parts[0].copy()]
-            if self._world_size > 1:
-                yield turn
-                shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
-                for shape, part in zip(shapes[0], parts, strict=True):
-                    shape[: 1 + part.ndim] = part.ndim, *part.shape
-                shapes[1, self._rank] = shapes[0, self._rank]
-                yield from self._group.channel.move(list(shapes[0]), list(shapes[1]))
-                received = [
-                    np.empty(tuple(dims[:ndim]), parts[0].dtype)
-                    for ndim, *dims in shapes[1].tolist()
-                ]
-                received[self._rank][...] = parts[self._rank]
-                outgoing = [part.reshape(-1) for part in parts]
-                incoming = [array.reshape(-1) for array in received]
-                length = max(longest for (longest,) in headers.integers(1))
-                yield from self._move(outgoing, incoming, length)
-            self._traffic.count_all_to_all(parts)
-            return received
+        longest = np.array([max(part.size for part in parts)], np.int64)
+        headers = yield from self.open(call, longest)
+        received = [parts[0].copy()]
+        if self._world_size > 1:
+            yield from self.turn(call)
+            shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
+            for shape, part in zip(shapes[0], parts, strict=True):
+                shape[: 1 + part.ndim] = part.ndim, *part.shape
+            shapes[1, self._rank] = shapes[0, self._rank]
+            yield from self._group.channel.move(list(shapes[0]), list(shapes[1]))
+            received = [
+                np.empty(tuple(dims[:ndim]), parts[0].dtype) for ndim, *dims in shapes[1].tolist()
+            ]
+            received[self._rank][...] = parts[self._rank]
+            outgoing = [part.reshape(-1) for part in parts]
+            incoming = [array.reshape(-1) for array in received]
+            length = max(longest for (longest,) in headers.integers(1))
+            yield from self._move(outgoing, incoming, length)
+        self._traffic.count_all_to_all(parts)
+        return received
 
     def _move(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> Steps:
         """Send ``outgoing[r]`` to rank r, and receive its ``incoming[r]``.
@@ -393,17 +424,17 @@ class Collectives:
         """
         if self._world_size == 1:
             return
-        step = self._group.channel.longest_each(outgoing[0].itemsize)
+        step = self._group.channel.bytes_each // outgoing[0].itemsize
         for low in range(0, longest, step):
             yield from self._group.channel.move(
                 [part[low : low + step] for part in outgoing],
                 [part[low : low + step] for part in incoming],
             )
 
+    @in_turn
     def barrier(self, call: Call) -> Steps:
         """End when every rank has called it: the headers say so."""
-        with self._group.turn() as turn:
-            yield from self.open(call, turn)
+        yield from self.open(call)
 
     # --------------------------------------------------------------- arrays that the ranks share
 
@@ -489,7 +520,7 @@ class Collectives:
         wide = accumulation_dtype(own[0].dtype)
         clients = nodes.clients()
         senders = [nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own]
-        step = max(1, self._group.channel.longest_each(wide.itemsize) // max(map(len, trees)))
+        step = max(1, self._group.channel.bytes_each // wide.itemsize // max(map(len, trees)))
         for low in range(0, max(sizes), step):
             lengths = [max(0, min(step, size - low)) for size in sizes]
             outgoing = [np.empty(0, wide) for _ in world]
@@ -535,6 +566,13 @@ class Collectives:
         outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
         incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
         yield from self._group.messages.move(outgoing, incoming)
+
+
+@functools.lru_cache(maxsize=4096)
+def even_pieces(length: int, world_size: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The size of each rank's piece of ``length`` elements, and where it begins."""
+    sizes = ShardLayout(length, world_size).sizes
+    return sizes, starts_of(sizes)
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:

@@ -33,7 +33,6 @@ from mpishard.communication.mpi.messages import (
     Message,
     MessageChannel,
     Pending,
-    Turn,
     post_bytes,
 )
 from mpishard.communication.mpi.node_memory import RowChannel
@@ -95,13 +94,13 @@ class Group:
         """The channel of data."""
         if rings is not None and rows is not None:
             self.channel = RowChannel(*rows, self.rank, reducer, rings.fence)
-        self._turns: deque[Turn] = deque()
+        self.turns: deque[object] = deque()
+        """The collectives that were issued and have not ended, oldest first."""
         self.expected: set[Expected] = set()
         """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
-        self._unread: list[tuple[Posted | PostedMessage, Call]] = []  # headers under way
         self._answered_leave = False
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
@@ -122,10 +121,6 @@ class Group:
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
 
-    def turn(self) -> Turn:
-        """A place behind all collectives that were issued before, for data and fences."""
-        return Turn(self._turns)
-
     def fence(self) -> Waitable:
         """Be true when every rank has come to this fence, in the order of their turns."""
         return self.exchange.fence()
@@ -133,24 +128,6 @@ class Group:
     def keep(self, request: Any, *arrays: object) -> Pending:
         """A request under way, which reads and writes ``arrays``."""
         return Pending(request, self.in_flight, *arrays)
-
-    # ----------------------------------------------------------------------------------- headers
-
-    def post_header(self, row: bytearray, own: Call) -> Posted | PostedMessage:
-        """Send the header of ``own``; `read_headers` takes those of all, when they have come."""
-        posted = self.exchange.post(row)
-        self._unread.append((posted, own))
-        return posted
-
-    def read_headers(self, posted: Posted | PostedMessage, own: Call) -> Headers:
-        """The headers that have come."""
-        self._unread = [unread for unread in self._unread if unread[0] is not posted]
-        headers = Headers(posted.rows, own, self.rank)
-        if _has_leave(headers):
-            self._answered_leave = True
-            if self.is_leaving:
-                self.unanswered, self._leave_call = own, None
-        return headers
 
     # ----------------------------------------------------------------------------------- leaving
 
@@ -167,18 +144,25 @@ class Group:
         calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
         return all(call.kind is Kind.LEAVE for call in calls)
 
+    def note_leave(self, own: Call) -> None:
+        """Take note of a LEAVE of another rank that the header of ``own`` met."""
+        self._answered_leave = True
+        if self.is_leaving:
+            self.unanswered, self._leave_call = own, None
+
     def leave(self) -> None:
         """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
         if self.is_leaving:
             return
         for receive in tuple(self.expected):
             receive.withdraw()
-        if self._answered_leave or (self.broken and self._unread):
+        if self._answered_leave or (self.broken and self.exchange.unread):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True
             return
         call = self._leave_call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
-        self._leaving = self.exchange.post(make_row(call))
+        self._leaving = self.exchange.post(make_row(call), call)
+        del self.exchange.unread[self._leaving]
 
     def has_left(self) -> bool:
         """Whether every other rank has answered the LEAVE. Never blocks."""
@@ -188,8 +172,8 @@ class Group:
 
     def _met_leave(self) -> bool:
         """Whether a header that nobody here waits for met a LEAVE: then ours meets none."""
-        for posted, own in self._unread:
-            if posted.test() and _has_leave(Headers(posted.rows, own, self.rank)):
+        for posted, own in self.exchange.unread.items():
+            if posted.test() and Headers(posted.rows, own, self.rank).has_leave:
                 self.unanswered, self._leave_call = own, None
                 return True
         return False
@@ -299,7 +283,3 @@ def _duplicate(comm: Any) -> Any:
     while not request.Test():
         yield_processor()
     return duplicate
-
-
-def _has_leave(headers: Headers) -> bool:
-    return not headers.identical and any(call.kind is Kind.LEAVE for call in headers.calls)

@@ -24,9 +24,9 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.contract.arena import PRIVATE, Places
-from mpishard.communication.contract.call import HEADER_BYTES, Call
+from mpishard.communication.contract.call import HEADER_BYTES, Call, Kind
 from mpishard.communication.contract.work import Waitable
-from mpishard.communication.mpi.messages import Condition, Pending
+from mpishard.communication.mpi.messages import Pending
 
 __all__ = [
     "INLINE_BYTES",
@@ -47,6 +47,7 @@ INLINE_BYTES = 128
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Number of bytes that each rank sends."""
 
+_HEADER = struct.Struct(f"q{HEADER_BYTES - 8}s")
 _PLACES = struct.Struct("=4q?")
 
 
@@ -64,7 +65,7 @@ def make_row(
     ``on_device``.
     """
     row = bytearray(ROW_BYTES)
-    call.encode(row)
+    _HEADER.pack_into(row, 0, call.sequence, call.description)
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
             row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
@@ -88,18 +89,26 @@ class Headers:
 
     def __init__(self, rows: bytearray, own: Call, rank: int) -> None:
         self._rows = rows
-        starts = range(0, len(rows), ROW_BYTES)
-        mine = rows[starts[rank] : starts[rank] + HEADER_BYTES]
-        self.identical = all(rows[start : start + HEADER_BYTES] == mine for start in starts)
-        self.calls: Sequence[Call] = (
-            (own,) * len(starts)
-            if self.identical
-            else tuple(Call.decode(rows, start) for start in starts)
-        )
-        self.all_inline = all(
-            call.nbytes <= INLINE_BYTES for call in self.calls[: 1 if self.identical else None]
-        )
+        ranks = len(rows) // ROW_BYTES
+        start = rank * ROW_BYTES
+        header = rows[start : start + HEADER_BYTES]
+        self.identical = True
+        for start in range(0, len(rows), ROW_BYTES):
+            if rows[start : start + HEADER_BYTES] != header:
+                self.identical = False
+                break
+        if self.identical:
+            self.calls: Sequence[Call] = (own,) * ranks
+            self.all_inline = own.nbytes <= INLINE_BYTES
+        else:
+            self.calls = [Call.decode(rows, start) for start in range(0, len(rows), ROW_BYTES)]
+            self.all_inline = all(call.nbytes <= INLINE_BYTES for call in self.calls)
         """Whether every rank's array came with its header."""
+
+    @property
+    def has_leave(self) -> bool:
+        """Whether a rank leaves, while another calls a collective."""
+        return not self.identical and any(call.kind is Kind.LEAVE for call in self.calls)
 
     def inline(self, rank: int) -> Array:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
@@ -147,6 +156,23 @@ class Posted(Waitable):
         return self.done
 
 
+class Fence(Waitable):
+    """A fence of a `RingExchange`: true when every rank has come to it."""
+
+    __slots__ = ("_number", "_numbers", "_peers")
+
+    def __init__(self, numbers: memoryview, own: int, peers: Sequence[int]) -> None:
+        self._numbers, self._peers = numbers, peers
+        self._number = numbers[own] = numbers[own] + 1
+
+    def test(self) -> bool:
+        numbers, number = self._numbers, self._number
+        for peer in self._peers:  # noqa: SIM110 - half the time of all()
+            if numbers[peer] < number:
+                return False
+        return True
+
+
 class PostedMessage(Pending):
     """As `Posted`, by messages."""
 
@@ -156,9 +182,13 @@ class PostedMessage(Pending):
 class Exchange(ABC):
     """How the ranks of one group exchange rows, and wait for one another."""
 
+    def __init__(self) -> None:
+        self.unread: dict[Posted | PostedMessage, Call] = {}
+        """Headers that were posted and are not read yet: whoever reads one takes it out."""
+
     @abstractmethod
-    def post(self, row: bytearray) -> Posted | PostedMessage:
-        """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
+    def post(self, row: bytearray, own: Call) -> Posted | PostedMessage:
+        """Exchange rows of `ROW_BYTES` bytes, in order of issue, for ``own``. Never blocks."""
 
     @abstractmethod
     def fence(self) -> Waitable:
@@ -182,17 +212,19 @@ class MessageExchange(Exchange):
     """
 
     def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
+        super().__init__()
         self._byte = mpi.BYTE
         self._headers, self._data = headers, data
         self._in_flight = in_flight
 
-    def post(self, row: bytearray) -> PostedMessage:
+    def post(self, row: bytearray, own: Call) -> PostedMessage:
         rows = bytearray(self._headers.Get_size() * ROW_BYTES)
         request = self._headers.Iallgather(
             [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
         )
         posted = PostedMessage(request, self._in_flight, row)
         posted.rows = rows
+        self.unread[posted] = own
         return posted
 
     def fence(self) -> Waitable:
@@ -294,13 +326,14 @@ class RingExchange(Exchange):
     """
 
     def __init__(self, rings: Rings, taken: Sequence[Ring], rank: int) -> None:
+        super().__init__()
         self._rank = rank
         self._bytes = memoryview(rings.memory)
         self._numbers = self._bytes.cast("q")
         self._rings = rings
         self._closed = False
         self._ring = taken[rank][0]
-        self._last = self._fences = max(last for _, last in taken)
+        self._last = max(last for _, last in taken)
         starts = [ring * _RING_BYTES for ring, _ in taken]
         peers = [other for other in range(len(taken)) if other != rank]
         self._rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
@@ -315,9 +348,10 @@ class RingExchange(Exchange):
         self._posted: deque[Posted] = deque()
         self._numbers[self._read] = self._numbers[self._fence] = self._last
 
-    def post(self, row: bytearray) -> Posted:
+    def post(self, row: bytearray, own: Call) -> Posted:
         self._last += 1
         posted = Posted(self, self._last, row, len(self._rows[0]))
+        self.unread[posted] = own
         self._posted.append(posted)
         self._unsent.append(posted)
         self._send()
@@ -365,23 +399,13 @@ class RingExchange(Exchange):
             self._unsent.popleft()
 
     def fence(self) -> Waitable:
-        self._fences += 1
-        number = self._numbers[self._fence] = self._fences
-        numbers, peers = self._numbers, self._peer_fences
-
-        def all_have_come() -> bool:
-            for index in peers:  # noqa: SIM110 - half the time of all()
-                if numbers[index] < number:
-                    return False
-            return True
-
-        return Condition(all_have_come)
+        return Fence(self._numbers, self._fence, self._peer_fences)
 
     def close(self) -> None:
         if self._closed:
             return
         if all(self._numbers[index] >= self._last for index in self._reads):
             self._closed = True
-            self._rings.put_back((self._ring, max(self._last, self._fences)))
+            self._rings.put_back((self._ring, max(self._last, self._numbers[self._fence])))
         else:
             self._rings.close_later(self)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mpishard import settings
-from mpishard.communication.failure import marks
+from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
@@ -111,10 +111,14 @@ def _start_under_watch() -> ModuleType:
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
     check_machine(MPI.Get_library_version())
-    marks.mark(f"{marks.STARTING}{os.getpid()}")
+    page = own_page()  # that of the world takes its place
+    if page is not None:
+        page.end(RankState.STARTED)
     watchdog.start()
     with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
         _initialize(MPI, rc)
+    if page is not None:
+        page.end(RankState.LEFT)
     return MPI
 
 

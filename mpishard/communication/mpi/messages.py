@@ -176,18 +176,17 @@ class Channel(Protocol):
     """How the data of collectives travel between the ranks of a group, in rounds.
 
     Every rank makes the same calls in the same order. All arrays are flat and of one dtype; each
-    is at most as long as `longest` or `longest_each` says.
+    has at most as many bytes as `bytes_all` or `bytes_each` says.
     """
+
+    bytes_all: int
+    """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
+    bytes_each: int
+    """Most bytes that a rank sends to each other in one round of `reduce` or `move`."""
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes kept from one collective to the next."""
-
-    def longest(self, itemsize: int) -> int:
-        """Most elements that a rank sends to all others in one round of `spread`."""
-
-    def longest_each(self, itemsize: int) -> int:
-        """Most elements that a rank sends to each other in one round of `reduce` or `move`."""
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
@@ -230,17 +229,13 @@ class MessageChannel:
         self._in_flight = in_flight
         self._reducer = reducer
         self._pool = ScratchPool()
+        self.bytes_all = _LARGE_BYTES
+        self.bytes_each = max(16, self.ROUND_BYTES // max(1, self._world_size - 1))
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes kept from one collective to the next."""
         return self._pool.nbytes
-
-    def longest(self, itemsize: int) -> int:
-        return _LARGE_BYTES // itemsize
-
-    def longest_each(self, itemsize: int) -> int:
-        return max(1, self.ROUND_BYTES // (itemsize * max(1, self._world_size - 1)))
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         own = parts[self._rank]

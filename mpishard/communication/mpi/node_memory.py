@@ -73,11 +73,14 @@ class RowChannel:
     ) -> None:
         rows = memory.reshape(-1, 2, self.ROW_BYTES)
         self._sets = [[rows[place, turn] for place in places] for turn in range(2)]
+        self._views: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
         self._turn = 0
+        self.bytes_all = self.ROW_BYTES
+        # Each slot of a row begins on a cache line, and so aligned for every dtype.
+        self.bytes_each = self.ROW_BYTES // len(places) // 64 * 64
         self.scratch_bytes = 0
         """Bytes of this rank's rows, once it has written one."""
         self._rank = rank
-        self._world_size = len(places)
         self._reducer = reducer
         self._fence = fence
 
@@ -86,23 +89,18 @@ class RowChannel:
         """Bytes of so many pairs of rows. They take no pages until they are first written."""
         return pairs * 2 * cls.ROW_BYTES
 
-    def longest(self, itemsize: int) -> int:
-        return self.ROW_BYTES // itemsize
-
-    def longest_each(self, itemsize: int) -> int:
-        return self.ROW_BYTES // itemsize // self._world_size
-
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         own, rank = parts[self._rank], self._rank
-        slot = self.longest_each(own.itemsize)
+        slot, length = self.bytes_each // own.itemsize, own.size
         rows = self._rows(own.dtype)
+        contributions: list[Array] = []
         for other, part in enumerate(parts):
-            if other != rank:
+            if other == rank:
+                contributions.append(own)
+            else:
                 rows[rank][other * slot : other * slot + part.size] = part
+                contributions.append(rows[other][rank * slot : rank * slot + length])
         yield self._fence()
-        mine = slice(rank * slot, rank * slot + own.size)
-        contributions = [row[mine] for row in rows]
-        contributions[rank] = own
         self._reducer.reduce(contributions, operation, piece)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
@@ -116,7 +114,7 @@ class RowChannel:
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         dtype, rank = outgoing[0].dtype, self._rank
-        slot = self.longest_each(dtype.itemsize)
+        slot = self.bytes_each // dtype.itemsize
         rows = self._rows(dtype)
         for other, part in enumerate(outgoing):
             if other != rank:
@@ -136,9 +134,12 @@ class RowChannel:
 
     def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
         """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""
-        self._turn = 1 - self._turn
-        self.scratch_bytes = 2 * self.ROW_BYTES
-        return [row.view(dtype) for row in self._sets[self._turn]]
+        self._turn = turn = 1 - self._turn
+        rows = self._views.get((turn, dtype))
+        if rows is None:
+            rows = self._views[turn, dtype] = [row.view(dtype) for row in self._sets[turn]]
+            self.scratch_bytes = 2 * self.ROW_BYTES
+        return rows
 
 
 Requests = Generator[Any, None, Any]

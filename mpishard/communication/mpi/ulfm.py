@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +25,11 @@ from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
-__all__ = ["OnFailure", "Ulfm", "check_on_failure", "check_survivable", "is_loss"]
-
-OnFailure = Literal["abort", "shrink"]
-"""The fate of the other ranks if one is gone: they end with it, or go on without it."""
+__all__ = ["Ulfm", "check_survivable", "is_loss"]
 
 _STIRS = 16  # calls after which Open MPI has looked at what its launcher says
 _LEARN_SECONDS = 1.0
 _UNNOTICED_SECONDS = 2.0
-
-
-def check_on_failure(on_failure: str) -> None:
-    """Refuse a value that is no `OnFailure`, with `ValueError`."""
-    if on_failure not in ("abort", "shrink"):
-        raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
 def check_survivable(library_version: str) -> None:

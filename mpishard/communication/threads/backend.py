@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -114,10 +114,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if self._is_root:
                 self._world = self._next_world()
             assert self._world is not None
-            self._world.members[self._rank] = self
-            self._world.left.pop(self._rank, None)
+            with self._world.changed:
+                self._world.members[self._rank] = self
+                self._world.left.pop(self._rank, None)
+                self._world.pages[self._me] = self.status
         if self._is_root:
-            self._world.pages[self._rank] = self.status
             # Whatever was under way in an earlier world of this backend belongs to no world now.
             self._sequence = 0
             self._pending.clear()
@@ -189,18 +190,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _shrink(self) -> Self:
         world = self._joined()
-        left = self._timeout or math.inf
+        deadline = world.clock.now() + (self._timeout or math.inf)
         with world.changed:
             world.survive(self._rank)
             while not world.has_heirs():
-                if left <= 0:
+                if not world.wait(deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
                         f"{sorted(world.absent() - {self._rank})}, which neither failed nor left: "
                         "every rank that is left calls it"
                     )
-                left = world.wait(left)
         _forget(self._environment_id, world)
         heir = type(self)(
             world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
@@ -219,55 +219,52 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # --------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        world = self._joined()
-        left = self._timeout or math.inf
+        world, family = self._joined(), tuple(self._family)
+        deadline = world.clock.now() + (self._timeout or math.inf)
         try:
             while True:
-                for member in tuple(self._family):
+                for member in family:
                     member.progress()
                 if work.done:
                     return
+                under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                 with world.changed:
-                    if not self._may_go_on():
-                        self._raise_if_hopeless(work, left)
+                    if not any(w.waitable is not None and w.waitable.test() for w in under_way):
+                        self._raise_if_hopeless(work)
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
-                        left = world.wait(left)
+                        if not world.wait(deadline):
+                            self._give_up(work)
         finally:
             if self.status.awaited is not None:
                 self.status.go_on()
 
-    def _may_go_on(self) -> bool:
-        """Whether anything that is under way on this rank need not wait any more."""
-        return any(
-            pending.waitable is not None and pending.waitable.test()
-            for member in tuple(self._family)
-            for pending in (*member._pending, *member._transfers)
-        )
-
-    def _raise_if_hopeless(self, work: Work, left: float) -> None:
-        """Raise if a rank that ``work`` waits for failed, left or is late. Needs the lock."""
+    def _raise_if_hopeless(self, work: Work) -> None:
+        """Raise if a rank that ``work`` waits for failed or left. Needs the lock."""
         world = self._joined()
         if world.failures:
             raise world.failures[0].error(f"{work.name} cannot complete", self._me)
-        awaited = work.waitable
-        assert isinstance(awaited, Awaited)
-        for local in awaited.missing():
+        assert isinstance(work.waitable, Awaited)
+        for local in work.waitable.missing():
             if local in world.left:
                 wait = self.label, self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
                 raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
-        if left <= 0:
-            missing = [world.global_ranks[local] for local in awaited.missing()]
-            text = (
-                f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
-                f"arrive. {describe_stall(world.records())}"
-            )
-            if isinstance(work, CollectiveWork):
-                # The ranks are out of step from here on. Those that have waited nearly as long
-                # are told now, and late ones when they come. A message may still be received.
-                world.end(Failure(missing[0], text, CollectiveTimeoutError))
-            raise CollectiveTimeoutError(text)
+
+    def _give_up(self, work: Work) -> NoReturn:
+        """Raise because ``work`` takes too long. Needs the lock."""
+        world = self._joined()
+        assert isinstance(work.waitable, Awaited)
+        missing = [world.global_ranks[local] for local in work.waitable.missing()]
+        text = (
+            f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
+            f"arrive. {describe_stall(world.records())}"
+        )
+        if isinstance(work, CollectiveWork):
+            # The ranks are out of step from here on. Those that have waited nearly as long
+            # are told now, and late ones when they come. A message may still be received.
+            world.end(Failure(missing[0], text, CollectiveTimeoutError))
+        raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
         return parting(self._joined().records(), self.label, upto=sequence)
@@ -302,24 +299,24 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         given = yield from self._open(call, (array, self._places(array, out)), array)
         places = [where for _, where in given]
-        layout = ShardLayout(int(array.size), self._world_size)
-        mine = layout.slice(self._rank)
+        sizes = ShardLayout(int(array.size), self._world_size).sizes
+        starts = list(itertools.accumulate(sizes, initial=0))
+        mine = slice(starts[self._rank], starts[self._rank + 1])
         near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
-        piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
+        piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
         self._reducer.reduce(near, call.operation, piece)
         pieces = yield from self._meet(call, 1, piece, piece)
         result = out.reshape(-1)
         out_is_shared = self.topology.results_are_shared(places)
-        nodes = self.topology
         for rank, other in enumerate(pieces):
-            if not out_is_shared or nodes.agent(rank) == self._rank:
-                copy_into(result[layout.slice(rank)], other)
-        if self.topology.arrays_are_shared(places) and out_is_shared:
-            self.traffic.count_shared_reduce(layout.sizes, array.dtype)
-            self.traffic.count_shared_gather(layout.sizes, array.dtype)
+            if not out_is_shared or self.topology.agent(rank) == self._rank:
+                copy_into(result[starts[rank] : starts[rank + 1]], other)
+        if out_is_shared and self.topology.arrays_are_shared(places):
+            self.traffic.count_shared_reduce(sizes, array.dtype)
+            self.traffic.count_shared_gather(sizes, array.dtype)
         else:
-            self.traffic.count_all_reduce(call, layout.sizes)
+            self.traffic.count_all_reduce(call, sizes)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
@@ -360,10 +357,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         # overwrite it waits so long.
         overlaps = not in_place and bool(array_namespace(out).may_share_memory(array, out))
         target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
-        nodes = self.topology
         for rank, (other, _) in enumerate(given):
-            is_mine = not out_is_shared or nodes.agent(rank) == self._rank
-            if is_mine and not (in_place and rank == self._rank):
+            is_there = in_place and rank == self._rank
+            if not is_there and (not out_is_shared or self.topology.agent(rank) == self._rank):
                 copy_into(target[starts[rank] : starts[rank + 1]], other)
         yield from self._meet(call, 1, None, target)
         if overlaps:
@@ -447,7 +443,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
         synchronize(array)
-        world, message = self._joined(), Message(array, destination, is_copy=is_copy)
+        world, message = self._joined(), Message(array, destination, is_copy)
         with world.changed:
             world.channel(self._rank, destination, tag).messages.append(message)
             world.changed.notify_all()

@@ -16,8 +16,13 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
-from mpishard.communication.failure.report import drop_internal_frames, failure_report, is_internal
-from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
+from mpishard.communication.failure.report import (
+    OnFailure,
+    check_on_failure,
+    drop_internal_frames,
+    failure_report,
+    is_internal,
+)
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
 from mpishard.communication.tracing.session import record_if_asked
@@ -95,16 +100,11 @@ def run_in_threads(
     check_on_failure(on_failure)
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
-    results: list[Any] = [None] * world_size
-
-    def body(backend: InMemoryCommunicationBackend) -> None:
-        results[backend.rank] = fn(backend, *args, **kwargs)
-
-    error = ranks.run(body)
+    error = ranks.run(lambda backend: fn(backend, *args, **kwargs))
     if error is not None:
         drop_internal_frames(error)
         raise error
-    return results
+    return ranks.results
 
 
 class _ThreadRanks:
@@ -117,11 +117,12 @@ class _ThreadRanks:
             for rank in range(world_size)
         ]
         self.survives = survives
+        self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[str, BaseException]] = []
         """Where each exception was raised, and the exception."""
         self.threads: list[threading.Thread] = []
 
-    def run(self, body: Callable[[InMemoryCommunicationBackend], None]) -> BaseException | None:
+    def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:
         """Call ``body`` on every rank; when all have ended, return the first failure."""
         self.threads = [
             threading.Thread(
@@ -180,12 +181,12 @@ class _ThreadRanks:
     def _run_rank(
         self,
         backend: InMemoryCommunicationBackend,
-        body: Callable[[InMemoryCommunicationBackend], None],
+        body: Callable[[InMemoryCommunicationBackend], Any],
     ) -> None:
         current_backend.set(backend)
         try:
             record_if_asked(backend)
-            body(backend)
+            self.results[backend.rank] = body(backend)
         except BaseException as error:  # noqa: BLE001 - raised by `run_in_threads`
             self.failures.append((f"on rank {backend.rank} of {len(self.backends)}", error))
             newest = backend._newest

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from mpishard import settings
 from mpishard.arrays import Array, beside, synchronize
 from mpishard.communication.contract.arena import number_nodes
+from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
@@ -29,7 +29,6 @@ __all__ = ["NO_RANK", "Awaited", "Channel", "Failure", "Message", "Receive", "Re
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
-_SLICE_SECONDS = 0.5
 _ABSENT = object()
 _losses = itertools.count()
 
@@ -42,14 +41,12 @@ class Awaited(Waitable):
         """The ranks that have not acted yet."""
 
 
+@dataclass(slots=True, eq=False)
 class Rendezvous(Awaited):
     """A point that all ranks pass, with the value that each leaves there."""
 
-    __slots__ = ("arrived", "values")
-
-    def __init__(self, world_size: int) -> None:
-        self.values: list[Any] = [_ABSENT] * world_size
-        self.arrived = 0
+    values: list[Any]
+    arrived: int = 0
 
     def test(self) -> bool:
         """Whether all ranks have come."""
@@ -59,6 +56,7 @@ class Rendezvous(Awaited):
         return [rank for rank, value in enumerate(self.values) if value is _ABSENT]
 
 
+@dataclass(slots=True, eq=False)
 class Message(Awaited):
     """A message on its way. Its sender may wait until the receiver has copied it.
 
@@ -72,13 +70,10 @@ class Message(Awaited):
         Whether the array is nobody else's. The sender's own is copied when it is received.
     """
 
-    __slots__ = ("array", "is_copy", "is_taken", "receiver")
-
-    def __init__(self, array: Array, receiver: int, *, is_copy: bool) -> None:
-        self.array = array
-        self.receiver = receiver
-        self.is_copy = is_copy
-        self.is_taken = False
+    array: Array
+    receiver: int
+    is_copy: bool
+    is_taken: bool = False
 
     def test(self) -> bool:
         """Whether the receiver has copied it."""
@@ -106,21 +101,19 @@ class Channel:
     receives: deque[Receive] = field(default_factory=deque)
 
 
+@dataclass(slots=True, eq=False)
 class Receive(Awaited):
     """The place in line of one receive."""
 
-    __slots__ = ("_channel", "_sender")
-
-    def __init__(self, channel: Channel, sender: int) -> None:
-        self._channel = channel
-        self._sender = sender
+    channel: Channel
+    sender: int
 
     def test(self) -> bool:
         """Whether it stands first in line and a message has come."""
-        return bool(self._channel.messages) and self._channel.receives[0] is self
+        return bool(self.channel.messages) and self.channel.receives[0] is self
 
     def missing(self) -> list[int]:
-        return [self._sender]
+        return [self.sender]
 
 
 @dataclass(slots=True)
@@ -156,8 +149,8 @@ class Failure:
 class World:
     """The state that the thread-ranks of one world share. Every field is guarded by ``changed``.
 
-    Worlds split from one another share ``changed``, ``failures`` and ``pages``, so that a failure
-    in any of them wakes every rank, and a report shows what each rank does in all of them.
+    Worlds split from one another share ``pages``, ``clock``, ``changed`` and ``failures``, so that
+    a failure in any of them wakes every rank, and a report shows what each rank does in all.
     Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
     the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
     world that comes after this one, called ``heir_name``, once all survivors have come.
@@ -167,6 +160,7 @@ class World:
     global_ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     pages: list[StatusPage | None]
+    clock: RunningClock = field(default_factory=RunningClock)
     changed: threading.Condition = field(default_factory=threading.Condition)
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
@@ -195,6 +189,7 @@ class World:
                 tuple(self.global_ranks[rank] for _, rank in order),
                 number_nodes([self.nodes[rank] for _, rank in order]),
                 self.pages,
+                self.clock,
                 self.changed,
                 self.failures,
             )
@@ -215,7 +210,7 @@ class World:
         with self.changed:
             rendezvous = self.rendezvous.get(key)
             if rendezvous is None:
-                rendezvous = self.rendezvous[key] = Rendezvous(self.world_size)
+                rendezvous = self.rendezvous[key] = Rendezvous([_ABSENT] * self.world_size)
             rendezvous.values[rank] = value
             rendezvous.arrived += 1
             if rendezvous.arrived == self.world_size:
@@ -223,16 +218,15 @@ class World:
                 self.changed.notify_all()
         return rendezvous
 
-    def wait(self, left: float) -> float:
-        """Wait, with the lock, until something changes; return how much of ``left`` is left.
+    def wait(self, deadline: float) -> bool:
+        """Wait, with the lock, until something changes; return False if it is too late for that.
 
-        It waits for 0.5 s at most. If that took longer, the process stood still (Ctrl-Z, SIGSTOP,
-        a frozen cgroup), and no rank was late meanwhile: the excess does not count.
+        ``deadline`` is a reading of ``clock``, which has to be read every `READ_EVERY` seconds.
         """
-        asked = min(left, _SLICE_SECONDS)
-        began = time.monotonic()
-        self.changed.wait(asked)
-        return left - min(time.monotonic() - began, asked)
+        left = deadline - self.clock.now()
+        if left > 0:
+            self.changed.wait(min(left, READ_EVERY))
+        return left > 0
 
     def fail(self, rank: int, who: str, after: str, error: BaseException) -> None:
         """End the world on every rank, because ``who``, which is ``rank``, raised ``error``.

@@ -1,1 +1,1 @@
-"""What ranks did, and when: spans, and the files that hold them."""
+"""Record the activity of ranks over time: `recorder`, start and stop (`session`), the `file`."""
