@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 
 from mpishard import settings
 from mpishard.communication.contract.matching import who
-from mpishard.communication.failure import marks
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, launched_ending
 from mpishard.communication.failure.report import is_internal
 from mpishard.communication.failure.watchdog import watchdog
@@ -156,7 +155,6 @@ def claim_rank() -> None:
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
-        marks.hold(f"{marks.HELD}{settings.launched_rank()}")
 
 
 def is_helper() -> bool:
