@@ -150,8 +150,7 @@ def refuse_worlds_of_one() -> None:
 
 def _warn_of_slow_kernels() -> None:
     loaded = loaded_kernel()
-    better = better_kernel(loaded)
-    if better is not None:
+    if (better := better_kernel(loaded)) is not None:
         _logger.warning(
             "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
             "processor: import mpishard before numpy, start with mpishard run, or set "
@@ -169,5 +168,4 @@ def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"
-        plural = "s" if threads > 1 else ""
-        _logger.info("%d BLAS thread%s for each rank (%s)", threads, plural, source)
+        _logger.info("%d BLAS thread%s for each rank (%s)", threads, "s"[: threads - 1], source)

@@ -1,4 +1,4 @@
-"""How a process that a launcher started ends all of its job: what is said, by whom, and how."""
+"""How a process that a launcher started ends all of its job: the report, and the exit code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DEADLINE_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.5
 _STDERR = 2
 _BROKEN = (OSError, ValueError, AttributeError)
-"""What a stream raises that is broken, closed, or somebody's own and no whole stream."""
+"""The errors of a stream that is broken, closed, or an object of the user with few methods."""
 
 finalizing = threading.Event()
 """Set when this process has called MPI_Finalize: MPI_Abort must not be called any more."""
@@ -79,12 +79,12 @@ EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end
 
 
 class Ending:
-    """The end of a job, as one of its processes brings it about.
+    """The way in which one process of a job ends the whole job.
 
     Parameters
     ----------
     rank : int or None
-        This process's rank, where it is known.
+        The rank of this process, if it is known.
     world_size : int
         Number of ranks of the job.
     """
@@ -95,7 +95,7 @@ class Ending:
 
     @property
     def name(self) -> str:
-        """What reports call this rank."""
+        """The name of this rank in reports."""
         return f"{'a rank' if self.rank is None else f'rank {self.rank}'} of {self.world_size}"
 
     def fail(self, error: BaseException, where: str) -> NoReturn:
@@ -111,7 +111,7 @@ class Ending:
 
     @property
     def leaves_alone(self) -> bool:
-        """Whether this process ends without the others, where an exception ends it."""
+        """Whether an exception ends this process alone, without the others."""
         return False
 
     def is_last(self) -> bool:
@@ -158,7 +158,7 @@ class Ending:
         )
 
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        """Say that this rank has waited for long, and the one that has for longest, why."""
+        """Warn of a long wait; the rank that has waited for longest also says why."""
         stall = self.describe_stall() if self.speaks_for_all() and not limit.is_at_end else ""
         then = f" after {limit.seconds():g} s"
         say(f"{limit.text(self.name, waited, where, then)}{_below(stall)}")
@@ -170,7 +170,7 @@ class Ending:
         self.end(f"{text}{_below(stall)}", settings.EXIT_TIMEOUT)
 
     def dead_rank(self) -> int | None:
-        """A rank of this node whose process is gone, and that had not left; None: none is known."""
+        """A rank of this node whose process is gone without having left; None if none is known."""
         return None
 
     def begin_exit(self) -> None:
@@ -181,7 +181,7 @@ class Ending:
         return []
 
     def describe(self) -> str:
-        """What this rank did last; several lines, or nothing."""
+        """The last collectives of this rank and its present wait; several lines, or nothing."""
         return ""
 
     def last_calls(self) -> str:
@@ -292,7 +292,7 @@ def flush_output() -> None:
 
 
 def say(text: str) -> None:
-    """Print ``text`` to stderr, whatever the script has made of that."""
+    """Print ``text`` to stderr, even if the script has replaced or closed that."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -307,19 +307,19 @@ def launched_ending() -> Ending:
 
 
 def _set_deadline(code: int) -> None:
-    """End this process soon, whatever becomes of the orderly way.
+    """End this process soon, even if the orderly way blocks.
 
-    A write to a pipe that nobody reads, or MPI itself, may hold that up for ever. Where it is held
-    up with Python's lock, a thread of C ends the process, and its exit code is 1.
+    A write to a pipe that nobody reads, or MPI itself, may block for ever. If it blocks with
+    Python's lock held, a thread of C ends the process, and its exit code is 1.
     """
-    fuse = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
-    fuse.daemon = True
+    deadline = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
+    deadline.daemon = True
     null = os.open(os.devnull, os.O_WRONLY)
     # Python starts no thread while it ends, and none if the user may have no more of them.
     with suppress(RuntimeError):
         faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
     with suppress(RuntimeError):
-        fuse.start()
+        deadline.start()
 
 
 def _ignore_further_interrupts() -> None:

@@ -1,14 +1,18 @@
-"""What happens when a process of an MPI job ends: nobody is left waiting for it.
+"""The end of each process of an MPI job, so that no rank waits for it for ever.
 
 An exception that nobody catches, on the main thread or another, ends the job: from ``import
 mpishard`` on, where a launcher started several processes, because the others may wait inside
 ``init`` for one that never comes. Every other end (the last line, ``sys.exit``) leaves the worlds
-in good order, and the process keeps its own exit code. One that ends so before it called ``init``
-is not missed by mpishard: the script may never have meant to call it. Ranks that did call it give
-up after ``MPISHARD_TIMEOUT``.
+in good order, and the process keeps its own exit code; the end itself has a time limit,
+``MPISHARD_EXIT_TIMEOUT``. A process that ends so before it called ``init`` is not missed by
+mpishard: the script may never have meant to call it. Ranks that did call it give up after
+``MPISHARD_TIMEOUT``.
 
-Nothing is installed in a world of one. A hook that somebody else installed before (pytest,
-IPython) is theirs: the exception is shown by them or handled as they like.
+Nothing is installed in a world of one. Hooks that others installed before (pytest, IPython) stay.
+
+A rank's children (a worker of multiprocessing, a script that plots) inherit the launcher's
+variables, and would be taken for the rank: their exception would end the job. So the first process
+that imports mpishard leaves its process id in the environment.
 """
 
 from __future__ import annotations
@@ -103,6 +107,7 @@ def _end(error: BaseException) -> None:
 
 
 def _leave_all() -> None:
+    """Leave every world, and limit the time that the process then takes to end."""
     ending = launched_ending()
     with suppress(RuntimeError):  # Python starts no thread any more
         watchdog.guard(ending)  # which outlives the worlds
@@ -125,6 +130,7 @@ def _leave_all() -> None:
 
 
 def _where_it_ends(job: Ending) -> str:
+    """The place at which this process is held up at its end, behind "has waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and is_internal(frame.f_code.co_filename):
         if frame.f_code.co_name == "finalize_mpi":
