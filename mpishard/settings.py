@@ -21,6 +21,7 @@ __all__ = [
     "MAXIMUM_TAG",
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
+    "alike",
     "arena_sources",
     "blas_thread_variables",
     "blas_threads_are_set",
@@ -29,6 +30,7 @@ __all__ = [
     "cuda_aware",
     "cuda_aware_hint",
     "environment",
+    "exit_timeout",
     "forwarded_variables",
     "is_debugging",
     "is_fault_tolerant",
@@ -36,6 +38,7 @@ __all__ = [
     "is_slurm_step",
     "job_folder",
     "launch_identity",
+    "launched_local_size",
     "launched_rank",
     "launched_world_size",
     "launcher_variable",
@@ -83,7 +86,7 @@ EXIT_FAILURE = 1
 """Exit code of an MPI job in which a rank raised, or left before the others."""
 
 EXIT_TIMEOUT = 124
-"""Exit code of an MPI job in which a rank waited longer than `mpi_timeout`."""
+"""Exit code of an MPI job in which a rank waited longer than `mpi_timeout` or `exit_timeout`."""
 
 EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
@@ -117,6 +120,15 @@ def launcher_variable() -> str | None:
 def launched_world_size() -> int | None:
     """Number of processes that the launcher started, where it says so."""
     for name in _LAUNCHERS:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def launched_local_size() -> int | None:
+    """Number of processes that the launcher started on this machine, if it says so."""
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         value = os.environ.get(name, "")
         if value.isdecimal():
             return int(value)
@@ -278,9 +290,21 @@ def check() -> None:
     virtual_nodes()
     mpi_timeout()
     mpi_warning()
+    exit_timeout()
     numba_is_allowed()
     cuda_aware()
     trace_folder()
+
+
+def alike() -> dict[str, str]:
+    """The settings that must be the same on every rank of a job: variable -> value here."""
+    return {
+        "MPISHARD_ARENA": os.environ.get("MPISHARD_ARENA", "auto").lower(),
+        "MPISHARD_CUDA_AWARE": str(int(cuda_aware())),
+        # Each machine may have a folder of its own, but all ranks record or none.
+        "MPISHARD_TRACE": "not set" if trace_folder() is None else "set",
+        "MPISHARD_VIRTUAL_NODES": str(virtual_nodes()),
+    }
 
 
 def mpi_timeout() -> float:
@@ -291,6 +315,15 @@ def mpi_timeout() -> float:
 def mpi_warning() -> float:
     """MPISHARD_WARN_AFTER: seconds of waiting after which an MPI rank says so; 0 is never."""
     return _seconds("MPISHARD_WARN_AFTER", 30.0)
+
+
+def exit_timeout() -> float:
+    """MPISHARD_EXIT_TIMEOUT: seconds that an MPI rank waits, after its work, for the others to end.
+
+    One hour by default, because a rank may have work of its own after the last collective; 0 is
+    for ever. A rank that has finished says after `mpi_warning` whom it waits for.
+    """
+    return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
 
 
 def _seconds(name: str, default: float) -> float:

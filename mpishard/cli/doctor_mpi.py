@@ -23,7 +23,7 @@ from mpishard.cli.launcher import (
     launcher_family,
     loaded_library,
 )
-from mpishard.communication.mpi.launcher import launcher_name
+from mpishard.communication.mpi.library import launcher_name
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["MPIInstallation", "look_at_mpi"]

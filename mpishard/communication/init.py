@@ -16,8 +16,7 @@ from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.preemption import order_to_make_room
 from mpishard.communication.failure.rank_process import is_helper
 from mpishard.communication.mpi.backend import MPICommunicationBackend
-from mpishard.communication.mpi.launcher import launcher_name, not_launched_error
-from mpishard.communication.mpi.library import load_mpi
+from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
 from mpishard.communication.mpi.ulfm import OnFailure, check_on_failure
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend

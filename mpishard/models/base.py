@@ -106,7 +106,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         program = self._program()
         check_leaves_of(program, self._config)
         claim(self._wrapped_model, self)
-        require_same_on_all_ranks(program, self.strategy, self.backend)
+        require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
         if self.gradient_leaves is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
-from mpishard.communication import CommunicationBackend
+from mpishard.checkpoint.consensus import differences
 from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine import Engine
@@ -43,6 +43,7 @@ from mpishard.models.program import Program
 from mpishard.models.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import shared_choices
 
 if TYPE_CHECKING:
     from mpishard.models.base import ShardedModelBase
@@ -154,17 +155,19 @@ def _claimed(model: Any) -> Any:
 
 
 def require_same_on_all_ranks(
-    program: Program, strategy: str, backend: CommunicationBackend
+    program: Program, strategy: str, config: ShardingConfiguration
 ) -> None:
-    """Refuse models that differ between ranks. Collective.
+    """Refuse models, or choices about them, that differ between ranks. Collective.
 
     Raises
     ------
     ValueError
-        On every rank, with each rank's number of parameters and units.
+        On every rank, with the choices that differ, or each rank's number of parameters and units.
     """
+    backend, choices = config.communication_backend, shared_choices(config)
     structure = program.structure().encode()
     manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
+    manner += str(choices)
     placement = program.placement
     units = 0 if program.is_on_mesh else len(program.units)
     mine = [placement.length, units, zlib.crc32(structure)]
@@ -172,6 +175,12 @@ def require_same_on_all_ranks(
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
         return
+    differing = differences(backend, choices)
+    if differing:
+        raise ValueError(
+            f"every rank must wrap its model with the same ShardingConfiguration; by rank, "
+            f"{differing}"
+        )
     rows = "; ".join(
         f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
         for rank, row in enumerate(everyone)

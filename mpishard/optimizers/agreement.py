@@ -21,6 +21,7 @@ from mpishard.models.wrapping import program_of
 from mpishard.optimizers.data import OptimizationInputData
 from mpishard.optimizers.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import shared_choices
 
 if TYPE_CHECKING:
     from mpishard.optimizers.training import ShardedTraining
@@ -161,6 +162,8 @@ def require_agreement(
         **order,
         **lengths,
         **{name: _plain(getattr(data, name)) for name in _SETTINGS},
+        **shared_choices(model.sharding_configuration),
+        "metrics": data.metrics is not None,
         "user_state": sorted(data.user_state or ()),
         "validation": data.x_validation is not None,
         "test": data.x_test is not None,

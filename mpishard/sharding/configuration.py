@@ -7,7 +7,18 @@ from typing import Self
 from mpishard.arguments import as_flag, as_integer, as_number
 from mpishard.communication import CommunicationBackend
 
-__all__ = ["ShardingConfiguration"]
+__all__ = ["ShardingConfiguration", "shared_choices"]
+
+_SHARED = (
+    "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
+    "cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters", "gradient_leaves",
+    "check_collectives", "allow_nonfinite",
+)  # fmt: skip
+
+
+def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | None]:
+    """The choices that decide which collectives a rank calls: they must be equal on all ranks."""
+    return {name: getattr(config, name) for name in _SHARED}
 
 
 class ShardingConfiguration:

@@ -2,6 +2,8 @@
 
 import logging
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +11,6 @@ import numpy as np
 import pytest
 
 from mpishard.communication import run_in_threads
-from mpishard.communication.threads.collectives import _overlap_askew
 from mpishard.errors import PeerError
 from mpishard.testing.worlds import in_worlds
 
@@ -36,13 +37,6 @@ def test_read_only_results_are_refused_before_anything_is_sent(backend):
         with pytest.raises(ValueError, match=r"read-only|writ"):
             attempt()
     assert backend.all_reduce(np.ones(3)).tolist() == [backend.world_size] * 3
-
-
-def test_an_array_in_its_own_place_is_not_askew():
-    out = np.zeros((6, 2))
-    assert not _overlap_askew(out[2:4], out, out[2:4])
-    assert not _overlap_askew(np.zeros((2, 2)), out, out[2:4])
-    assert _overlap_askew(out[1:3], out, out[2:4])
 
 
 @pytest.fixture
@@ -126,3 +120,33 @@ def test_log_level_of_the_environment(monkeypatch, caplog):
     monkeypatch.setenv("MPISHARD_TIMEOUT", "abc")
     with pytest.raises(ValueError, match="MPISHARD_TIMEOUT must be a number of seconds"):
         run_in_threads(1, lambda backend: None)
+
+
+_SUSPENDED = """
+import time
+import mpishard as ms
+
+def body(backend):
+    backend.barrier()
+    if backend.rank == 1:
+        print("waits", flush=True)
+        for _ in range(5):
+            time.sleep(0.1)
+    backend.barrier()
+
+ms.run_in_threads(2, body, timeout=1.5)
+print("done")
+"""
+
+
+@pytest.mark.spawned
+@pytest.mark.timeout(60)
+def test_time_in_which_the_process_is_suspended_does_not_count():
+    command = [sys.executable, "-c", _SUSPENDED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == "done\n"
+    assert process.returncode == 0

@@ -8,7 +8,7 @@ import mpishard
 from mpishard import run_in_threads, settings
 from mpishard.communication.failure import hooks as exit_hooks
 from mpishard.communication.failure.rank_process import claim_rank, is_helper
-from mpishard.communication.mpi.launcher import check_launched_world, launcher_name
+from mpishard.communication.mpi.library import check_launched_world, check_machine, launcher_name
 from mpishard.errors import CommunicationError, MPIUnavailableError
 
 start = importlib.import_module("mpishard.communication.init")  # the function has its name, too
@@ -107,6 +107,64 @@ def test_under_srun_without_its_mpi_plugin_the_mend_names_it(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     with pytest.raises(MPIUnavailableError, match="srun --mpi=pmi2"):
         check_launched_world(1, "MPICH Version: 5")
+
+
+# --------------------------------------------------------------------- before MPI is started
+
+MIB = 2**20
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: .."
+
+
+class Memory:
+    """A /dev/shm of so many bytes, of which so many are free."""
+
+    f_frsize = 1
+
+    def __init__(self, total, free):
+        self.f_blocks, self.f_bavail = total, free
+
+
+@pytest.mark.parametrize(
+    ("ranks", "total", "free", "words"),
+    [
+        (2, 1 * MIB, 1 * MIB, r"has 1.0 MiB, of which 1.0 are free, .* about 20 MiB for 2 ranks"),
+        (16, 64 * MIB, 64 * MIB, "needs about 128 MiB for 16 ranks: .*docker run --shm-size=2g"),
+        (2, 1000 * MIB, 1 * MIB, "of which 1.0 are free"),
+        (8, 64 * MIB, 8 * MIB, ""),
+        (2, 20 * MIB, 20 * MIB, ""),
+    ],
+)
+def test_shared_memory_that_mpich_would_die_of(monkeypatch, ranks, total, free, words):
+    monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
+    monkeypatch.setattr(os, "statvfs", lambda _: Memory(total, free))
+    if words:
+        with pytest.raises(MPIUnavailableError, match=words):
+            check_machine(MPICH)
+    else:
+        check_machine(MPICH)
+    check_machine("Open MPI v5.0.11")  # which has other ways
+
+
+def test_shared_memory_that_is_not_there_or_read_only(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        with pytest.raises(MPIUnavailableError, match="is read-only for this process: mount -o"):
+            check_machine(MPICH)
+
+    def fails(_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "statvfs", fails)
+    with pytest.raises(MPIUnavailableError, match="and there is none"):
+        check_machine(MPICH)
+
+
+def test_too_few_files_that_a_process_may_open(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    with pytest.raises(MPIUnavailableError, match=r"may open 20 files, \d+ are .*ulimit -n 1024"):
+        check_machine("Open MPI v5.0.11")
 
 
 # ------------------------------------------------------------------------- helpers of a rank

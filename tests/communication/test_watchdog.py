@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from mpishard.communication.contract.backoff import RunningClock
 from mpishard.communication.failure import abort as ending_module
-from mpishard.communication.failure.abort import Ending
+from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, TimeLimit
 from mpishard.communication.failure.signals import SignalPipe
 from mpishard.communication.failure.tracebacks import short_traceback
 from mpishard.communication.failure.watchdog import Watchdog
@@ -28,8 +29,8 @@ class Heard(Ending):
         self.ends.append((code, report))
         self.is_own = is_own
 
-    def warn(self, waited, where, give_up_after):
-        self.warnings.append((waited, where, give_up_after))
+    def warn(self, waited, where, limit):
+        self.warnings.append((waited, where, limit.seconds()))
 
     def dead_rank(self):
         return self.dead
@@ -72,6 +73,49 @@ def test_a_long_wait_is_said_once_and_given_up(dog, limits):
     assert report.endswith("\nrank 1 sleeps")
 
 
+def test_time_in_which_the_process_was_suspended_does_not_count(limits):
+    seconds = [1000.0]
+    dog = Watchdog(RunningClock(lambda: seconds[0]))
+    heard = Heard()
+
+    def tick(passed):
+        seconds[0] += passed
+        dog.look(dog.clock.now())
+
+    with dog.wait(lambda: "in collective 7", heard):
+        tick(0.5)
+        tick(3600)
+        for _ in range(57):
+            tick(0.5)
+        assert heard.warnings == heard.ends == []
+        for _ in range(539):
+            tick(0.5)
+        assert len(heard.warnings) == 1
+        tick(7200)
+        assert heard.ends == []
+        tick(1.0)
+    assert len(heard.ends) == 1
+
+
+def test_a_wait_that_begins_just_after_a_suspension_has_its_whole_limit(limits):
+    seconds = [1000.0]
+    dog = Watchdog(RunningClock(lambda: seconds[0]))
+    seconds[0] += 3600  # the main thread goes on before the watchdog does
+    with dog.wait(lambda: "here", Heard()) as wait:
+        seconds[0] += 0.5
+        assert dog.clock.now() - wait.since == 0.5
+
+
+def test_where_every_gap_is_long_the_limit_comes_all_the_same():
+    seconds = [0.0]
+    clock = RunningClock(lambda: seconds[0])
+    start = clock.now()
+    for _ in range(10):
+        seconds[0] += 3.0
+        clock.now()
+    assert clock.now() - start == 5.0
+
+
 def test_a_wait_that_is_over_counts_no_more(dog, limits):
     heard = Heard()
     with dog.wait(lambda: "here", heard) as wait:
@@ -100,6 +144,19 @@ def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
         assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
         assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
     assert dog.pause(wait.since + 30.75) == 0.5
+
+
+def test_a_wait_for_the_others_to_end_has_a_limit_of_its_own(dog, limits):
+    limits.setenv("MPISHARD_EXIT_TIMEOUT", "1000")
+    heard = Heard()
+    with dog.wait(lambda: "for rank 1. Rank 1 sleeps.", heard, limit=EXIT_LIMIT) as wait:
+        dog.look(wait.since + 999)
+        assert heard.ends == []
+        dog.look(wait.since + 1001)
+    ((code, report),) = heard.ends
+    assert code == 124
+    waited = "has finished, and has waited 1001 s for rank 1. Rank 1 sleeps."
+    assert report == f"mpishard: rank 0 of 2 {waited} The job ends (MPISHARD_EXIT_TIMEOUT)"
 
 
 def test_zero_is_never(dog, limits):
@@ -334,7 +391,7 @@ def closed_stream():
 def test_a_broken_stream_holds_up_no_end_and_no_warning(make, ended, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", make())
     monkeypatch.setattr(sys, "stderr", make())
-    Ending(0, 2).warn(31.0, "in collective 7", 0.0)
+    Ending(0, 2).warn(31.0, "in collective 7", TimeLimit("NONE", lambda: 0.0))
     with pytest.raises(ProcessEnded):
         Ending(0, 2).fail(ValueError("boom"), "in collective 8")
     monkeypatch.undo()

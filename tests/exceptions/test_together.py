@@ -45,6 +45,8 @@ TOGETHER = [
      lambda g: g.optimizer.apply_gradients(g.ones * np.nan, g.model)),
     ("1.2", "optimize: settings differ", ValueError, "same training; by rank, seed is 0, 1",
      lambda g: g.optimize(seed=g.backend.rank)),
+    ("1.2", "optimize: metrics on one rank", ValueError, "by rank, metrics is True, False",
+     lambda g: g.optimize(metrics=None if g.backend.rank else "metrics.jsonl")),
     ("1.2", "optimize: data that do not fit", ValueError, "last dim is 5",
      lambda g: g.optimize(x_test=X[:, :4], y_test=Y)),
     *[("1.5", f"load_model of {who}: nothing there", FileNotFoundError, "there is no checkpoint",

@@ -73,6 +73,30 @@ def test_strategies_that_differ_between_ranks_are_refused_on_all(backend: Any) -
         [DDPModel, FSDPModel][backend.rank](nn.MLP([3, 2]), ShardingConfiguration(backend))
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gradient_leaves", (None, 2)),
+        ("enable_gradient_compression", (False, True)),
+        ("allow_nonfinite", (True, False)),
+        ("auto_sync_gradients", (True, False)),
+        ("minimum_parameter_group_size", (4, 8)),
+        ("cpu_offload_gradients", (True, False)),
+        ("check_collectives", (False, True)),
+    ],
+)
+@in_worlds(2)
+def test_a_choice_that_differs_between_ranks_is_named_on_all(
+    backend: Any, name: str, values: Any
+) -> None:
+    config = ShardingConfiguration(backend, **{name: values[backend.rank]})
+    try:
+        with pytest.raises(ValueError, match=f"{name} is {values[0]}, {values[1]}$"):
+            DDPModel(nn.MLP([3, 2]), config)
+    finally:
+        backend.check_collectives = True
+
+
 @pytest.mark.parametrize("wrap", [DDPModel, FSDPModel])
 @in_worlds(1)
 def test_arguments_of_the_wrappers(backend: Any, wrap: Any) -> None:

@@ -3,6 +3,7 @@
 A rank that says "ready" names its process, and is then as the test wants to find it.
 """
 
+import atexit
 import multiprocessing
 import os
 import shlex
@@ -129,6 +130,27 @@ def goes_on_when_asked():
     print("went on", flush=True)
 
 
+def settings_differ():
+    """Each argument is for rank 1 alone: a variable and its value."""
+    if RANK == 1:
+        os.environ.update(argument.split("=") for argument in sys.argv[2:])
+    try:
+        mpishard.init()
+    except mpishard.errors.CollectiveMismatchError as error:
+        print(f"rank {RANK}: {error}", flush=True)
+
+
+def waits_until_asked():
+    """Rank 1 waits in a collective until the file appears."""
+    backend = mpishard.init()
+    backend.barrier()
+    say_ready()
+    while RANK == 0 and not Path(sys.argv[2]).exists():
+        time.sleep(0.02)
+    backend.barrier()
+    print("went on", flush=True)
+
+
 def enters_again():
     backend = mpishard.init()
     backend.shutdown()
@@ -154,6 +176,44 @@ def finishes_later_on_rank_1():
     backend.barrier()
     if RANK == 1:
         time.sleep(1.5)
+
+
+def does_not_end():
+    """Rank 1 has left its world, or not, and its process does not end: ``where`` it is stuck."""
+    where, leaves = sys.argv[2:]
+    backend = mpishard.init()
+    backend.barrier()
+    if leaves == "shutdown":
+        backend.shutdown()
+    if RANK == 1:
+        if where == "script":
+            time.sleep(LONG)
+        elif where == "thread":
+            threading.Thread(target=time.sleep, args=(LONG,)).start()
+        elif where == "atexit":
+            atexit.register(time.sleep, LONG)
+        elif where == "finalization":
+            kept.append(NeverDeleted())
+
+
+class NeverDeleted:
+    """An object that waits in its finalizer, as one may for a lock of a thread that is gone."""
+
+    def __del__(self):
+        time.sleep(LONG)
+
+
+kept = []
+
+
+def works_on_after_mpi():
+    """MPI is the script's own, and mpi4py ends it after Python itself has ended."""
+    from mpi4py import MPI
+
+    assert MPI.Is_initialized()
+    mpishard.init().shutdown()
+    if RANK == 1:
+        time.sleep(LONG)
 
 
 def forks():

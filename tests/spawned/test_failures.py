@@ -14,6 +14,7 @@ import pytest
 from spawned_jobs import ROOT, environment_of_a_job
 
 from mpishard import run_in_threads
+from mpishard.cli.launcher import loaded_library
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 MPIEXEC = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
@@ -231,6 +232,43 @@ def test_several_nodes():
         pytest.skip("this MPI library does not pretend to have several nodes")
     # MPICH pretends that even ranks are on one node and odd ranks on another.
     assert "nodes (0, 1, 0, 1) of 2" in ended.out, ended
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [("size=1m", "needs about 20 MiB for 2 ranks"), ("ro,size=1g", "is read-only for this")],
+)
+def test_shared_memory_that_is_short_is_named_before_mpi_dies_of_it(memory, words):
+    if run_quietly("unshare", "-m", "true") or "MPICH" not in loaded_library().version:
+        pytest.skip("needs root, and MPICH")
+    launch = shlex.join([MPIEXEC, "-n", "2", sys.executable, str(SCENARIOS), "just_init"])
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o {memory} tmpfs /dev/shm; exec {launch}"],
+        capture_output=True, text=True, timeout=LIMIT, env=environment_of_a_job(), check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended
+    assert "MPIUnavailableError: MPI cannot start on this machine: " in ended.stderr, ended
+    assert words in ended.stderr, ended
+    assert "SIG" not in ended.stderr, ended
+
+
+def run_quietly(*command):
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode
+    except FileNotFoundError:
+        return 127
+
+
+@needs_mpi
+def test_too_few_files_are_named_before_mpi_dies_of_it():
+    ranks = f"ulimit -n 20; exec {shlex.join([sys.executable, str(SCENARIOS), 'just_init'])}"
+    ended = subprocess.run(
+        [MPIEXEC, "-n", "2", "sh", "-c", ranks],
+        capture_output=True, text=True, timeout=LIMIT, env=environment_of_a_job(), check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended
+    assert "MPI cannot start on this machine: a process may open 20 files" in ended.stderr, ended
 
 
 # ------------------------------------------------------------------------------------ no MPI

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,20 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
 
 
+def test_a_job_that_is_suspended_for_longer_than_the_limit_goes_on(tmp_path):
+    with start(f"waits_until_asked {tmp_path / 'go'}", MPISHARD_TIMEOUT="4") as job:
+        pids = job.ranks()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(6.0 if number == signal.SIGSTOP else 1.5)
+        (tmp_path / "go").touch()
+        ended = job.end(LIMIT)
+    assert ended.code == 0, ended
+    assert ended.out.count("went on") == 2, ended
+    assert "MPISHARD_TIMEOUT" not in ended.err, ended
+
+
 def test_a_world_entered_again_is_watched_again():
     ended = run("enters_again", MPISHARD_TIMEOUT="1")
     assert ended.code == 124, ended
@@ -119,6 +134,54 @@ def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
         r"rank 0 of 2 has finished, and has waited \d s for rank 1\. Rank 1: in no collective since"
     )
     assert re.search(said, ended.err), ended
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("MPISHARD_ARENA=off", "MPISHARD_ARENA is auto on rank 0, off on rank 1. "),
+     ("MPISHARD_ARENA=file", "MPISHARD_ARENA is auto on rank 0, file on rank 1. "),
+     ("MPISHARD_TRACE=/tmp/mpishard-no-traces MPISHARD_VIRTUAL_NODES=2",
+      "MPISHARD_TRACE is not set on rank 0, set on rank 1; MPISHARD_VIRTUAL_NODES is 1 on")],
+)  # fmt: skip
+def test_a_setting_that_differs_between_ranks_is_named_on_all(given, words):
+    ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
+    assert ended.code == 0, ended  # each rank has caught it
+    for rank in range(2):
+        assert f"rank {rank}: init(): {words}" in ended.out, ended
+
+
+@pytest.mark.parametrize("given", ["MPISHARD_ARENA=AUTO", "MPISHARD_NUMBA=auto"])
+def test_settings_of_one_meaning_do_not_differ(given):
+    ended = run(f"settings_differ {given}", MPISHARD_TIMEOUT="10")
+    assert ended.code == 0, ended
+    assert "differ" not in ended.out + ended.err, ended
+    assert "init()" not in ended.out, ended
+
+
+@pytest.mark.parametrize("leaves", ["end", "shutdown"])
+@pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
+def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
+    limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "3"}
+    ended = run(f"does_not_end {where} {leaves}", **limits)
+    if where == "finalization":  # of Python, whose threads have ended
+        assert ended.code == 1, ended
+        assert "in __del__" in ended.err, ended
+        return
+    assert ended.code == 124, ended
+    has_finished = "rank 0 of 2 has finished, and has waited"
+    if leaves == "end":
+        waits = "for rank 1. Rank 1: in no collective since collective 1, barrier(), at"
+    else:
+        waits = "in MPI_Finalize, which every rank of the job must call"
+    for seconds in (1, 3):
+        assert f"{has_finished} {seconds} s {waits}" in ended.err, ended
+    assert "he job ends after 3 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended
+    assert ended.err.count("he job ends (MPISHARD_EXIT_TIMEOUT)") == 1, ended
+
+
+def test_mpi_that_ends_after_python_is_waited_for_so_long():
+    ended = run("works_on_after_mpi", MPISHARD_EXIT_TIMEOUT="1")
+    assert ended.code not in (0, None), ended
 
 
 def test_a_forked_child_that_ends_leaves_no_world():

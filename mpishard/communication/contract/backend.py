@@ -854,7 +854,11 @@ class CommunicationBackend(ABC):
         """
         self._check_send(array, destination_rank, tag, "send")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        self._send(array, destination_rank, tag)
+        self._acquire()
+        try:
+            self._send(array, destination_rank, tag)
+        finally:
+            self._release()
         if in_flight is not None:
             in_flight.done()
             in_flight.blocked(in_flight.start)
@@ -1180,8 +1184,8 @@ class CommunicationBackend(ABC):
                 self._sequence + 1, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
-            self._sequence, self._called = call.sequence, call
             self.status.record(call, self.label, sys._getframe(1))
+            self._sequence, self._called = call.sequence, call
         finally:
             self._release()
         return call

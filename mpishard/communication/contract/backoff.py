@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Backoff", "yield_processor"]
+__all__ = ["READ_EVERY", "Backoff", "RunningClock", "yield_processor"]
+
+READ_EVERY = 0.5
+"""Seconds between two readings of a `RunningClock` by those who wait with it."""
 
 _SPINS = 32
 _LOOK_EVERY = 256
@@ -14,6 +18,7 @@ _LOOK_SECONDS = 0.05
 _CROWDED_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
 _DOZE_SECONDS = 1e-4
+_SUSPENDED_SECONDS = 2 * READ_EVERY
 
 
 def yield_processor() -> None:
@@ -22,6 +27,47 @@ def yield_processor() -> None:
         os.sched_yield()
     else:
         time.sleep(0)
+
+
+class RunningClock:
+    """A clock that counts only the time in which this process runs.
+
+    A job may be suspended (Ctrl-Z, SIGSTOP, a frozen cgroup) and resumed hours later. No rank was
+    late meanwhile, so the time does not count against a time limit. The operating system does not
+    report a suspension. But a process that runs reads this clock about every `READ_EVERY` seconds,
+    so two readings further apart mean that it was suspended in between. Such a gap counts as
+    `READ_EVERY` seconds: a machine so busy that every gap is long still reaches its limits.
+
+    Any thread may read the clock. Somebody must read it every `READ_EVERY` seconds during a wait:
+    the watchdog does so in an MPI process, and a thread-rank waits in slices of that length.
+
+    Parameters
+    ----------
+    read : callable
+        Seconds of a clock that goes on while the process is suspended.
+
+    Examples
+    --------
+    >>> seconds = iter([100.0, 100.25, 4000.0, 4000.25])
+    >>> clock = RunningClock(lambda: next(seconds))
+    >>> clock.now(), clock.now(), clock.now()
+    (100.25, 100.75, 101.0)
+    """
+
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._last = read()
+        self._suspended = 0.0
+
+    def now(self) -> float:
+        """Seconds on this clock; only differences of readings have a meaning."""
+        with self._lock:
+            present = self._read()
+            gap, self._last = present - self._last, present
+            if gap > _SUSPENDED_SECONDS:
+                self._suspended += gap - READ_EVERY
+            return present - self._suspended
 
 
 class Backoff:

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from mpishard import settings
@@ -20,7 +22,16 @@ from mpishard.communication.diagnostics.stall import describe_stall
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
-__all__ = ["Ending", "flush_output", "launched_ending", "say"]
+__all__ = [
+    "COLLECTIVE_LIMIT",
+    "EXIT_LIMIT",
+    "Ending",
+    "TimeLimit",
+    "finalizing",
+    "flush_output",
+    "launched_ending",
+    "say",
+]
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
@@ -30,8 +41,41 @@ _STDERR = 2
 _BROKEN = (OSError, ValueError, AttributeError)
 """What a stream raises that is broken, closed, or somebody's own and no whole stream."""
 
+finalizing = threading.Event()
+"""Set when this process has called MPI_Finalize: MPI_Abort must not be called any more."""
+
 _one_thread = threading.Lock()
 """Taken by the thread that ends this process, and never given back."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """How long a rank waits for others before it ends the job.
+
+    Parameters
+    ----------
+    variable : str
+        The setting.
+    seconds : callable
+        Its value; 0 is for ever.
+    is_at_end : bool
+        Whether the rank has done its work, and waits for the others to end.
+    """
+
+    variable: str
+    seconds: Callable[[], float]
+    is_at_end: bool = False
+
+    def text(self, name: str, waited: float, where: str, then: str) -> str:
+        """Say that the rank ``name`` has ``waited`` seconds ``where``, and what comes ``then``."""
+        finished = "finished, and has " if self.is_at_end else ""
+        stop = " The job ends" if where.endswith(".") else "; the job ends"
+        text = f"mpishard: {name} has {finished}waited {waited:.0f} s {where}"
+        return text + (f"{stop}{then} ({self.variable})" if self.seconds() else "")
+
+
+COLLECTIVE_LIMIT = TimeLimit("MPISHARD_TIMEOUT", settings.mpi_timeout)
+EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end=True)
 
 
 class Ending:
@@ -101,23 +145,17 @@ class Ending:
             is_own=False,
         )
 
-    def warn(self, waited: float, where: str, give_up_after: float) -> None:
+    def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
         """Say that this rank has waited for long, and the one that has for longest, why."""
-        then = f"; the job ends after {give_up_after:g} s (MPISHARD_TIMEOUT)"
-        stall = self.describe_stall() if self.speaks_for_all() else ""
-        say(
-            f"mpishard: {self.name} has waited {waited:.0f} s {where}"
-            f"{then if give_up_after else ''}{_below(stall)}"
-        )
+        stall = self.describe_stall() if self.speaks_for_all() and not limit.is_at_end else ""
+        then = f" after {limit.seconds():g} s"
+        say(f"{limit.text(self.name, waited, where, then)}{_below(stall)}")
 
-    def give_up(self, waited: float, where: str) -> NoReturn:
+    def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
-        stall = self.describe_stall()
-        self.end(
-            f"mpishard: {self.name} has waited {waited:.0f} s {where}; the job ends "
-            f"(MPISHARD_TIMEOUT){_below(stall)}",
-            settings.EXIT_TIMEOUT,
-        )
+        stall = "" if limit.is_at_end else self.describe_stall()
+        text = limit.text(self.name, waited, where, "")
+        self.end(f"{text}{_below(stall)}", settings.EXIT_TIMEOUT)
 
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone, and that had not left; None: none is known."""
@@ -273,7 +311,8 @@ def _ignore_further_interrupts() -> None:
 def _abort(code: int) -> None:
     """End all processes of the job; may return."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    can_abort = mpi is not None and mpi.Is_initialized() and not finalizing.is_set()
+    if mpi is not None and can_abort and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends a job of which a process ends with a code. Hydra waits for the others

@@ -14,20 +14,28 @@ IPython) is theirs: the exception is shown by them or handled as they like.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import signal
 import sys
 import threading
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpishard import settings
-from mpishard.communication.failure.abort import launched_ending
+from mpishard.communication.failure.abort import EXIT_LIMIT, launched_ending
 from mpishard.communication.failure.rank_process import claim_rank, is_helper
+from mpishard.communication.failure.tracebacks import is_internal
+from mpishard.communication.failure.watchdog import watchdog
 
 if TYPE_CHECKING:
     from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["install", "install_before_init", "remove"]
+
+_STDERR = 2
+_LATER_SECONDS = 2.0
 
 _live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
@@ -96,8 +104,31 @@ def _end(error: BaseException) -> None:
 
 
 def _leave_all() -> None:
+    ending = launched_ending()
+    with suppress(RuntimeError):  # Python starts no thread any more
+        watchdog.guard(ending)  # which outlives the worlds
     for backend in tuple(_live):
         try:
             backend.shutdown()
         except KeyboardInterrupt as error:
             backend.abort(error)
+    watchdog.wait(_where_it_ends, ending, limit=EXIT_LIMIT).__enter__()  # as long as it runs
+    limit = EXIT_LIMIT.seconds()
+    if limit:
+        # The watchdog ends with Python's threads. A thread of C then says where Python is stuck;
+        # and where mpi4py was imported first, MPI_Finalize comes after Python's own end.
+        faulthandler.dump_traceback_later(limit + _LATER_SECONDS, exit=True, file=_STDERR)
+        if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
+
+
+def _where_it_ends() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        if frame.f_code.co_name == "finalize_mpi":
+            return "in MPI_Finalize, which every rank of the job must call"
+        frame = frame.f_back
+    if frame is None:
+        return "for its process to end"
+    code = frame.f_code
+    return f"for its process to end, at {code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"

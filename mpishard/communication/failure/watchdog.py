@@ -13,17 +13,22 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
 
 from mpishard import settings
-from mpishard.communication.failure.abort import Ending, launched_ending, say
+from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
+from mpishard.communication.failure.abort import (
+    COLLECTIVE_LIMIT,
+    Ending,
+    TimeLimit,
+    launched_ending,
+    say,
+)
 from mpishard.communication.failure.signals import SignalPipe
 
 __all__ = ["Wait", "Watchdog", "watchdog"]
 
-_TICK_SECONDS = 0.5
 _STUCK_SECONDS = 2.0
 _COMPUTING = "while it computed, or was in a call that is not mpishard's"
 
@@ -41,22 +46,30 @@ class Wait:
         How the job ends if it lasts too long.
     slack : float
         Seconds that it takes without anybody being late.
+    limit : TimeLimit
+        How long it may last.
     """
 
-    __slots__ = ("_watchdog", "ending", "is_warned", "since", "slack", "where")
+    __slots__ = ("_watchdog", "ending", "is_warned", "limit", "since", "slack", "where")
 
     def __init__(
-        self, watchdog: Watchdog, where: Callable[[], str], ending: Ending, slack: float
+        self,
+        watchdog: Watchdog,
+        where: Callable[[], str],
+        ending: Ending,
+        slack: float,
+        limit: TimeLimit,
     ) -> None:
         self._watchdog = watchdog
         self.slack = slack
+        self.limit = limit
         self.where = where
         self.ending = ending
         self.since = 0.0
         self.is_warned = False
 
     def __enter__(self) -> Self:
-        self.since = time.monotonic()
+        self.since = self._watchdog.clock.now()
         self._watchdog.waits.append(self)
         return self
 
@@ -67,7 +80,9 @@ class Wait:
 class Watchdog:
     """The thread, from `start` to `stop`, and what it watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: RunningClock | None = None) -> None:
+        self.clock = clock or RunningClock()
+        """The clock of all waits: a job that was suspended is not ended when it goes on."""
         self.waits: list[Wait] = []
         """Where this rank waits now: at one place, unless several of its threads talk."""
         self._jobs: list[Ending] = []
@@ -100,10 +115,14 @@ class Watchdog:
                 self._stop()
 
     def wait(
-        self, where: Callable[[], str], ending: Ending | None = None, slack: float = 0.0
+        self,
+        where: Callable[[], str],
+        ending: Ending | None = None,
+        slack: float = 0.0,
+        limit: TimeLimit = COLLECTIVE_LIMIT,
     ) -> Wait:
         """A context in which this rank waits ``where``."""
-        return Wait(self, where, ending or launched_ending(), slack)
+        return Wait(self, where, ending or launched_ending(), slack, limit)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -122,16 +141,19 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
-            for number in self._signals.wait(self.pause(time.monotonic())):
-                self.hear(number, time.monotonic())
+            for number in self._signals.wait(self.pause(self.clock.now())):
+                self.hear(number, self.clock.now())
             if not self._stopped:
-                self.look(time.monotonic())
+                self.look(self.clock.now())
 
     def pause(self, now: float) -> float:
         """Seconds from ``now`` until there may be something to say."""
-        limits = settings.mpi_warning(), settings.mpi_timeout()
-        left = [wait.since + wait.slack + limit - now for wait in self.waits for limit in limits]
-        return min([_TICK_SECONDS, *(seconds for seconds in left if seconds > 0)])
+        left = [
+            wait.since + wait.slack + seconds - now
+            for wait in self.waits
+            for seconds in (settings.mpi_warning(), wait.limit.seconds())
+        ]
+        return min([READ_EVERY, *(seconds for seconds in left if seconds > 0)])
 
     def look(self, now: float) -> None:
         """Look round, at the time ``now``."""
@@ -144,14 +166,14 @@ class Watchdog:
             dead = job.dead_rank()
             if dead is not None:
                 job.mourn(dead, self._doing())
-        warn_after, give_up_after = settings.mpi_warning(), settings.mpi_timeout()
+        warn_after = settings.mpi_warning()
         for wait in tuple(self.waits):
-            waited = now - wait.since
+            waited, give_up_after = now - wait.since, wait.limit.seconds()
             if give_up_after and waited > give_up_after + wait.slack:
-                wait.ending.give_up(waited, wait.where())
+                wait.ending.give_up(waited, wait.where(), wait.limit)
             if warn_after and waited > warn_after + wait.slack and not wait.is_warned:
                 wait.is_warned = True
-                wait.ending.warn(waited, wait.where(), give_up_after)
+                wait.ending.warn(waited, wait.where(), wait.limit)
 
     def hear(self, number: int, now: float) -> None:
         """Do what the signal ``number`` asks for."""

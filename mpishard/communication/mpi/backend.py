@@ -36,8 +36,12 @@ from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
 from mpishard.communication.mpi.job import IN_INIT, Job
-from mpishard.communication.mpi.launcher import check_launched_world, not_launched_error
-from mpishard.communication.mpi.library import leave_mpi_running, load_mpi
+from mpishard.communication.mpi.library import (
+    check_launched_world,
+    leave_mpi_running,
+    load_mpi,
+    not_launched_error,
+)
 from mpishard.communication.mpi.mapped_files import library_files
 from mpishard.communication.mpi.messages import Condition, Messages
 from mpishard.communication.mpi.node_memory import share_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,17 +14,23 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.matching import of_group
+from mpishard.communication.contract.matching import of_group, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
 from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.failure.abort import Ending, flush_output, say
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Ending,
+    TimeLimit,
+    flush_output,
+    say,
+)
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
 from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
 from mpishard.communication.mpi.ulfm import Survival, is_loss
-from mpishard.errors import CommunicationError, PeerError
+from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job"]
@@ -63,10 +69,8 @@ class Job(Ending):
         self.guard()
         try:
             with self.wait(lambda: IN_INIT):
-                if survives and self.world_size > 1:
-                    self.survival = Survival(mpi, comm)
-                self._meet(comm)
-        except mpi.Exception:
+                self._meet(comm, survives=survives)
+        except (mpi.Exception, CollectiveMismatchError):
             self.retire()
             raise
 
@@ -76,14 +80,16 @@ class Job(Ending):
             self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self)
 
-    def _meet(self, comm: Any) -> None:
+    def _meet(self, comm: Any, *, survives: bool) -> None:
         """Learn where the other ranks run, and set up what they share."""
         mpi = self.mpi
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
-        names = comm.allgather((ranks[0], pretended.owner(node.Get_rank())))
-        self.nodes = number_nodes(names)
+        mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
+        _require_alike([row[2] for row in rows])
+        self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         cores = [tuple(cores) for cores in node.allgather(_affinity())]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
@@ -92,6 +98,8 @@ class Job(Ending):
         if self.statuses is not None:
             self.statuses.share(comm.allgather, ranks)
         node.Free()
+        if survives and self.world_size > 1:
+            self.survival = Survival(mpi, comm)
         self._rings = self._make_rings(comm)
 
     # ----------------------------------------------------------------------------------- rings
@@ -197,17 +205,18 @@ class Job(Ending):
     def leave(self) -> None:
         """Leave every world, and wait until the others have left, or were told.
 
-        There is no time limit: another rank may have work of its own to finish. That is said once,
-        after ``MPISHARD_WARN_AFTER``. Their collectives that this rank takes part in go on
-        meanwhile. Where ranks outlive each other and one is gone, those that go on do so without
-        this one.
+        Another rank may have work of its own to finish: this rank says once whom it waits for,
+        after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
+        collectives of the others that this rank takes part in go on. Where ranks outlive each
+        other and one is gone, those that go on do so without this one.
         """
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEAVING)
         try:
             if self.survival is not None and self.survival.error is not None:
                 raise self.survival.error
-            self._leave_in_good_order()
+            with watchdog.wait(self._late_ranks, self, limit=EXIT_LIMIT):
+                self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
             if self.survival is None or not (
                 isinstance(error, PeerError) or is_loss(self.mpi, error)
@@ -226,7 +235,6 @@ class Job(Ending):
             group.leave()
         flush_output()
         start = time.monotonic()
-        warn_after = settings.mpi_warning() or float("inf")
         polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -237,13 +245,9 @@ class Job(Ending):
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            waited = time.monotonic() - start
-            if waited > _NOTICE_SECONDS:
+            if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
-            if waited > warn_after:
-                warn_after = float("inf")
-                self._say_who_works_on(waited)
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
                 f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
@@ -311,16 +315,18 @@ class Job(Ending):
             for record in self.statuses.records()
         )
 
-    def _say_who_works_on(self, waited: float) -> None:
+    def _late_ranks(self) -> str:
+        """The ranks that have not left, behind "has waited .. s"."""
         if self.statuses is None:
-            return
-        records = self.statuses.records()
-        first = min(record.rank for record in records if record.has_left)
-        if first == self.rank:
-            say(
-                f"mpishard: {self.name} has finished, and has waited {waited:.0f} s "
-                f"{unfinished(records, time.time())}"
-            )
+            return "for the others to leave"
+        return unfinished(self.statuses.records(), time.time())
+
+    def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
+        if limit.is_at_end and self.statuses is not None:
+            left = [record.rank for record in self.statuses.records() if record.has_left]
+            if self.rank != min(left):  # the first of those that wait speaks for all
+                return
+        super().warn(waited, where, limit)
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
@@ -367,6 +373,29 @@ class Job(Ending):
             backend = reference()
             if backend is not None and backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
+
+
+def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
+    """Refuse settings that differ between the ranks of which these are.
+
+    Raises
+    ------
+    CollectiveMismatchError
+        On every rank, with the names of those that differ, and their values by rank.
+    """
+    differing = []
+    for name in rows[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row[name], []).append(rank)
+        if len(ranks) > 1:
+            values = [f"{value} on {who(of)}" for value, of in ranks.items()]
+            differing.append(f"{name} is {', '.join(values)}")
+    if differing:
+        raise CollectiveMismatchError(
+            f"init(): {'; '.join(differing)}. Every rank of a job needs the same settings: set "
+            "them for all, as `mpishard run` passes on the variables of its environment"
+        )
 
 
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The MPI library of this process, loaded and started when the first backend is made.
+"""The MPI library of this process, loaded and started for the first backend, and its launcher.
 
 mpi4py is imported here and nowhere else.
 """
@@ -14,16 +14,31 @@ from typing import Any
 
 from mpishard import settings
 from mpishard.communication.contract.status import RankState, own_page
-from mpishard.communication.failure.abort import flush_output
+from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["START_SECONDS", "leave_mpi_running", "load_mpi"]
+__all__ = [
+    "START_SECONDS",
+    "check_launched_world",
+    "check_machine",
+    "launcher_name",
+    "leave_mpi_running",
+    "load_mpi",
+    "not_launched_error",
+]
 
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
 
+_HOW_TO_LAUNCH = "mpishard run -n 4 script.py (or: mpiexec -n 4 python script.py)"
+
+# Measured with MPICH 5.0.2 (UCX) and 1 to 16 ranks, which die in MPI_Init with less.
+_SHARED = "/dev/shm"  # noqa: S108 - memory, and not a place for temporary files
+_SHARED_BY_RANK = 8 * 2**20
+_LEAST_SHARED = 20 * 2**20
+_DESCRIPTORS = 13
 
 _finalizes: list[bool] = []
 """Whether MPI is to end with this process; empty where that is not this module's business."""
@@ -62,6 +77,8 @@ def load_mpi() -> ModuleType:
         if several and "mpi4py.MPI" not in sys.modules:
             return _start_under_watch()
         from mpi4py import MPI
+    except MPIUnavailableError:
+        raise
     except (ImportError, RuntimeError) as error:
         raise MPIUnavailableError(
             f"MPI was asked for, and mpi4py cannot be loaded ({error}). Mend: "
@@ -90,9 +107,10 @@ def _start_under_watch() -> ModuleType:
         rc.initialize, rc.finalize = wanted, ends
     if wanted and ends is not False:
         _finalizes[:] = [True]
-        atexit.register(_finalize, MPI, os.getpid())
+        atexit.register(finalize_mpi, MPI, os.getpid())
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
+    check_machine(MPI.Get_library_version())
     page = own_page()  # that of the world takes its place
     if page is not None:
         page.end(RankState.STARTED)
@@ -104,11 +122,15 @@ def _start_under_watch() -> ModuleType:
     return MPI
 
 
-def _finalize(mpi: Any, process: int) -> None:
+def finalize_mpi(mpi: Any, process: int) -> None:
     """End MPI with the process that started it, and not with one that this forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
         flush_output()  # MPI may wait for other ranks
-        mpi.Finalize()
+        finalizing.set()
+        try:
+            ctypes.CDLL(mpi.__file__).MPI_Finalize()  # without Python's lock: the watchdog goes on
+        except (OSError, AttributeError):
+            mpi.Finalize()
 
 
 def _initialize(mpi: Any, rc: Any) -> None:
@@ -128,3 +150,132 @@ def _initialize(mpi: Any, rc: Any) -> None:
     if rc.errors in handlers:
         for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
             comm.Set_errhandler(handlers[rc.errors])
+
+
+# ------------------------------------------------------------------------------ before MPI starts
+
+
+def check_machine(library: str) -> None:
+    """Refuse a machine on which this MPI library would die in MPI_Init, before it is called.
+
+    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is small, full or read-only;
+    every library does if it runs out of file descriptors.
+
+    Parameters
+    ----------
+    library : str
+        The library's version string.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Naming what is short, and the setting.
+    """
+    ranks = settings.launched_local_size() or 1
+    short = _short_descriptors(ranks)
+    if not short and library.startswith("MPICH Version"):
+        short = _short_memory(ranks)
+    if short:
+        raise MPIUnavailableError(f"MPI cannot start on this machine: {short}")
+
+
+def _short_descriptors(ranks: int) -> str:
+    try:
+        import resource
+
+        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    except (ImportError, OSError):  # not Linux
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = used + _DESCRIPTORS + ranks
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return ""
+    return (
+        f"a process may open {limit} files, {used} are open and MPI needs about "
+        f"{needed - used} more for {ranks} ranks. Allow more before the launcher starts: "
+        "ulimit -n 1024"
+    )
+
+
+def _short_memory(ranks: int) -> str:
+    mend = (
+        f"mount -o remount,rw,size=2g {_SHARED} (as root), docker run --shm-size=2g, or the same "
+        "option of your container or batch system"
+    )
+    try:
+        status = os.statvfs(_SHARED)
+    except OSError:
+        return f"MPICH needs {_SHARED}, memory that processes share, and there is none: {mend}"
+    if not os.access(_SHARED, os.W_OK | os.X_OK):
+        return f"MPICH writes to {_SHARED}, which is read-only for this process: {mend}"
+    total = status.f_blocks * status.f_frsize
+    free = status.f_bavail * status.f_frsize
+    needed = max(_LEAST_SHARED, ranks * _SHARED_BY_RANK)
+    # Another rank may have taken its part already: of the free memory one part is this rank's.
+    if total >= needed and free >= _SHARED_BY_RANK:
+        return ""
+    return (
+        f"{_SHARED} has {total / 2**20:.1f} MiB, of which {free / 2**20:.1f} are free, and MPICH "
+        f"needs about {needed / 2**20:.0f} MiB for {ranks} ranks: {mend}, or remove files that "
+        "ended jobs have left there (mpishard doctor lists them)"
+    )
+
+
+# ----------------------------------------------------------------------------------- the launcher
+
+
+def launcher_name() -> str:
+    """The family of the launcher, guessed from the variable that it set."""
+    variable = settings.launcher_variable()
+    if variable is None:
+        return "no launcher"
+    if settings.is_slurm_step():
+        return "Slurm (srun)"
+    if variable.startswith("OMPI_") or variable == "PMIX_RANK":
+        return "Open MPI (mpirun, prterun) or another PMIx launcher"
+    return "the MPICH family (hydra's mpiexec; MPICH, Intel MPI, MVAPICH, Cray)"
+
+
+def not_launched_error() -> MPIUnavailableError:
+    """The error for MPI asked for in a process that no launcher started."""
+    return MPIUnavailableError(
+        "MPI was asked for, and no MPI launcher started this process, so that its world would "
+        f"be one rank. Start it with: {_HOW_TO_LAUNCH}. For threads as ranks use "
+        'mpishard.run_in_threads, for one rank init("memory")'
+    )
+
+
+def check_launched_world(world_size: int, library: str) -> None:
+    """Refuse a world of one where the launcher started several processes.
+
+    Parameters
+    ----------
+    world_size : int
+        What the MPI library says.
+    library : str
+        The library's version string.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Naming the library, the launcher and the mend.
+    """
+    if world_size > 1:
+        return
+    launched = settings.launched_world_size()
+    if launched is None and settings.pmix_rank() > 0:
+        launched = settings.pmix_rank() + 1
+    if launched is None or launched <= 1:
+        return
+    variable = settings.launcher_variable()
+    # srun speaks to an MPI library through a plugin, and by default often through none.
+    slurm = "`srun --mpi=pmi2` (`srun --mpi=list` names others), or " * settings.is_slurm_step()
+    family = " ".join(library.partition("\n")[0].split())
+    raise MPIUnavailableError(
+        f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
+        f"the MPI library that mpi4py loads is another one ({family}) and sees a world of one. "
+        f"Each process would train alone. Mend: start with {slurm}`mpishard run`, which takes the "
+        "mpiexec that belongs to the library, or with that mpiexec by its full path (it lies "
+        "beside python where MPI was installed as a wheel); or install an mpi4py that is built "
+        "for the launcher's MPI"
+    )

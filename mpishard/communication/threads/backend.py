@@ -1,34 +1,45 @@
-"""Threads of one process as ranks: every rank reads its peers' arrays in place.
-
-How a rank enters a world, waits in it and leaves it; `MemoryCollectives` is what it does there.
-"""
+"""Threads of one process as ranks: every rank reads the arrays of its peers in place."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-import time
 import weakref
-from typing import NoReturn, Self
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
 
 from mpishard import settings
+from mpishard.arrays import (
+    Array,
+    address,
+    array_namespace,
+    beside,
+    copy_into,
+    is_device_array,
+    synchronize,
+)
+from mpishard.communication.contract.arena import anonymous_memory
+from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
-from mpishard.communication.threads.collectives import MemoryCollectives
-from mpishard.communication.threads.world import Absence, Failure, World, new_world, split_worlds
+from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World
 from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
+from mpishard.layout import ShardLayout
 
 __all__ = ["InMemoryCommunicationBackend"]
 
-
 _environments: dict[str, list[World]] = {}
-"""The worlds that meet under an id, oldest first: one, until a rank that has left comes again."""
+"""The worlds of each id, oldest first: one, until a rank that has left comes again."""
 _environments_lock = threading.Lock()
 
 
-class InMemoryCommunicationBackend(MemoryCollectives):
+class InMemoryCommunicationBackend(CommunicationBackend):
     """One thread as one rank of a world that lives in this process.
 
     Parameters
@@ -38,16 +49,17 @@ class InMemoryCommunicationBackend(MemoryCollectives):
     world_size : int
         Number of ranks, 1 or more.
     environment_id : str
-        Backends of one id meet. `run_in_threads` makes ids of its own.
+        Backends of one id make up a world. `run_in_threads` makes ids of its own.
     timeout : float
-        Seconds to wait for the others before `CollectiveTimeoutError`; 0 is for ever.
+        Seconds to wait for the others before `CollectiveTimeoutError`; 0 is for ever. Time in
+        which the whole process stands still does not count.
 
     Raises
     ------
     TypeError
-        For an id that is no string.
+        If the id is not a string.
     ValueError
-        For a rank outside the world, a world below 1, or a blank id.
+        If the rank is outside the world, the world is below 1, or the id is blank.
     """
 
     _rank_is_process = False
@@ -69,7 +81,7 @@ class InMemoryCommunicationBackend(MemoryCollectives):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
-        self._rank = rank
+        self._rank = self._me = rank  # here, and in the root world
         self._world_size = world_size
         self._environment_id = environment_id
         self._timeout = timeout
@@ -98,26 +110,24 @@ class InMemoryCommunicationBackend(MemoryCollectives):
     # ------------------------------------------------------------------------------- life cycle
 
     def _on_initialize(self) -> None:
-        if not self._is_root:
-            assert self._world is not None
-            self._enter(self._world)
-            return
         with _environments_lock:
-            world = self._next_world()
-            self._enter(world)
-        if self._world is not None:  # what was under way there is of no world any more
+            if self._is_root:
+                self._world = self._next_world()
+            assert self._world is not None
+            self._world.members[self._rank] = self
+            self._world.left.pop(self._rank, None)
+        if self._is_root:
+            self._world.pages[self._rank] = self.status
+            # Whatever was under way in an earlier world of this backend belongs to no world now.
             self._sequence = 0
             self._pending.clear()
             self._transfers.clear()
-            self._lines.clear()
             self._family = weakref.WeakSet((self,))
-        world.pages[self._rank] = self.status
-        self._world = world
 
     def _next_world(self) -> World:
-        """The oldest world of the environment that this rank has not entered yet.
+        """The oldest world of the environment that this rank has not been in. Needs its lock.
 
-        A world ends for a rank with its shutdown. Called with the environments' lock.
+        A world ends for a rank with its shutdown.
         """
         worlds = _environments.setdefault(self._environment_id, [])
         if worlds and worlds[0].world_size != self._world_size:
@@ -133,35 +143,22 @@ class InMemoryCommunicationBackend(MemoryCollectives):
         for world in worlds:
             if self._rank not in world.left:
                 return world
-        worlds.append(new_world(self._environment_id, self._world_size))
+        worlds.append(World.root(self._environment_id, self._world_size))
         return worlds[-1]
-
-    def _enter(self, world: World) -> None:
-        with world.changed:
-            world.members[self._rank] = self
-            world.left.pop(self._rank, None)
 
     def _on_shutdown(self) -> None:
         world = self._joined()
         with world.changed:
-            self._leave(world)
+            for member in tuple(self._family):
+                # The worlds that were split from this one end with it.
+                if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
+                    within = member._joined()
+                    within.members.pop(member._rank, None)
+                    within.left[member._rank] = member._sequence
+                    member._initialized = False
             world.changed.notify_all()
         if len(world.left) == world.world_size:
             _forget(self._environment_id, world)
-
-    def _leave(self, world: World) -> None:
-        """Mark this rank as gone, here and in every world split from this one."""
-        world.members.pop(self._rank, None)
-        world.left[self._rank] = self._sequence
-        me = world.global_ranks[self._rank]
-        for reference in world.children:
-            child = reference()
-            if child is not None and me in child.global_ranks:
-                local = child.global_ranks.index(me)
-                member = child.members.get(local)
-                if member is not None:
-                    member._leave(child)
-                    member._initialized = False
 
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
@@ -170,28 +167,45 @@ class InMemoryCommunicationBackend(MemoryCollectives):
         self.status.end(RankState.REPORTED)
         with world.changed:
             world.lost.add(self._rank)
-        world.fail(self._rank, error, self.status.last)
+        after = f"after {last}" if (last := self.status.last) else "before any collective"
+        world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
+
+    def _break(self, where: str, error: BaseException) -> None:
+        world = self._world
+        if world is None or world.world_size == 1 or world.failures:
+            return
+        because = f"{type(error).__name__}: {error}".removesuffix(": ")
+        text = (
+            f"rank {self._me} was interrupted by {because}, {where}, so that the ranks are out of "
+            "step and this world has ended. Call shrink() on every rank to go on in a new one, or "
+            "let the exception end the program"
+        )
+        failure = Failure(self._me, text, CommunicationError)
+        for member in tuple(self._family):
+            for work in member._pending:
+                if not work.done:
+                    work.fail(failure.error(f"{work.name} cannot complete", self._me))
+        world.end(failure)
 
     def _shrink(self) -> Self:
         world = self._joined()
-        deadline = time.monotonic() + self._timeout if self._timeout else None
+        left = self._timeout or math.inf
         with world.changed:
-            while not world.survive(self._rank):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    away = sorted(world.absent_survivors())
-                    world.survivors.discard(self._rank)
+            world.survive(self._rank)
+            while not world.has_heirs():
+                if left <= 0:
+                    world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
-                        f"{away}, which neither failed nor left: every rank that is left calls it"
+                        f"{sorted(world.absent() - {self._rank})}, which neither failed nor left: "
+                        "every rank that is left calls it"
                     )
-                world.changed.wait(left)
-            heirs = world.heirs
+                left = world.wait(left)
         _forget(self._environment_id, world)
         heir = type(self)(
-            heirs.index(self._rank), len(heirs), world.heir_name, timeout=self._timeout
+            world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
         )
-        stop_recording(self, world.failures[0].error("the world was given up"))
+        stop_recording(self, world.failures[0].error("the world was given up", self._me))
         for member in tuple(self._family):
             member._retire(heir)
         heir.initialize()
@@ -206,103 +220,269 @@ class InMemoryCommunicationBackend(MemoryCollectives):
 
     def _drive(self, work: Work) -> None:
         world = self._joined()
-        deadline = time.monotonic() + self._timeout if self._timeout else None
-        has_waited = False
+        left = self._timeout or math.inf
         try:
             while True:
-                for backend in tuple(self._family):
-                    backend.progress()
+                for member in tuple(self._family):
+                    member.progress()
                 if work.done:
                     return
                 with world.changed:
-                    if not self._anything_ready():
-                        self._raise_if_hopeless(work)
-                        left = None if deadline is None else deadline - time.monotonic()
-                        if left is not None and left <= 0:
-                            self._give_up(work)
-                        if not has_waited:
-                            has_waited = True
+                    if not self._may_go_on():
+                        self._raise_if_hopeless(work, left)
+                        if self.status.awaited is None:
                             self.status.wait(work.awaited)
-                        world.changed.wait(left)
+                        left = world.wait(left)
         finally:
-            if has_waited:
+            if self.status.awaited is not None:
                 self.status.go_on()
 
-    def _anything_ready(self) -> bool:
+    def _may_go_on(self) -> bool:
+        """Whether anything that is under way on this rank need not wait any more."""
         return any(
             pending.waitable is not None and pending.waitable.test()
-            for backend in tuple(self._family)
-            for pending in (*backend._pending, *backend._transfers)
+            for member in tuple(self._family)
+            for pending in (*member._pending, *member._transfers)
         )
 
-    def _raise_if_hopeless(self, work: Work) -> None:
-        """Raise where a rank that ``work`` waits for failed or left. Called with the lock."""
+    def _raise_if_hopeless(self, work: Work, left: float) -> None:
+        """Raise if a rank that ``work`` waits for failed, left or is late. Needs the lock."""
         world = self._joined()
         if world.failures:
-            raise world.failures[0].error(f"{work.name} cannot complete")
-        absence = work.waitable
-        assert isinstance(absence, Absence)
-        for local in absence.missing():
+            raise world.failures[0].error(f"{work.name} cannot complete", self._me)
+        awaited = work.waitable
+        assert isinstance(awaited, Awaited)
+        for local in awaited.missing():
             if local in world.left:
-                rank, me = world.global_ranks[local], world.global_ranks[self._rank]
-                text = describe_departure(
-                    rank, world.left[local], self.label, me, work.awaited, world.records()
-                )
-                raise PeerError(text, rank)
-
-    def _give_up(self, work: Work) -> NoReturn:
-        """Raise because ``work`` takes too long. Called with the lock."""
-        world = self._joined()
-        absence = work.waitable
-        assert isinstance(absence, Absence)
-        missing = [world.global_ranks[local] for local in absence.missing()]
-        me = world.global_ranks[self._rank]
-        text = (
-            f"rank {me} waited {self._timeout:g} s {work.where}; ranks {missing} did not arrive. "
-            f"{describe_stall(world.records())}"
-        )
-        if isinstance(work, CollectiveWork):
-            # The ranks are out of step from here on. Who has waited nearly as long hears it now,
-            # and who comes late when it comes; a message may still be received another time.
-            world.failures.append(Failure(missing[0], text, is_timeout=True))
-            world.changed.notify_all()
-        raise CollectiveTimeoutError(text)
+                wait = self.label, self._me, work.awaited, world.records()
+                rank = world.global_ranks[local]
+                raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
+        if left <= 0:
+            missing = [world.global_ranks[local] for local in awaited.missing()]
+            text = (
+                f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
+                f"arrive. {describe_stall(world.records())}"
+            )
+            if isinstance(work, CollectiveWork):
+                # The ranks are out of step from here on. Those that have waited nearly as long
+                # are told now, and late ones when they come. A message may still be received.
+                world.end(Failure(missing[0], text, CollectiveTimeoutError))
+            raise CollectiveTimeoutError(text)
 
     def _parting(self, sequence: int) -> str:
         return parting(self._joined().records(), self.label, upto=sequence)
 
     def _admit(self, kind: Kind, sequence: int) -> None:
-        world = self._joined()
-        if world.failures:
-            # It need not wait for the rank that failed: that may go on, after abort().
-            raise world.failures[0].error(f"{kind.label} is called after a failure")
+        # The rank that failed may go on, after abort(): its peers need not wait for it.
+        for failure in self._joined().failures:
+            raise failure.error(f"{kind.label} is called after a failure", self._me)
+
+    # ------------------------------------------------------------------------------- collectives
+
+    def _meet(self, call: Call, phase: int, value: Any, *arrays: Array) -> Steps:
+        """Rendezvous number ``phase`` of a collective: the values of all ranks.
+
+        Other ranks may read and write ``arrays`` from here on until the last rendezvous.
+        """
+        for array in arrays:
+            synchronize(array)
+        rendezvous = self._joined().meet(call.sequence, phase, self._rank, value)
+        yield rendezvous
+        return rendezvous.values
+
+    def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
+        """The first rendezvous of a collective, at which the ranks compare their calls."""
+        pairs = yield from self._meet(call, 0, (call, value), *arrays)
+        self._verify([peer for peer, _ in pairs])
+        return [other for _, other in pairs]
+
+    def _steps_barrier(self, call: Call) -> Steps:
+        yield from self._open(call, None)
+
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        given = yield from self._open(call, (array, self._places(array, out)), array)
+        places = [where for _, where in given]
+        layout = ShardLayout(int(array.size), self._world_size)
+        mine = layout.slice(self._rank)
+        near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
+        piece = array_namespace(array).empty(layout.size(self._rank), array.dtype)
+        assert call.operation is not None
+        self._reducer.reduce(near, call.operation, piece)
+        pieces = yield from self._meet(call, 1, piece, piece)
+        result = out.reshape(-1)
+        out_is_shared = self.topology.results_are_shared(places)
+        nodes = self.topology
+        for rank, other in enumerate(pieces):
+            if not out_is_shared or nodes.agent(rank) == self._rank:
+                copy_into(result[layout.slice(rank)], other)
+        if self.topology.arrays_are_shared(places) and out_is_shared:
+            self.traffic.count_shared_reduce(layout.sizes, array.dtype)
+            self.traffic.count_shared_gather(layout.sizes, array.dtype)
+        else:
+            self.traffic.count_all_reduce(call, layout.sizes)
+        # A piece in GPU memory would be used for something else as soon as its rank lets it go.
+        if out_is_shared or any(is_device_array(other) for other, _ in given):
+            yield from self._meet(call, 2, None, result)
+        return out
+
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        given = yield from self._open(call, (array, self._places(array, out)), array)
+        start = sum(counts[: self._rank])
+        mine = slice(start, start + counts[self._rank])
+        xp = array_namespace(array)
+        # The others read all of this rank's array but its own piece.
+        overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
+        piece = xp.empty(out.shape, out.dtype) if overlaps else out
+        near = [beside(other[mine].reshape(-1), array) for other, _ in given]
+        assert call.operation is not None
+        self._reducer.reduce(near, call.operation, piece.reshape(-1))
+        yield from self._meet(call, 1, None, piece)
+        if overlaps:
+            out[...] = piece
+        if self.topology.arrays_are_shared([where for _, where in given]):
+            row = math.prod(array.shape[1:])
+            self.traffic.count_shared_reduce([count * row for count in counts], array.dtype)
+        else:
+            self.traffic.count_reduce_scatter(call, counts)
+        return out
+
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        given = yield from self._open(call, (array, self._places(array, out)), array)
+        starts = list(itertools.accumulate((other.shape[0] for other, _ in given), initial=0))
+        out_is_shared = self.topology.results_are_shared([where for _, where in given])
+        if out is None:
+            out = array_namespace(array).empty((starts[-1], *array.shape[1:]), array.dtype)
+        own = out[starts[self._rank] : starts[self._rank + 1]]
+        in_place = address(array) == address(own)
+        # The others read this rank's array until the next rendezvous: a result that would
+        # overwrite it waits so long.
+        overlaps = not in_place and bool(array_namespace(out).may_share_memory(array, out))
+        target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
+        nodes = self.topology
+        for rank, (other, _) in enumerate(given):
+            is_mine = not out_is_shared or nodes.agent(rank) == self._rank
+            if is_mine and not (in_place and rank == self._rank):
+                copy_into(target[starts[rank] : starts[rank + 1]], other)
+        yield from self._meet(call, 1, None, target)
+        if overlaps:
+            out[...] = target
+        if out_is_shared:
+            self.traffic.count_shared_gather([other.size for other, _ in given], array.dtype)
+        else:
+            self.traffic.count_all_gather(array)
+        return out
+
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        arrays = yield from self._open(call, array, *([] if array is None else [array]))
+        if self._rank != root:
+            sent = arrays[root]
+            if array is None:
+                array = array_namespace(sent).empty(sent.shape, sent.dtype)
+            copy_into(array, sent)
+        assert array is not None
+        yield from self._meet(call, 1, None, array)
+        self.traffic.count_broadcast(array, root)
+        return array
+
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        given = [array] if self._rank == root and array is not None else []
+        values = yield from self._open(call, (given, counts), *given)
+        (sent,), pieces = values[root]
+        start = sum(pieces[: self._rank])
+        piece = sent[start : start + pieces[self._rank]].copy()
+        yield from self._meet(call, 1, None, piece)
+        self.traffic.count_scatter(sent if self._rank == root else None, piece)
+        return piece
+
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        arrays = yield from self._open(call, array, array)
+        result = None
+        if self._rank == root:
+            near = [beside(other, array) for other in arrays]
+            result = array_namespace(array).concatenate(near, axis=0)
+        yield from self._meet(call, 1, None, array)
+        self.traffic.count_gather(array, root)
+        return result
+
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        values = yield from self._open(call, parts, *parts)
+        received = [sent[self._rank].copy() for sent in values]
+        yield from self._meet(call, 1, None, *received)
+        self.traffic.count_all_to_all(parts)
+        return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
-        world = self._joined()
-        member: InMemoryCommunicationBackend | None = None
-        worlds: dict[int, World] | None = None
-        if self._rank == 0:
-            worlds = split_worlds(world, wishes, call.sequence)
-        shared = yield from self._exchange(call, worlds)
-        if color is not None:
-            child = shared[0][color]
-            local = child.global_ranks.index(world.global_ranks[self._rank])
-            member = InMemoryCommunicationBackend(
-                local, child.world_size, child.name, timeout=self._timeout
-            )
-            member._world = child
-            member._world_ranks = child.global_ranks
-            member._family = self._family
-            self._family.add(member)
+        worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
+        values = yield from self._meet(call, 1, worlds)
+        if color is None:
+            return None
+        child: World = values[0][color]
+        rank = child.global_ranks.index(self._me)
+        member = type(self)(rank, child.world_size, child.name, timeout=self._timeout)
+        member._world, member._me = child, self._me
+        member._world_ranks = child.global_ranks
+        member._family = self._family
+        self._family.add(member)
         return member
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        yield from self._open(call, None)
+        first = self.peers[0]
+        makes = self._rank == first and settings.arena_sources()
+        values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
+        return values[first]
+
+    # ------------------------------------------------------------------------------- messages
+
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        self._post(array.copy(), destination, tag, is_copy=True)
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        yield self._post(array, destination, tag, is_copy=False)
+
+    def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
+        synchronize(array)
+        world, message = self._joined(), Message(array, destination, is_copy=is_copy)
+        with world.changed:
+            world.channel(self._rank, destination, tag).messages.append(message)
+            world.changed.notify_all()
+        return message
+
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        world = self._joined()
+        with world.changed:
+            channel = world.channel(source, self._rank, tag)
+            receive = Receive(channel, source)
+            channel.receives.append(receive)
+        try:
+            yield receive
+            with world.changed:
+                array, sender = channel.messages[0].array, world.global_ranks[source]
+                refuse_other_message(array.size, array.dtype, count, dtype, sender, tag)
+                message = channel.messages.popleft()
+        finally:
+            with world.changed:
+                channel.receives.remove(receive)
+                if not channel.receives and not channel.messages:
+                    world.channels.pop((source, self._rank, tag), None)
+        content = message.open()
+        if not message.is_copy:
+            with world.changed:  # the sender may wait for it
+                message.is_taken = True
+                world.changed.notify_all()
+        return content
 
 
 def _forget(environment_id: str, world: World) -> None:
-    """Let ranks that come to the environment from now on not meet in ``world``."""
+    """Let ranks that come to the environment from now on not enter ``world``."""
     with _environments_lock:
-        worlds = _environments.get(environment_id, [])
-        if world in worlds:
-            worlds.remove(world)
-        if not worlds:
-            _environments.pop(environment_id, None)
+        worlds = [other for other in _environments.pop(environment_id, []) if other is not world]
+        if worlds:
+            _environments[environment_id] = worlds

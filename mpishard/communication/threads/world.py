@@ -1,160 +1,280 @@
-"""Where thread-ranks meet: the state that they share, guarded by one condition.
+"""The state that the thread-ranks of a world share, guarded by one condition.
 
-A collective in memory is a chain of *meetings*. At a meeting each rank leaves a value, and goes
-on when all have come. What one rank sends another are *letters*.
+A collective in memory is a chain of *rendezvous*. At a rendezvous each rank leaves a value, and
+goes on when all have come.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import weakref
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpishard import settings
+from mpishard.arrays import Array, beside, synchronize
 from mpishard.communication.contract.arena import number_nodes
-from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.status import LoggedCall, RankRecord, StatusPage
+from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.tracebacks import short_traceback
-from mpishard.errors import CollectiveTimeoutError, PeerError
+from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-if TYPE_CHECKING:
-    from mpishard.communication.threads.backend import InMemoryCommunicationBackend
-    from mpishard.communication.threads.messages import Letter
+__all__ = ["NO_RANK", "Awaited", "Channel", "Failure", "Message", "Receive", "Rendezvous", "World"]
 
-__all__ = ["NO_RANK", "Absence", "Arrival", "World", "new_world", "split_worlds"]
-
-
-_losses = itertools.count()
 NO_RANK = -1
-"""The rank of a failure in a thread that is none."""
+"""The rank of a failure in a thread that is no rank."""
+
+_SLICE_SECONDS = 0.5
+_ABSENT = object()
+_losses = itertools.count()
 
 
-@dataclass(slots=True)
-class Failure:
-    """Which rank failed, by its number in the root world, and what the others are told."""
+class Awaited(Waitable):
+    """An act of other thread-ranks. Its test needs no lock."""
 
-    rank: int
-    message: str
-    is_timeout: bool = False
-    """Whether nobody failed, and a rank waited for too long."""
-
-    def error(self, what: str) -> CollectiveTimeoutError | PeerError:
-        """What another rank raises; ``what`` of it comes of the failure."""
-        text = f"{what}: {self.message}"
-        return CollectiveTimeoutError(text) if self.is_timeout else PeerError(text, self.rank)
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The ranks that have not acted yet."""
 
 
-class Meeting:
-    """One point that all ranks pass: what each has left there, and how many have."""
+class Rendezvous(Awaited):
+    """A point that all ranks pass, with the value that each leaves there."""
 
     __slots__ = ("arrived", "values")
 
     def __init__(self, world_size: int) -> None:
-        self.values: list[Any] = [None] * world_size
+        self.values: list[Any] = [_ABSENT] * world_size
         self.arrived = 0
 
+    def test(self) -> bool:
+        """Whether all ranks have come."""
+        return self.arrived == len(self.values)
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+    def missing(self) -> list[int]:
+        return [rank for rank, value in enumerate(self.values) if value is _ABSENT]
+
+
+class Message(Awaited):
+    """A message on its way. Its sender may wait until the receiver has copied it.
+
+    Parameters
+    ----------
+    array : Array
+        The content.
+    receiver : int
+        The rank that it is sent to.
+    is_copy : bool
+        Whether the array is nobody else's. The sender's own is copied when it is received.
+    """
+
+    __slots__ = ("array", "is_copy", "is_taken", "receiver")
+
+    def __init__(self, array: Array, receiver: int, *, is_copy: bool) -> None:
+        self.array = array
+        self.receiver = receiver
+        self.is_copy = is_copy
+        self.is_taken = False
+
+    def test(self) -> bool:
+        """Whether the receiver has copied it."""
+        return self.is_taken
+
+    def missing(self) -> list[int]:
+        return [self.receiver]
+
+    def open(self) -> Array:
+        """The content, as an array of the receiver's own."""
+        content = beside(self.array, self.array)  # of this thread's GPU
+        if content is self.array:
+            if self.is_copy:
+                return content
+            content = content.copy()
+        synchronize(content)  # the sender may use its memory for something else after this
+        return content
+
+
+@dataclass(slots=True)
+class Channel:
+    """Messages of one sender, receiver and tag, and the receives that wait for them, in order."""
+
+    messages: deque[Message] = field(default_factory=deque)
+    receives: deque[Receive] = field(default_factory=deque)
+
+
+class Receive(Awaited):
+    """The place in line of one receive."""
+
+    __slots__ = ("_channel", "_sender")
+
+    def __init__(self, channel: Channel, sender: int) -> None:
+        self._channel = channel
+        self._sender = sender
+
+    def test(self) -> bool:
+        """Whether it stands first in line and a message has come."""
+        return bool(self._channel.messages) and self._channel.receives[0] is self
+
+    def missing(self) -> list[int]:
+        return [self._sender]
+
+
+@dataclass(slots=True)
+class Failure:
+    """The reason why a world has ended.
+
+    Parameters
+    ----------
+    rank : int
+        The origin's number in the root world.
+    message : str
+        What the ranks are told.
+    kind : type
+        `PeerError` if the rank failed; `CollectiveTimeoutError` if one waited for it too long;
+        `CommunicationError` if it was interrupted inside a collective, and goes on.
+    """
+
+    rank: int
+    message: str
+    kind: type[CommunicationError] = PeerError
+
+    def error(self, what: str, me: int) -> CommunicationError:
+        """The error of rank ``me``; ``what`` is the consequence, such as "barrier cannot end"."""
+        text = f"{what}: {self.message}"
+        if self.kind is CollectiveTimeoutError or (
+            self.kind is CommunicationError and me == self.rank
+        ):
+            return self.kind(text)
+        return PeerError(text, self.rank)
+
+
+@dataclass(slots=True, eq=False)
 class World:
-    """What the thread-ranks of one environment share. Every field is guarded by ``changed``.
+    """The state that the thread-ranks of one world share. Every field is guarded by ``changed``.
 
-    Worlds that were split from one another share ``changed``, ``failures`` and ``pages``, so
-    that a failure anywhere wakes every rank, and a report shows what each does in any of them.
+    Worlds split from one another share ``changed``, ``failures`` and ``pages``, so that a failure
+    in any of them wakes every rank, and a report shows what each rank does in all of them.
+    Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
+    the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
+    world that comes after this one, called ``heir_name``, once all survivors have come.
     """
 
     name: str
-    world_size: int
     global_ranks: tuple[int, ...]
     nodes: tuple[int, ...]
-    changed: threading.Condition
-    failures: list[Failure]
     pages: list[StatusPage | None]
-    """Of each rank of the root world; None where it has not come yet."""
-    meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
-    letters: dict[tuple[int, int, int], deque[Letter]] = field(default_factory=dict)
-    members: dict[int, InMemoryCommunicationBackend] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    failures: list[Failure] = field(default_factory=list)
+    rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
+    channels: dict[tuple[int, int, int], Channel] = field(default_factory=dict)
+    members: dict[int, Any] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
-    children: list[weakref.ref[World]] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed, and will not come again."""
     survivors: set[int] = field(default_factory=set)
-    """Ranks that wait in `shrink` for the others that are left."""
     heirs: tuple[int, ...] = ()
-    """The ranks of the world that comes after this one, once all that are left have come."""
     heir_name: str = ""
-    """What that world is called."""
 
-    def meet(self, call: Call, phase: int, rank: int, value: Any) -> Arrival:
-        """Leave ``value`` of ``rank`` at a meeting; the arrival tells when all ranks have.
+    @classmethod
+    def root(cls, name: str, world_size: int) -> World:
+        """A world that is split from no other."""
+        pretended = ShardLayout(world_size, settings.virtual_nodes())
+        nodes = number_nodes([pretended.owner(rank) for rank in range(world_size)])
+        return cls(name, tuple(range(world_size)), nodes, [None] * world_size)
 
-        A meeting is known by (collective, phase) and not by a running number, because ranks
+    def split(self, wishes: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
+        """A new world for each color; its ranks are ordered by (key, old rank)."""
+        worlds: dict[int, World] = {}
+        for color in {color for color, _ in wishes if color is not None}:
+            order = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
+            worlds[color] = World(
+                f"{self.name}/{sequence}.{color}",
+                tuple(self.global_ranks[rank] for _, rank in order),
+                number_nodes([self.nodes[rank] for _, rank in order]),
+                self.pages,
+                self.changed,
+                self.failures,
+            )
+        return worlds
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.global_ranks)
+
+    def meet(self, sequence: int, phase: int, rank: int, value: Any) -> Rendezvous:
+        """Leave the value of ``rank`` at a rendezvous.
+
+        A rendezvous is known by (collective, phase) and not by a running number, because ranks
         may issue the next collective before or after they finish this one.
         """
-        key = (call.sequence, phase)
+        key = sequence, phase
         with self.changed:
-            meeting = self.meetings.get(key)
-            if meeting is None:
-                meeting = self.meetings[key] = Meeting(self.world_size)
-            meeting.values[rank] = (value,)
-            meeting.arrived += 1
-            if meeting.arrived == self.world_size:
-                del self.meetings[key]
+            rendezvous = self.rendezvous.get(key)
+            if rendezvous is None:
+                rendezvous = self.rendezvous[key] = Rendezvous(self.world_size)
+            rendezvous.values[rank] = value
+            rendezvous.arrived += 1
+            if rendezvous.arrived == self.world_size:
+                del self.rendezvous[key]
                 self.changed.notify_all()
-        return Arrival(meeting)
+        return rendezvous
 
-    def fail(self, rank: int, error: BaseException, last: LoggedCall | None) -> None:
-        """Tell every rank that ``rank``, whose last collective is ``last``, failed.
+    def wait(self, left: float) -> float:
+        """Wait, with the lock, until something changes; return how much of ``left`` is left.
 
-        What it raised because of another rank is that one's failure.
+        It waits for 0.5 s at most. If that took longer, the process stood still (Ctrl-Z, SIGSTOP,
+        a frozen cgroup), and no rank was late meanwhile: the excess does not count.
         """
-        after = f"after {last}" if last else "before any collective"
-        name = self.global_ranks[rank]
-        self._tell(f"rank {name}", name, f"{after}, ", error)
+        asked = min(left, _SLICE_SECONDS)
+        began = time.monotonic()
+        self.changed.wait(asked)
+        return left - min(time.monotonic() - began, asked)
 
-    def fail_in_thread(self, name: str, error: BaseException) -> None:
-        """Tell every rank that a thread that is no rank failed."""
-        self._tell(f"thread {name!r}, which is no rank,", NO_RANK, "", error)
+    def fail(self, rank: int, who: str, after: str, error: BaseException) -> None:
+        """End the world on every rank, because ``who``, which is ``rank``, raised ``error``.
 
-    def _tell(self, who: str, rank: int, after: str, error: BaseException) -> None:
-        message = (
-            f"{who} failed {after}with {type(error).__name__}: {error}\n"
-            f"--- traceback of {who} ---\n{short_traceback(error)}"
-        )
-        failure = Failure(rank, message)
+        An error that ``who`` raised because of another rank is the failure of that rank.
+        """
         if isinstance(error, PeerError):
-            failure = Failure(error.rank, str(error))
+            self.end(Failure(error.rank, str(error)))
+        else:
+            text = f"{who} failed {after}with {type(error).__name__}: {error}"
+            trace = f"--- traceback of {who} ---\n{short_traceback(error)}"
+            self.end(Failure(rank, f"{text}\n{trace}"))
+
+    def end(self, failure: Failure) -> None:
+        """Tell every rank that this world, and those split from one another with it, are over."""
         with self.changed:
             self.failures.append(failure)
             self.changed.notify_all()
 
-    def absent_survivors(self) -> set[int]:
-        """Ranks that neither failed nor left, nor wait in `shrink`. Called with the lock."""
-        return set(range(self.world_size)) - self.survivors - self.lost - set(self.left)
+    def channel(self, sender: int, receiver: int, tag: int) -> Channel:
+        """Where messages of ``sender`` to ``receiver`` wait. Needs the lock."""
+        return self.channels.setdefault((sender, receiver, tag), Channel())
 
-    def survive(self, rank: int) -> bool:
-        """Let ``rank`` be in the world that comes after this one; whether all that are left are.
+    def absent(self) -> set[int]:
+        """The ranks that neither failed nor left, nor wait in `shrink`. Needs the lock."""
+        return set(range(self.world_size)) - self.survivors - self.lost - self.left.keys()
 
-        Called with the lock.
-        """
+    def survive(self, rank: int) -> None:
+        """Let ``rank`` wait for the next world, and the others know. Needs the lock."""
         if not self.failures:
-            origin, why = NO_RANK, ""
-            if self.left:
-                origin = min(self.left)
-                why = f"rank {origin} left, and "
+            origin = min(self.left, default=NO_RANK)
+            why = f"rank {origin} left, and " if self.left else ""
             text = f"{why}rank {rank} goes on without this world: it called shrink()"
             self.failures.append(Failure(origin, text))
         self.survivors.add(rank)
-        if not self.heirs and not self.absent_survivors():
+        self.changed.notify_all()
+
+    def has_heirs(self) -> bool:
+        """Whether all ranks that are left wait for the next world, which is then known."""
+        if not self.heirs and not self.absent():
             self.heirs = tuple(sorted(self.survivors))
             self.heir_name = f"{self.name}, after loss {next(_losses)}"
-        self.changed.notify_all()
         return bool(self.heirs)
 
     def records(self) -> list[RankRecord]:
@@ -163,56 +283,3 @@ class World:
             RankRecord(rank) if page is None else page.read()
             for rank, page in enumerate(self.pages)
         ]
-
-
-class Absence(Waitable):
-    """Something that other thread-ranks have yet to do. Its test is made with the world's lock."""
-
-    @abstractmethod
-    def missing(self) -> list[int]:
-        """The ranks that have not done it."""
-
-
-class Arrival(Absence):
-    """A meeting that is not complete yet."""
-
-    __slots__ = ("meeting",)
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-
-    def test(self) -> bool:
-        """Whether all ranks have come."""
-        return self.meeting.arrived == len(self.meeting.values)
-
-    def missing(self) -> list[int]:
-        return [r for r, value in enumerate(self.meeting.values) if value is None]
-
-
-def new_world(name: str, world_size: int) -> World:
-    """A world that is split from no other."""
-    ranks = tuple(range(world_size))
-    pretended = ShardLayout(world_size, settings.virtual_nodes())
-    nodes = number_nodes([pretended.owner(rank) for rank in ranks])
-    return World(name, world_size, ranks, nodes, threading.Condition(), [], [None] * world_size)
-
-
-def split_worlds(
-    world: World, wishes: Sequence[tuple[int | None, int]], sequence: int
-) -> dict[int, World]:
-    """One new world per color; its members ordered by (key, old rank)."""
-    worlds: dict[int, World] = {}
-    for color in sorted({c for c, _ in wishes if c is not None}):
-        ranks = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
-        child = World(
-            f"{world.name}/{sequence}.{color}",
-            len(ranks),
-            tuple(world.global_ranks[rank] for _, rank in ranks),
-            number_nodes([world.nodes[rank] for _, rank in ranks]),
-            world.changed,
-            world.failures,
-            world.pages,
-        )
-        worlds[color] = child
-        world.children.append(weakref.ref(child))
-    return worlds
