@@ -58,7 +58,7 @@ def test_every_call_of_a_backend_is_found():
     """Whatever its name: a collective that a backend gains must be known to the script."""
     from mpishard.communication import CommunicationBackend
 
-    tree = ast.parse((sites.PACKAGE / "communication" / "backend.py").read_text())
+    tree = ast.parse((sites.PACKAGE / "communication" / "contract" / "backend.py").read_text())
     (contract,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
     assert contract.name == CommunicationBackend.__name__
     public = {n.name for n in contract.body if isinstance(n, ast.FunctionDef)}
