@@ -1,5 +1,6 @@
 """How ranks talk: the contract, threads in memory, MPI."""
 
+from mpishard.communication.contract.arena import Arena
 from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation
@@ -12,6 +13,7 @@ from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 
 __all__ = [
+    "Arena",
     "Call",
     "CommunicationBackend",
     "CommunicationManager",

@@ -44,7 +44,8 @@ class Arena:
     """A vector for each rank of a node, which all of them read and write in place.
 
     Made by `CommunicationBackend.allocate_arena`. On one node a rank reads its peers' vectors
-    instead of receiving copies; between nodes only sums and pieces travel.
+    instead of receiving copies; between nodes only sums and pieces travel. With its own vector
+    alone a rank has no arena, and may use this class all the same: the sums are received.
 
     Parameters
     ----------
@@ -66,10 +67,16 @@ class Arena:
         barrier: Callable[[], Work],
     ) -> None:
         self._vectors = vectors
+        self._rank = rank
         self._reduce_scatter = reduce_scatter
         self._barrier = barrier
         self.mine: Array = vectors[rank]
         """This rank's vector."""
+
+    def part(self, start: int, length: int) -> Arena:
+        """The same of ``length`` elements of each vector, from ``start`` on."""
+        vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
+        return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
 
     def of(self, rank: int) -> Array:
         """The vector of ``rank``, a rank of this node."""
