@@ -1,1 +1,1 @@
-"""Record the activity of ranks over time: `recorder`, start and stop (`session`), the `file`."""
+"""Record the activity of ranks over time: `recorder` and its file, start and stop (`session`)."""
