@@ -101,6 +101,11 @@ class LoggedCall:
     group: str
     time: float
 
+    @property
+    def text(self) -> str:
+        """The call, its world and its place."""
+        return f"{self.call}{of_group(self.group)} at {self.call.place}"
+
     def __str__(self) -> str:
         call = self.call
         return f"collective {call.sequence}, {call},{of_group(self.group)} at {call.place}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpishard.communication.contract.matching import of_group, who
+from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 
 __all__ = ["AGO", "rank_table", "seconds_text", "stopped_text", "wait_text"]
@@ -57,7 +57,7 @@ def _entries(
         # The text has the collective that the rank waits in.
         awaited = record.waits if record.is_alive and not record.has_left else None
         lines = tuple(
-            f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}"
+            f"    {c.call.sequence}: {c.text}"
             for c in (record.calls[-calls:] if calls else ())
             if c != awaited
         )

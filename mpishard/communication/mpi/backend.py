@@ -199,7 +199,7 @@ class MPICommunicationBackend(CommunicationBackend):
         job, _ = self._joined()
         if job.world_size > 1:
             last = self.status.last
-            job.fail(
+            job.ending.fail(
                 error,
                 "before any collective"
                 if last is None
