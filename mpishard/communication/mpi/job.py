@@ -16,7 +16,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
@@ -327,9 +327,8 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
     """
     differing = []
     for name in rows[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            ranks.setdefault(row[name], []).append(rank)
+        given = [row[name] for row in rows]
+        ranks = grouped(range(len(given)), given.__getitem__)
         if len(ranks) > 1:
             values = [f"{value} on {who(of)}" for value, of in ranks.items()]
             differing.append(f"{name} is {', '.join(values)}")
