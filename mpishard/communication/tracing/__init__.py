@@ -1,6 +1,5 @@
-"""Record the activity of ranks over time, if a trace was asked for.
+"""Traces: the spans of what each rank did, and the files that hold them.
 
-Begin with `recorder`: the spans, collectives and waits of one rank. `session` starts and stops a
-trace and compares the ranks' clocks; `file` writes the trace of one rank to disk.
-This is the lowest chapter: it imports no other.
+The lowest chapter: it imports no other. `Recorder` (recorder.py) takes events and writes the rank's
+file; session.py starts and stops it, and compares the ranks' clocks. Begin with `Recorder.add`.
 """
