@@ -12,8 +12,7 @@ import threadpoolctl
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.failure import hooks as exit_hooks
-from mpishard.communication.failure.hooks import is_helper
+from mpishard.communication.failure.hooks import install_before_init, is_helper
 from mpishard.communication.failure.preemption import preemption_notice
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.backend import MPICommunicationBackend
@@ -31,7 +30,7 @@ _logger = logging.getLogger("mpishard")
 _process_backend: CommunicationBackend | None = None
 _blas_threads: int | None = None
 
-exit_hooks.install_before_init()
+install_before_init()
 if settings.launcher_variable() is not None and not is_helper():
     preemption_notice.listen()
 
@@ -91,7 +90,7 @@ def init(
                 f"init({backend!r}): this process has {present.describe()} already"
             )
         if on_failure == "shrink" and isinstance(present, MPICommunicationBackend):
-            present._require_survival()
+            present._require_survival("init(on_failure='shrink')")
         return present
     made: CommunicationBackend
     if backend == "mpi" or (backend == "auto" and is_launched()):
@@ -101,10 +100,10 @@ def init(
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
     _process_backend = made
     made.initialize()
-    if not isinstance(made, MPICommunicationBackend):
-        record_if_asked(made)  # under MPI any backend's start does it
-    else:
+    if isinstance(made, MPICommunicationBackend):
         _limit_blas_threads(made)
+    else:
+        record_if_asked(made)  # under MPI any backend's start does it
     if made.rank == 0:
         _warn_of_slow_kernels()
     return made
@@ -124,12 +123,12 @@ def is_launched() -> bool:
 
 
 def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
-    if settings.launcher_variable() is None:
-        # A launcher that sets no variable we know is seen by what MPI itself says.
-        if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
-            raise not_launched_error()
-        return MPICommunicationBackend(load_mpi().COMM_WORLD, on_failure=on_failure)
-    return MPICommunicationBackend(on_failure=on_failure)
+    if settings.launcher_variable() is not None:
+        return MPICommunicationBackend(on_failure=on_failure)
+    # A launcher that sets no variable we know is seen by what MPI itself says.
+    if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
+        raise not_launched_error()
+    return MPICommunicationBackend(load_mpi().COMM_WORLD, on_failure=on_failure)
 
 
 def refuse_worlds_of_one() -> None:

@@ -102,9 +102,7 @@ class CommunicationManager(metaclass=_WithState):
             For a dtype other than float32 and float64, as the mirrored hierarchy has it; the
             backend itself takes more.
         """
-        backend = _ours()
-        _check_dtype(array)
-        return backend.all_reduce(array, operation)
+        return _ours(reduced=array).all_reduce(array, operation)
 
     @staticmethod
     def reduce_scatter(
@@ -117,9 +115,7 @@ class CommunicationManager(metaclass=_WithState):
         NotImplementedError
             As `all_reduce`.
         """
-        backend = _ours()
-        _check_dtype(array)
-        return backend.reduce_scatter(array, operation)
+        return _ours(reduced=array).reduce_scatter(array, operation)
 
     @staticmethod
     def all_gather(array: Array) -> Array:
@@ -143,20 +139,19 @@ def _given() -> CommunicationBackend | None:
     return backend if backend is not None and backend.is_initialized else None
 
 
-def _ours() -> CommunicationBackend:
+def _ours(reduced: Array | None = None) -> CommunicationBackend:
+    """The backend of this rank, which is to reduce an array if one is given."""
     backend = _given()
     if backend is None:
         raise NotInitializedError(
             "the CommunicationManager has no backend here; call "
             "CommunicationManager.initialize(backend) on every rank, each with its own"
         )
-    return backend
-
-
-def _check_dtype(array: Array) -> None:
-    array_namespace(array)
-    if array.dtype not in _REDUCIBLE:
+    if reduced is not None:
+        array_namespace(reduced)
+    if reduced is not None and reduced.dtype not in _REDUCIBLE:
         raise NotImplementedError(
-            f"the CommunicationManager reduces float32 and float64, got {array.dtype}; the "
+            f"the CommunicationManager reduces float32 and float64, got {reduced.dtype}; the "
             "backend's own all_reduce and reduce_scatter take other dtypes"
         )
+    return backend

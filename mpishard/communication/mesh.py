@@ -97,6 +97,10 @@ class ProcessMesh:
         return self.pipeline_size, self.tensor_size, self.data_size
 
     @property
+    def _size(self) -> dict[str, int]:
+        return dict(zip(AXES, self.sizes, strict=True))
+
+    @property
     def replica_size(self) -> int:
         """Ranks that hold one replica of the model together."""
         return self.pipeline_size * self.tensor_size
@@ -125,7 +129,7 @@ class ProcessMesh:
         coordinates: dict[str, int] = dict(zip(AXES, (pipeline, tensor, data), strict=True))
         rank = 0
         for axis in self.order:
-            size, coordinate = self._size(axis), coordinates[axis]
+            size, coordinate = self._size[axis], coordinates[axis]
             if not 0 <= coordinate < size:
                 raise ValueError(f"{axis} coordinate {coordinate} is outside [0, {size})")
             rank = rank * size + coordinate
@@ -143,7 +147,7 @@ class ProcessMesh:
             raise ValueError(f"rank {rank} is outside [0, {math.prod(self.sizes)})")
         found: dict[str, int] = {}
         for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, self._size(axis))
+            rank, found[axis] = divmod(rank, self._size[axis])
         return found["pipeline"], found["tensor"], found["data"]
 
     def group_of(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
@@ -156,22 +160,13 @@ class ProcessMesh:
         """
         if axis not in AXES:
             raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
-        position = list(self.coordinates_of(self.world.rank if rank is None else rank))
-        place = AXES.index(axis)
-        ranks = []
-        for coordinate in range(self._size(axis)):
-            position[place] = coordinate
-            ranks.append(self.rank_of(*position))
-        return tuple(ranks)
+        here = self.coordinates_of(self.world.rank if rank is None else rank)
+        at = dict(zip(AXES, here, strict=True))
+        return tuple(self.rank_of(**{**at, axis: n}) for n in range(self._size[axis]))
 
     def describe(self) -> str:
         """The sizes, in words."""
-        return " x ".join(f"{size} {axis}" for axis, size in zip(AXES, self.sizes, strict=True))
-
-    def _size(self, axis: str) -> int:
-        return {
-            "pipeline": self.pipeline_size, "tensor": self.tensor_size, "data": self.data_size,
-        }[axis]  # fmt: skip
+        return " x ".join(f"{size} {axis}" for axis, size in self._size.items())
 
     def _axis_backend(self, axis: Axis) -> CommunicationBackend:
         ranks = self.group_of(axis)
@@ -204,10 +199,10 @@ def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
     ValueError
         Where it does not name each axis once.
     """
-    if not isinstance(order, list | tuple):
-        raise TypeError(f"order must name {', '.join(AXES)} once each, got {order!r}")
-    if sorted(map(str, order)) != sorted(AXES):
-        raise ValueError(f"order must name {', '.join(AXES)} once each, got {tuple(order)}")
+    is_sequence = isinstance(order, list | tuple)
+    if not is_sequence or sorted(map(str, order)) != sorted(AXES):
+        kind = ValueError if is_sequence else TypeError
+        raise kind(f"order must name {', '.join(AXES)} once each, got {order!r}")
     return tuple(order)
 
 
@@ -221,8 +216,7 @@ def mesh_sizes(world_size: int, pipeline: int, tensor: int, data: int) -> tuple[
     ValueError
         Where they do not make up the world.
     """
-    sizes = {"pipeline": pipeline, "tensor": tensor}
-    for name, size in sizes.items():
+    for name, size in {"pipeline": pipeline, "tensor": tensor}.items():
         if as_integer(name, size) < 1:
             raise ValueError(f"{name} must be 1 or more, got {size}")
     if as_integer("data", data) < 1 and data != -1:

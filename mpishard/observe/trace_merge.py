@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpishard.communication.tracing.file import (
-    TRACE_FORMAT,
-    TRACE_VERSION,
-    encode,
-    first_line,
-    last_line,
-)
+from mpishard.communication.tracing.recorder import encode, first_line, last_line
 from mpishard.observe.trace_reader import JobTrace
 
 __all__ = ["merge_traces"]
@@ -42,10 +36,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {
-        "format": TRACE_FORMAT, "version": TRACE_VERSION, "job": trace.job,
-        "world_size": trace.world_size, "ranks": trace.ranks,
-    }  # fmt: skip
+    about = {"job": trace.job, "world_size": trace.world_size, "ranks": trace.ranks}
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

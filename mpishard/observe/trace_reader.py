@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.communication.tracing.file import TRACE_FORMAT, TRACE_VERSION, rank_file
+from mpishard.communication.tracing.recorder import TRACE_FORMAT, TRACE_VERSION, rank_file
 
 __all__ = ["Ending", "JobTrace", "open_trace"]
 

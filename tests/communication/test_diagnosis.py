@@ -128,7 +128,10 @@ class TestVerdict:
 
     def test_a_rank_that_is_gone(self):
         text = verdict([busy(0, *history(3)), busy(1, *history(3), is_alive=False)], NOW)
-        assert text == ("Rank 1: gone, killed (out of memory?) or ended without leaving.")
+        assert text == (
+            "Rank 1: its process is gone (killed, or out of memory?), after collective 3, "
+            "barrier(), at train.py:1."
+        )
         left = busy(1, *history(3), state=RankState.LEFT, is_alive=False)
         assert verdict([busy(0, *history(3)), left], NOW) == (
             "No rank is known to wait for another."
@@ -187,7 +190,7 @@ class TestVerdict:
         records[3] = busy(3, state=RankState.STARTED)
         text = verdict(records, NOW)
         assert "Ranks 1, 2: not yet come to init." in text
-        assert "Rank 3: still in init." in text
+        assert "Rank 3: in init, where ranks wait for each other." in text
 
     def test_two_groups_waited_for_in_different_orders(self):
         records = [
@@ -346,6 +349,7 @@ class TestTable:
         ]
         predict = "collective 18, all_gather(float64[5]), at train.py:40 in FSDPModel.predict"
         idle = "42 s ago: computing, asleep or stuck"
+        first = "collective 1, barrier(), at train.py:1"
         assert rank_table(records, NOW).splitlines() == [
             f"  rank 0: waits 31 s in {predict}",
             "    16: barrier() at train.py:1",
@@ -355,9 +359,9 @@ class TestTable:
             "    2: barrier() at train.py:1",
             "  rank 2: left after collective 1, barrier(), at train.py:1",
             "    1: barrier() at train.py:1",
-            "  rank 3: its process is gone, after collective 1, barrier(), at train.py:1",
+            f"  rank 3: its process is gone (killed, or out of memory?), after {first}",
             "    1: barrier() at train.py:1",
-            "  rank 4: has not come to init",
+            "  rank 4: not yet come to init",
             "  rank 5: on another node, whose status pages cannot be read from here",
             "  rank 6: in init, where ranks wait for each other",
             "  rank 7: has called no collective yet: computing, asleep or stuck",

@@ -137,7 +137,7 @@ def test_what_is_read_in_place_is_not_sent(backend, path):
         if path == "arena":
             assert backend.traffic.total_bytes == 0
         subtrees = len(complete_subtrees(backend.peers, backend.world_size))
-        clients = sum(layout.size(rank) for rank in nodes.clients())
+        clients = sum(layout.size(rank) for rank in nodes.clients)
         assert sent["reduce_scatter"] in (0, width * clients * subtrees)
         assert sent["all_gather"] in (0, width * part * (backend.node_count - 1))
         assert read["reduce_scatter"] in (0, width * part * (len(backend.peers) - 1))
@@ -349,12 +349,12 @@ def test_complex_products_do_not_depend_on_length(dtype):
 def test_who_deals_with_whom():
     nodes = [Nodes((0, 0, 1, 1, 1), rank) for rank in range(5)]
     assert [n.own for n in nodes] == [0, 0, 1, 1, 1]
-    assert [n.clients() for n in nodes] == [[2, 4], [3], [0], [1], []]
+    assert [n.clients for n in nodes] == [[2, 4], [3], [0], [1], []]
     for other in range(5):
         for node in (0, 1):
             agent = nodes[0].agent(other, node)
             assert nodes[agent].own == node
-            assert other == agent or other in nodes[agent].clients()
+            assert other == agent or other in nodes[agent].clients
     assert nodes[0].subtrees(0) == ((0, 1),)
     assert len(nodes[2].subtrees(1)) == 2  # ranks 2, 3 and rank 4
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.communication.tracing.file import TraceFile, rank_file
+from mpishard.communication.tracing.recorder import TraceFile, rank_file
 from mpishard.observe import merge_traces, open_trace, summarize_trace
 from mpishard.observe.trace_summary import union
 

@@ -172,7 +172,7 @@ class Nodes:
     numbers: tuple[int, ...]
     rank: int
 
-    @property
+    @functools.cached_property
     def own(self) -> int:
         """The node of this rank."""
         return self.numbers[self.rank]
@@ -204,6 +204,7 @@ class Nodes:
         outside = sum(number != node for number in self.numbers[:other])
         return ranks[outside % len(ranks)]
 
+    @functools.cached_property
     def clients(self) -> list[int]:
         """The ranks of other nodes that this rank is agent for, in order."""
         return [
@@ -220,10 +221,16 @@ class Nodes:
         """Whether some ranks share a node, and those of each node have arrays in one region."""
         if self.count == len(self.numbers):
             return False
-        regions = {(node, own[0]) for node, (own, _) in zip(self.numbers, places, strict=True)}
-        return all(own != PRIVATE for own, _ in places) and len(regions) == self.count
+        regions: dict[int, int] = {}  # by node
+        for node, (own, _) in zip(self.numbers, places, strict=True):
+            if own == PRIVATE or regions.setdefault(node, own[0]) != own[0]:
+                return False
+        return True
 
     def results_are_shared(self, places: Sequence[Places]) -> bool:
         """Whether the results of each node's ranks are one and the same array."""
-        arrays = {(node, out) for node, (_, out) in zip(self.numbers, places, strict=True)}
-        return all(out != PRIVATE for _, out in places) and len(arrays) == self.count
+        arrays: dict[int, Place] = {}  # by node
+        for node, (_, out) in zip(self.numbers, places, strict=True):
+            if out == PRIVATE or arrays.setdefault(node, out) != out:
+                return False
+        return True

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
@@ -1210,7 +1210,8 @@ class CommunicationBackend(ABC):
         if not self._session.lock.acquire(blocking=False):
             raise self._refuse_thread()
         try:
-            work = CollectiveWork(self, steps, call, in_flight)
+            work = CollectiveWork(self, steps, in_flight)
+            work.call = call
             self._pending.append(work)
             work.advance()
             self._called = None
@@ -1250,8 +1251,6 @@ class CommunicationBackend(ABC):
 
     def _places(self, array: Array, out: Array | None) -> Places:
         """Where ``array`` and its result lie in memory that the node's ranks share."""
-        if not self._regions.count:
-            return NOWHERE
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _ready(self) -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
 
 __all__ = [
-    "GROUP_BYTES",
-    "advice_on_leaving",
-    "check_calls",
-    "differing_calls",
-    "differing_methods",
-    "group_label",
-    "group_members",
-    "of_group",
-    "ranks_text",
-    "who",
-]
+    "GROUP_BYTES", "advice_on_leaving", "check_calls", "differing_calls", "differing_methods",
+    "group_label", "group_members", "grouped", "of_group", "ranks_text", "who",
+]  # fmt: skip
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 GROUP_BYTES = 64
 """Bytes of a group's label that a status page keeps."""
@@ -65,7 +61,8 @@ def check_calls(
     """
     numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
-    if all(c is first or _is_alike(c, first) for c in calls) and first.out_rows < 0:
+    same = first.sequence, first.description
+    if all((c.sequence, c.description) == same for c in calls) and first.out_rows < 0:
         return
     by_rank = dict(zip(numbers, calls, strict=True))
     for rank, call in by_rank.items():
@@ -97,20 +94,6 @@ def check_calls(
                 )
 
 
-def _is_alike(call: Call, other: Call) -> bool:
-    """Whether two ranks' calls are the same in all that travels."""
-    return (
-        call.kind is other.kind
-        and call.sequence == other.sequence
-        and call.shape == other.shape
-        and call.dtype == other.dtype
-        and call.operation is other.operation
-        and call.root == other.root
-        and call.counts_hash == other.counts_hash
-        and call.out_rows == other.out_rows
-    )
-
-
 def advice_on_leaving(waiting: Call, rank: int) -> str:
     """What to look for where ``rank`` left and others wait for it in ``waiting``."""
     if waiting.method:
@@ -140,9 +123,7 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     str
         A sentence without its end, or nothing. What fewest ranks called comes first.
     """
-    by_method: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        by_method.setdefault(call.method, []).append(rank)
+    by_method = grouped(calls, lambda rank: calls[rank].method)
     if len(by_method) < 2:
         return ""
     before = seen or Counter()
@@ -179,12 +160,13 @@ def differing_calls(calls: Mapping[int, Call]) -> str:
 
 def _listed(calls: Mapping[int, Call]) -> str:
     """A line for each rank; for many, one for those that do the same."""
-    alike: dict[tuple[str, int], list[int]] = {}
-    for rank, call in calls.items():
-        text = f"collective {call.sequence}, {call}"
-        text += f" at {call.place}" if call.filename else ""
-        alike.setdefault((text, rank if len(calls) <= _ONE_EACH else -1), []).append(rank)
-    lines = [f"  {who(ranks)}: {text}" for (text, _), ranks in alike.items()]
+
+    def text(rank: int) -> str:
+        call = calls[rank]
+        return f"collective {call.sequence}, {call}" + f" at {call.place}" * bool(call.filename)
+
+    alike = grouped(calls, lambda rank: (text(rank), rank if len(calls) <= _ONE_EACH else -1))
+    lines = [f"  {who(ranks)}: {said}" for (said, _), ranks in alike.items()]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
     return "\n".join(lines)
@@ -224,6 +206,14 @@ def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Has
             "shape or dtype of the arrays that receive",
             [(sent if c.shape is None else c).array_text for c in calls],
         )
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, in their order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

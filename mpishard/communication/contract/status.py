@@ -101,6 +101,11 @@ class LoggedCall:
     group: str
     time: float
 
+    @property
+    def text(self) -> str:
+        """The call, its world and its place."""
+        return f"{self.call}{of_group(self.group)} at {self.call.place}"
+
     def __str__(self) -> str:
         call = self.call
         return f"collective {call.sequence}, {call},{of_group(self.group)} at {call.place}"
@@ -120,11 +125,9 @@ class MessageWait:
     group: str
 
     def __str__(self) -> str:
-        if self.is_send:
-            text = f"for rank {self.peer} to take a message with tag {self.tag}"
-        else:
-            text = f"for a message with tag {self.tag} from rank {self.peer}"
-        return text + (f" in {self.group}" if self.group else "")
+        message = f"a message with tag {self.tag}"
+        receive, send = f"{message} from rank {self.peer}", f"rank {self.peer} to take {message}"
+        return f"for {send if self.is_send else receive}" + (f" in {self.group}" * bool(self.group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +205,7 @@ def members_of(group: str, records: Sequence[RankRecord]) -> list[RankRecord]:
     if not group:
         return list(records)
     members = group_members(group)
-    if members is None:
-        return [record for record in records if record.calls_of(group)]
-    return [record for record in records if record.rank in set(members)]
+    return [r for r in records if (r.calls_of(group) if members is None else r.rank in members)]
 
 
 class StatusPage:
@@ -226,8 +227,7 @@ class StatusPage:
         self, rank: int, world_size: int, launched_rank: int | None = None, world_number: int = 0
     ) -> None:
         self.rank = rank
-        launched = rank if launched_rank is None else launched_rank
-        pid = os.getpid()
+        launched, pid = rank if launched_rank is None else launched_rank, os.getpid()
         # A process may enter several root worlds, and start others that inherit its folder.
         self.name = f"rank-{launched}-{pid}-{world_number}.calls"
         """The name of its file, wherever it is published."""
@@ -295,8 +295,7 @@ class StatusPage:
             filename = frame.f_code.co_filename
             if not filename.startswith(_NOT_OF_USERS):
                 break
-            if filename != _CONTEXTLIB:
-                called = frame
+            called = called if filename == _CONTEXTLIB else frame
             frame = frame.f_back
         if frame is None:
             place = encode_place(call, group)
@@ -352,10 +351,9 @@ class StatusPage:
 
     def note_shared_memory(self, paths: Sequence[str]) -> None:
         """Write down which files in shared memory the job must remove after the rank."""
-        data = "\n".join(paths).encode()
-        if len(data) > _MEMORY_BYTES:
-            data = data[:_MEMORY_BYTES].rpartition(b"\n")[0]
-        self._memory[_MEMORY_AT:_FIRST_ROW] = data.ljust(_MEMORY_BYTES, b"\0")
+        lines = "".join(f"{path}\n" for path in paths).encode()[:_MEMORY_BYTES]
+        lines = lines[: lines.rfind(b"\n") + 1]  # whole ones
+        self._memory[_MEMORY_AT:_FIRST_ROW] = lines.ljust(_MEMORY_BYTES, b"\0")
 
     @property
     def last(self) -> LoggedCall | None:
@@ -390,7 +388,7 @@ class StatusReader:
     def __init__(
         self, rank: int, world_size: int, launched_ranks: Sequence[int] | None = None
     ) -> None:
-        self._launched = tuple(launched_ranks or range(world_size))
+        self._launched = list(launched_ranks or range(world_size))
         self.page = StatusPage(rank, world_size, self._launched[rank], next(_world_numbers))
         """The page of this rank."""
         self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
@@ -420,11 +418,11 @@ class StatusReader:
             The world rank of each rank of this node.
         """
         self._paths = exchange(self._path)
-        failed = next((r for r, path in enumerate(self._paths) if isinstance(path, str)), None)
-        if failed is not None and self.page.rank == 0:
+        failed = [(r, path) for r, path in enumerate(self._paths) if isinstance(path, str)]
+        if failed and self.page.rank == 0:
             _logger.warning(
                 "reports on ranks that fail or wait will say less: rank %d could not share its "
-                "status page (%s). Training goes on", failed, self._paths[failed],
+                "status page (%s). Training goes on", *failed[0],
             )  # fmt: skip
         here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
         for rank in here.keys() - {self.page.rank}:
@@ -555,18 +553,15 @@ def stopped_siblings() -> list[RankRecord]:
     # Under `mpishard run` the parent is this rank's agent, and each agent has noted its rank:
     # "RANK started AGENT PROCESS".
     notes = (settings.job_folder() or Path("/nowhere")) / f"agents-{socket.gethostname()}"
-    pids: list[int] = []
+    children = Path(f"/proc/{os.getppid()}/task").glob("*/children")
+    found = []
     with contextlib.suppress(OSError):  # a process may end meanwhile
         if notes.is_file():
-            lines = map(str.split, notes.read_text().splitlines())
-            pids += [int(words[3]) for words in lines if words[1] == "started"]
+            pids = re.findall(r"^\S+ started \S+ (\d+)", notes.read_text(), re.MULTILINE)
         else:
-            for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-                pids += map(int, path.read_text().split())
-    found = []
-    for pid in pids:
-        if _process(pid)[0] in (b"T", b"t"):
-            with contextlib.suppress(OSError):
+            pids = [pid for path in children for pid in path.read_text().split()]
+        for pid in map(int, pids):
+            if _process(pid)[0] in (b"T", b"t"):
                 text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
                 rank = settings.launched_rank(dict(re.findall("([^=\0]+)=([^\0]*)", text)))
                 if rank is not None:
@@ -591,21 +586,18 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
     since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
     calls = _calls(page) if calls is None else calls
     waits: LoggedCall | MessageWait | None
+    waits = next((logged for logged in calls if logged.number == number), None)
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
-    else:
-        waits = next((logged for logged in calls if logged.number == number), None)
-    is_alive, is_stopped = True, False
-    if _text(host) == socket.gethostname():
-        letter, began = _process(pid)
-        is_alive = began == start and letter not in (b"Z", b"X")
-        is_stopped = is_alive and letter in (b"T", b"t")
+    is_here = _text(host) == socket.gethostname()
+    letter, began = _process(pid) if is_here else (b"R", start)
+    is_alive = began == start and letter not in (b"Z", b"X")
     return RankRecord(
-        rank, RankState(_number(page, _STATE)), True, is_alive, is_stopped, calls, waits,
-        max(0.0, time.time() - since) if number else 0.0,
+        rank, RankState(_number(page, _STATE)), True, is_alive, is_alive and letter in (b"T", b"t"),
+        calls, waits, max(0.0, time.time() - since) if number else 0.0,
         world_size, launched, world_number, pid, _text(host),
         _number(page, _COUNT), _number(page, _CODE), bool(_number(page, _SAVES_AT)),
-        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).split("\n")) if page[_MEMORY_AT] else (),
+        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).splitlines()),
     )  # fmt: skip
 
 
@@ -620,7 +612,7 @@ def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
-    if number != index + 1 or _number(page, start + _ROW.size - _NUMBER.size) != number:
+    if not number == index + 1 == _number(page, start + _ROW.size - _NUMBER.size):
         return None
     call = Call.decode(bytearray(row))
     call.number = number

@@ -12,12 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import (
     advice_on_leaving,
     differing_calls,
     differing_methods,
+    grouped,
     of_group,
     who,
 )
@@ -31,9 +33,10 @@ from mpishard.communication.contract.status import (
 from mpishard.communication.contract.work import in_call
 from mpishard.communication.diagnostics.table import (
     AGO,
+    doing,
+    is_stopped,
     rank_table,
     seconds_text,
-    stopped_text,
     wait_text,
 )
 
@@ -73,7 +76,7 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
     """
     able = [r for r in records if r.is_alive and not r.is_stopped]
     waiting = [r for r in able if r.waited]
-    if not waiting and (all(r.is_known for r in records) or any(map(_stopped, records))):
+    if not waiting and (all(r.is_known for r in records) or any(map(is_stopped, records))):
         waiting = [r for r in able if r.state is RankState.STARTED]
     return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
 
@@ -96,7 +99,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     odd = [
         record
         for record in records
-        if _stopped(record)
+        if is_stopped(record)
         or (is_in_init and record.is_known and record.state is None)
         or (
             record.is_known
@@ -126,13 +129,13 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    late = [r for r in records if r.is_known and (not r.has_left or _stopped(r))]
+    late = [r for r in records if r.is_known and (not r.has_left or is_stopped(r))]
     if not late:
         return "for ranks of other nodes, of which nothing is known here"
     waiting = [record for record in late if _is_waiting(record)]
     others = [record for record in late if not _is_waiting(record)]
     sentences = [*_waits(waiting), *(_odd(others, waiting, now) if others else ())]
-    return f"for {who([record.rank for record in late])}. {_text(sentences)}"
+    return f"for {_who(late)}. {_text(sentences)}"
 
 
 def _text(sentences: Sequence[str]) -> str:
@@ -155,18 +158,16 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
         Look only at collectives of numbers up to this one.
     """
     histories = {
-        record.rank: {logged.call.sequence: logged.call for logged in record.calls_of(group)}
+        record.rank: calls
         for record in members_of(group, records)
         if record.is_known
+        and (calls := {logged.call.sequence: logged.call for logged in record.calls_of(group)})
     }
-    histories = {rank: calls for rank, calls in histories.items() if calls}
     if len(histories) < 2:
         return ""
-    common = set.intersection(*(set(calls) for calls in histories.values()))
+    common = set.intersection(*map(set, histories.values()))
     seen = Counter(call.method for calls in histories.values() for call in calls.values())
-    for sequence in sorted(common):
-        if upto is not None and sequence > upto:
-            break
+    for sequence in sorted(s for s in common if upto is None or s <= upto):
         at_once = {rank: calls[sequence] for rank, calls in histories.items()}
         sentence = differing_methods(at_once, seen)
         if sentence:
@@ -174,12 +175,8 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     return ""
 
 
-def _stopped(record: RankRecord) -> bool:
-    return record.is_stopped and record.state is not RankState.LEFT
-
-
 def _is_waiting(record: RankRecord) -> bool:
-    return record.waits is not None and not _stopped(record)
+    return record.waits is not None and not is_stopped(record)
 
 
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
@@ -197,59 +194,49 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
     """Sentences on the ranks that wait, the most frequent wait first."""
-    alike: dict[str, list[RankRecord]] = {}
-    for record in waiting:
-        alike.setdefault(wait_text(record), []).append(record)
-    groups = sorted(alike.items(), key=lambda item: -len(item[1]))
+    groups = sorted(grouped(waiting, wait_text).items(), key=lambda item: -len(item[1]))
     return [
-        f"{who([r.rank for r in same])} wait{'' if len(same) > 1 else 's'} {text}, "
+        f"{_who(same)} wait{'' if len(same) > 1 else 's'} {text}, "
         f"for {seconds_text(r.waited for r in same)}."
         for text, same in groups[:_SENTENCES]
     ]
 
 
+def _who(records: Sequence[RankRecord]) -> str:
+    return who([record.rank for record in records])
+
+
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
     """Sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
-    alike: dict[str, list[RankRecord]] = {}
-    for record in odd:
-        alike.setdefault(_instead(record, waits), []).append(record)
+    groups = grouped(odd, lambda record: _instead(record, waits, now)[0])
     sentences = []
-    for text, same in list(alike.items())[:_SENTENCES]:
-        ago = seconds_text(max(0.0, now - r.calls[-1].time) if r.calls else 0.0 for r in same)
-        sentences.append(f"{who([r.rank for r in same])}{text.replace(AGO, ago)}.")
+    for text, same in list(groups.items())[:_SENTENCES]:
+        ago = seconds_text(_instead(record, waits, now)[1] for record in same)
+        sentences.append(f"{_who(same)}{text.replace(AGO, ago)}.")
     return [*sentences, _advice(odd, waits, waiting)]
 
 
-def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
+def _instead(record: RankRecord, waits: Sequence[LoggedCall], now: float) -> tuple[str, float]:
     """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
-    last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {last}"
-    if _stopped(record):
-        return f" is {stopped_text(record)}; continue it with kill -CONT {record.pid}, or end it"
-    if not record.is_alive and not record.has_left:
-        return ": gone, killed (out of memory?) or ended without leaving"
-    if record.state is None:
-        return ": not yet come to init"
-    if record.state is RankState.STARTED:
-        return ": still in init"
-    if record.has_left:
-        return f" left {after}"
-    if record.state is RankState.REPORTED:
-        return f" reported why the job ends, {after}"
-    if last is None:
-        return ": has called no collective yet: computing, asleep or stuck"
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
-    missing = f", {behind} collectives behind" if behind > 1 else ""
-    done = " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    return f": in no collective since {last}, {AGO} ago{done}{missing}: computing, asleep or stuck"
+    note = f", {behind} collectives behind" if behind > 1 else ""
+    note += " (called, but not waited for, there)" if waits and behind <= 0 else ""
+    text, seconds = doing(record, now, note)
+    if is_stopped(record):
+        text = f" is {text}; continue it with kill -CONT {record.pid}, or end it"
+    elif record.has_left:
+        text = f" {text}"
+    else:
+        text = f": {text}"
+    return text, seconds
 
 
 def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
     """The function that every rank must call, if the ranks called one of this package."""
-    if any(map(_stopped, odd)):
+    if any(map(is_stopped, odd)):
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
@@ -267,51 +254,41 @@ def _advice(
 def _circle(waits_for: dict[int, list[int]]) -> list[int]:
     """Ranks that each wait for the next one, and the last for the first; empty if there are none.
 
-    A depth-first search from every rank over all ranks that it waits for.
+    It is found among all ranks that each rank waits for.
     """
-    finished: set[int] = set()
-    for start, first in waits_for.items():
-        path = [start]
-        branches = [iter(first)]
-        while branches:
-            following = next((r for r in branches[-1] if r in waits_for), None)
-            if following is None:
-                finished.add(path.pop())
-                branches.pop()
-            elif following in path:
-                return path[path.index(following) :]
-            elif following not in finished:
-                path.append(following)
-                branches.append(iter(waits_for[following]))
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        *circle, _ = reversed(error.args[1])
+        first = circle.index(min(circle))
+        return [*circle[first:], *circle[:first]]
     return []
 
 
 def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
-    waits = [by_rank[rank].waits for rank in circle]
     edges = [
         f"rank {rank} waits {wait_text(by_rank[rank])}"
-        + ("" if isinstance(by_rank[rank].waits, MessageWait) else f", for rank {following}")
+        + f", for rank {following}" * isinstance(by_rank[rank].waits, LoggedCall)
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     shown = edges if len(edges) <= _SENTENCES + 1 else [*edges[:_SENTENCES], "and so on"]
-    sentences = [f"{'; '.join(shown)}."]
-    calls = [wait for wait in waits if isinstance(wait, LoggedCall)]
-    if len(calls) == len(waits):
-        sentences.append(
+    kinds = {type(by_rank[rank].waits) for rank in circle}
+    if kinds == {LoggedCall}:
+        advice = (
             "These ranks call the collectives of different groups in different orders: call them "
             "in one order on all ranks."
         )
-    elif calls:
-        sentences.append(
+    elif LoggedCall in kinds:
+        advice = (
             "These ranks call a collective and exchange messages in different orders: one that "
             "waits for a message does not come to the collective that its sender is in."
         )
     else:
-        sentences.append(
+        advice = (
             "Each waits for a message that another would send later: send before you receive, or "
             "use receive_async."
         )
-    return sentences
+    return [f"{'; '.join(shown)}.", advice]
 
 
 def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
@@ -327,9 +304,9 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
         difference = differing_methods(calls) or differing_calls(calls)
         if difference:
             return [*sentences, f"These do not belong together: {difference}."]
-    unknown = [record.rank for record in records if not record.is_known]
+    unknown = [record for record in records if not record.is_known]
     if unknown:
-        return [*sentences, f"Nothing is known of {who(unknown)}, on other nodes."]
+        return [*sentences, f"Nothing is known of {_who(unknown)}, on other nodes."]
     stuck = "its data are under way, or what carries them is stuck"
     return [*sentences, f"Every rank has called what it waits for: {stuck}."]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpishard.communication.contract.matching import of_group, who
+from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 
-__all__ = ["AGO", "rank_table", "seconds_text", "stopped_text", "wait_text"]
+__all__ = ["AGO", "doing", "is_stopped", "rank_table", "seconds_text", "wait_text"]
 
 _ONE_EACH = 8
 """In larger worlds, ranks that do the same share an entry."""
@@ -53,11 +53,11 @@ def _entries(
     """The entries of the table, by their text and lines, with each entry's ranks and seconds."""
     entries: dict[tuple[str, tuple[str, ...], int], list[tuple[int, float]]] = {}
     for record in records:
-        text, seconds = _doing(record, now)
+        text, seconds = doing(record, now)
         # The text has the collective that the rank waits in.
         awaited = record.waits if record.is_alive and not record.has_left else None
         lines = tuple(
-            f"    {c.call.sequence}: {c.call}{of_group(c.group)} at {c.call.place}"
+            f"    {c.call.sequence}: {c.text}"
             for c in (record.calls[-calls:] if calls else ())
             if c != awaited
         )
@@ -78,7 +78,7 @@ def wait_text(record: RankRecord) -> str:
     return f"in {wait}" if isinstance(wait, LoggedCall) else str(wait)
 
 
-def stopped_text(record: RankRecord) -> str:
+def _stopped_text(record: RankRecord) -> str:
     """The place where the process of a rank is stopped."""
     if record.state is None:
         where = "before or in init"
@@ -94,20 +94,23 @@ def stopped_text(record: RankRecord) -> str:
     return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
-def _doing(record: RankRecord, now: float) -> tuple[str, float]:
-    """What the rank does, with `AGO` in place of the seconds, which come second."""
+def doing(record: RankRecord, now: float, note: str = "") -> tuple[str, float]:
+    """The activity of a rank, with `AGO` in place of the seconds, which come second.
+
+    A ``note`` on a rank that is in no collective stands behind its last one.
+    """
     last = record.calls[-1] if record.calls else None
     after = "before any collective" if last is None else f"after {last}"
-    if record.is_stopped and record.state is not RankState.LEFT:
-        return stopped_text(record), 0.0
+    if is_stopped(record):
+        return _stopped_text(record), 0.0
     if not record.is_known:
         return "on another node, whose status pages cannot be read from here", 0.0
     if record.state is None:
-        return "has not come to init", 0.0
+        return "not yet come to init", 0.0
     if record.has_left:
         return f"left {after}", 0.0
     if not record.is_alive:
-        return f"its process is gone, {after}", 0.0
+        return f"its process is gone (killed, or out of memory?), {after}", 0.0
     if record.state is RankState.STARTED:
         return "in init, where ranks wait for each other", 0.0
     if record.state is RankState.REPORTED:
@@ -116,5 +119,10 @@ def _doing(record: RankRecord, now: float) -> tuple[str, float]:
         return f"waits {AGO} {wait_text(record)}", record.waited
     if last is None:
         return "has called no collective yet: computing, asleep or stuck", 0.0
-    text = f"in no collective since {last}, {AGO} ago: computing, asleep or stuck"
+    text = f"in no collective since {last}, {AGO} ago{note}: computing, asleep or stuck"
     return text, max(0.0, now - last.time)
+
+
+def is_stopped(record: RankRecord) -> bool:
+    """Whether the process is stopped, and others may need it."""
+    return record.is_stopped and record.state is not RankState.LEFT

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mpishard import settings
-from mpishard.communication.contract.status import stopped_siblings
-from mpishard.communication.diagnostics.stall import describe_stall
+from mpishard.communication.contract.status import (
+    RankRecord,
+    RankState,
+    StatusReader,
+    stopped_siblings,
+)
+from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting
+from mpishard.communication.diagnostics.table import rank_table
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
@@ -30,6 +36,7 @@ __all__ = [
     "finalizing",
     "flush_output",
     "launched_ending",
+    "launcher_socket",
     "say",
 ]
 
@@ -37,6 +44,9 @@ _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
 _DEADLINE_SECONDS = 3.0
 _LAUNCHER_SECONDS = 1.5
+_CALLS = 3
+"""Number of collectives that the report of a failure shows."""
+_CALLS_DESCRIBED = 10
 _STDERR = 2
 _BROKEN = (OSError, ValueError, AttributeError)
 """The errors of a stream that is broken, closed, or an object of the user with few methods."""
@@ -87,36 +97,52 @@ class Ending:
         The rank of this process, if it is known.
     world_size : int
         Number of ranks of the job.
+    statuses : StatusReader, optional
+        What the ranks do, if this process is in a world of several.
+    close : callable, optional
+        Writes out what this process has recorded, which ends with the report that it is given.
     """
 
-    def __init__(self, rank: int | None, world_size: int) -> None:
+    def __init__(
+        self,
+        rank: int | None,
+        world_size: int,
+        statuses: StatusReader | None = None,
+        close: Callable[[str], None] = lambda report: None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.statuses = statuses
+        self.leaves_alone = False
+        """Whether an exception ends this process alone, without the others."""
+        self.overlooked: Callable[[int], bool] = lambda dead: True
+        """Whether nobody else tells the ranks that one is dead, so that this process must."""
+        self._close = close
 
     @property
     def name(self) -> str:
         """The name of this rank in reports."""
         return f"{'a rank' if self.rank is None else f'rank {self.rank}'} of {self.world_size}"
 
+    def records(self) -> list[RankRecord]:
+        """What is known of the ranks; empty if nothing is."""
+        return [] if self.statuses is None else self.statuses.records()
+
+    # --------------------------------------------------------------------------- reasons to end
+
     def fail(self, error: BaseException, where: str) -> NoReturn:
         """End the job because ``error`` was raised on this rank and nobody caught it."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt(where)
-        then = "it leaves, and the others may go on" if self.leaves_alone else "the job ends"
+        alone = self.leaves_alone
+        then = "it leaves, and the others may go on" if alone else "the job ends"
         report = failure_report(error, self.name, self.rank, where, then)
-        report += _below(self.last_calls())
-        if self.leaves_alone:
-            self.leave_alone(report, is_echo=isinstance(error, PeerError))
-        self.end(report, settings.EXIT_FAILURE)
-
-    @property
-    def leaves_alone(self) -> bool:
-        """Whether an exception ends this process alone, without the others."""
-        return False
-
-    def is_last(self) -> bool:
-        """Whether no other rank is left that could go on without this one."""
-        return True
+        calls = () if self.statuses is None else self.statuses.page.read().calls[-_CALLS:]
+        if calls:
+            report += f"\n--- last collectives of rank {self.rank} ---"
+        report += "".join(f"\n  {c.number}: {c.text}" for c in calls)
+        is_echo = alone and isinstance(error, PeerError)
+        self.end(report, settings.EXIT_FAILURE, is_own=not is_echo, is_alone=alone)
 
     def interrupt(self, where: str) -> NoReturn:
         """End the job because of Ctrl-C."""
@@ -131,37 +157,39 @@ class Ending:
         after. That rank has said why.
         """
         time.sleep(_LAUNCHER_SECONDS)
-        self.end(
-            f"mpishard: {self.name} was sent SIGTERM {where}; the job ends",
-            settings.EXIT_TERMINATED,
-        )
+        text = f"mpishard: {self.name} was sent SIGTERM {where}; the job ends"
+        self.end(text, settings.EXIT_TERMINATED)
 
     def report_dead_rank(self, dead: int, where: str) -> NoReturn:
         """End the job because the process of rank ``dead`` is gone, as after SIGKILL."""
-        self.end(
+        text = (
             f"mpishard: the process of rank {dead} of {self.world_size} is gone (killed, or out "
-            f"of memory?), seen by rank {self.rank} {where}; the job ends",
-            settings.EXIT_FAILURE,
-            is_own=False,
+            f"of memory?), seen by rank {self.rank} {where}; the job ends"
         )
+        self.end(text, settings.EXIT_FAILURE, is_own=False)
 
     def report_lost_launcher(self, parent: int, where: str) -> NoReturn:
         """End the job because the process ``parent`` of the launcher, which started this, is gone.
 
         Nobody would receive this rank's output or exit code.
         """
-        self.end(
+        text = (
             f"mpishard: process {parent} of the launcher, which started {self.name}, is gone, seen "
-            f"{where}; the job ends",
-            settings.EXIT_FAILURE,
-            is_own=False,
+            f"{where}; the job ends"
         )
+        self.end(text, settings.EXIT_FAILURE, is_own=False)
 
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        """Warn of a long wait; the rank that has waited for longest also says why."""
-        stall = self.describe_stall() if self.speaks_for_all() and not limit.is_at_end else ""
-        then = f" after {limit.seconds():g} s"
-        say(f"{limit.text(self.name, waited, where, then)}{_below(stall)}")
+        """Warn of a long wait; the rank that has waited for longest also says why.
+
+        Of the ranks that wait at their end, the first speaks for all.
+        """
+        records, stall = self.records(), ""
+        if not limit.is_at_end and (not records or longest_waiting(records) == self.rank):
+            stall = self.describe_stall()
+        if not limit.is_at_end or all(r.rank >= (self.rank or 0) for r in records if r.has_left):
+            text = limit.text(self.name, waited, where, f" after {limit.seconds():g} s")
+            say(text + _below(stall))
 
     def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
@@ -169,93 +197,74 @@ class Ending:
         text = limit.text(self.name, waited, where, "")
         self.end(f"{text}{_below(stall)}", settings.EXIT_TIMEOUT)
 
+    # ----------------------------------------------------------------------- what the ranks do
+
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone without having left; None if none is known."""
-        return None
-
-    def begin_exit(self) -> None:
-        """Record that this process is at its end, for the others that wait for it."""
-
-    def running_ranks(self) -> list[int]:
-        """The other ranks that are known not to be at their end."""
-        return []
+        dead = None if self.statuses is None else self.statuses.dead_rank()
+        return None if dead is None or not self.overlooked(dead) else dead
 
     def describe(self) -> str:
         """The last collectives of this rank and its present wait; several lines, or nothing."""
-        return ""
-
-    def last_calls(self) -> str:
-        """The last collectives of this rank; several lines, or nothing."""
-        return ""
+        if self.statuses is None:
+            return ""
+        return rank_table([self.statuses.page.read()], time.time(), calls=_CALLS_DESCRIBED)
 
     def describe_stall(self) -> str:
         """Why the ranks wait, as far as is known; several lines, or nothing."""
-        stopped = stopped_siblings()
-        return describe_stall(stopped) if stopped else ""
+        records = self.records() or stopped_siblings()
+        return describe_stall(records) if records else ""
 
-    def speaks_for_all(self) -> bool:
-        """Whether no other rank has waited for longer."""
-        return True
+    # ---------------------------------------------------------------------------------- the end
 
     def claim_report(self, code: int) -> bool:
         """Whether this process is the first to report the end of the job, with exit code ``code``.
 
         0 stands for the unknown code of another process, which is gone.
-
-        The first of its launcher's on this node, where no more is known.
         """
-        if not sys.platform.startswith("linux"):
-            return True
-        # A name that the kernel gives to one process, and takes back when that ends. Under
-        # `mpishard run` each rank has a parent of its own, and all have the job's folder.
-        folder = settings.job_folder()
-        job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
-        except OSError:
-            claim.close()
-            return False
-        _kept.append(claim)
-        return True
+        is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
+        if self.leaves_alone and self.statuses is not None:
+            self.statuses.page.end(RankState.REPORTED, code)
+        return is_first
 
-    def end(self, report: str, code: int, *, is_own: bool = True) -> NoReturn:
+    def end(
+        self, report: str, code: int, *, is_own: bool = True, is_alone: bool = False
+    ) -> NoReturn:
         """Print ``report`` unless another rank of this node has printed one, and end all ranks.
 
-        ``is_own`` is false where another process went, of which ``code`` says nothing.
+        Parameters
+        ----------
+        report : str
+            Why the job ends.
+        code : int
+            The exit code of the job.
+        is_own : bool
+            Whether this process is the cause. If another went, ``code`` says nothing of that one.
+        is_alone : bool
+            End this process only, by SIGKILL: MPI tells the others of that alone. The job ends with
+            it if no other rank is left that could go on.
         """
-        _begin_to_end(code)
+        if not _one_thread.acquire(blocking=False):  # another thread ends this process
+            time.sleep(2 * _DEADLINE_SECONDS)
+            os._exit(code)
         try:
-            self._report(report, code, is_own)
+            self._report(report, code, is_own=is_own, is_said=is_own and is_alone)
         finally:
             try:
-                _abort(code)
+                if not is_alone or self._is_last():
+                    _abort(code)
             finally:
-                # MPICH's may return while the launcher still ends the others.
+                if is_alone:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                # MPICH's abort may return while the launcher still ends the others.
                 os._exit(code)
 
-    def leave_alone(self, report: str, *, is_echo: bool) -> NoReturn:
-        """Print ``report``, and end this process by SIGKILL: MPI tells the others of that alone.
-
-        Where no other rank is left the job ends as it does otherwise, with its code. ``is_echo``
-        is true for what came of another rank's end, which one rank reports for all.
-        """
-        code = settings.EXIT_FAILURE
-        _begin_to_end(code)
-        try:
-            self._report(report, code, is_own=not is_echo, is_said=not is_echo)
-            if self.is_last():
-                _abort(code)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(code)
-
-    def _report(self, report: str, code: int, is_own: bool, *, is_said: bool = False) -> None:
+    def _report(self, report: str, code: int, *, is_own: bool, is_said: bool) -> None:
         _set_deadline(code)
         _ignore_further_interrupts()
         flush_output()
         try:
-            self.close(report)
+            self._close(report)
         except Exception as error:  # noqa: BLE001 - the end goes on, and says so
             report += f"\n(what was recorded could not be written: {error})"
         if self.claim_report(code if is_own else 0) or is_said:
@@ -266,18 +275,32 @@ class Ending:
             # The rank that reports ends this one too.
             time.sleep(_REPORT_GRACE_SECONDS)
 
-    def close(self, report: str) -> None:
-        """Write out what this process has recorded, which ends with ``report``."""
+    def _is_last(self) -> bool:
+        """Whether no other rank is left that could go on without this one."""
+        over = RankState.REPORTED, RankState.LEFT
+        others = (record for record in self.records() if record.rank != self.rank)
+        return all(not other.is_alive or other.state in over for other in others)
 
 
 _kept: list[socket.socket] = []
 
 
-def _begin_to_end(code: int) -> None:
-    """Return to the first thread that ends this process, and to no other."""
-    if not _one_thread.acquire(blocking=False):
-        time.sleep(2 * _DEADLINE_SECONDS)
-        os._exit(code)
+def _claim_node() -> bool:
+    """Whether this process is the first of its job's on this node that claims to report its end."""
+    if not sys.platform.startswith("linux"):
+        return True
+    # A name that the kernel gives to one process, and takes back when that ends. Under
+    # `mpishard run` each rank has a parent of its own, and all have the job's folder.
+    folder = settings.job_folder()
+    job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0mpishard-report-{os.getuid()}-{job}")
+    except OSError:
+        claim.close()
+        return False
+    _kept.append(claim)
+    return True
 
 
 def _below(text: str) -> str:
@@ -336,14 +359,19 @@ def _abort(code: int) -> None:
         return
     # Open MPI's launcher ends a job of which a process ends with a code. Hydra waits for the others
     # unless it is told, in the words of PMI-1 that MPI_Abort uses, too.
-    descriptor = settings.pmi_descriptor()
-    if descriptor is not None and _is_socket(descriptor):
-        os.write(descriptor, f"cmd=abort exitcode={code}\n".encode())
+    if launcher_socket():
+        os.write(settings.pmi_descriptor() or 0, f"cmd=abort exitcode={code}\n".encode())
         time.sleep(_DEADLINE_SECONDS)
 
 
-def _is_socket(descriptor: int) -> bool:
-    """Whether it is the launcher's: a process that a rank started has the variable alone."""
+def launcher_socket() -> int:
+    """The kernel's number of the connection to Hydra; 0 if this process has none.
+
+    A process that a rank started may have the variable without the connection.
+    """
+    descriptor = settings.pmi_descriptor()
     with suppress(OSError):
-        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-    return False
+        about = None if descriptor is None else os.fstat(descriptor)
+        if about is not None and stat.S_ISSOCK(about.st_mode):
+            return about.st_ino
+    return 0

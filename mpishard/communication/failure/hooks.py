@@ -21,7 +21,6 @@ import atexit
 import faulthandler
 import os
 import signal
-import stat
 import sys
 import threading
 from contextlib import suppress
@@ -30,7 +29,13 @@ from types import TracebackType
 from mpishard import settings
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.matching import who
-from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, launched_ending
+from mpishard.communication.contract.status import MessageWait
+from mpishard.communication.failure.abort import (
+    EXIT_LIMIT,
+    Ending,
+    launched_ending,
+    launcher_socket,
+)
 from mpishard.communication.failure.report import is_internal
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
@@ -117,7 +122,8 @@ def _leave_all() -> None:
         except KeyboardInterrupt as error:
             backend.abort(error)
     last = watchdog.last or ending
-    last.begin_exit()
+    if last.statuses is not None:  # a wait that no other reader of a rank that left looks at
+        last.statuses.page.wait(MessageWait(last.rank or 0, 0, is_send=False, group=""))
     # As long as the process runs.
     watchdog.wait(lambda: _where_it_ends(last), ending, limit=EXIT_LIMIT).__enter__()
     limit = EXIT_LIMIT.seconds()
@@ -134,7 +140,8 @@ def _where_it_ends(job: Ending) -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and is_internal(frame.f_code.co_filename):
         if frame.f_code.co_name == "finalize_mpi":
-            running = job.running_ranks()
+            records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
+            running = [record.rank for record in records if record.rank != job.rank]
             late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
             return f"in MPI_Finalize, which every rank of the job must call{late}"
         frame = frame.f_back
@@ -150,7 +157,7 @@ def _where_it_ends(job: Ending) -> str:
 def claim_rank() -> None:
     """Let this process be the rank, where a launcher started several and no rank started it."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
-        words = (os.getpid(), _launcher_socket(), *settings.launch_identity())
+        words = (os.getpid(), launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
 
 
@@ -163,7 +170,7 @@ def is_helper() -> bool:
     words = settings.rank_process().split(" ")
     if len(words) < 2 or words[0] == str(os.getpid()):
         return False
-    connection = str(_launcher_socket())
+    connection = str(launcher_socket())
     return words[2:] == list(settings.launch_identity()) and connection in ("0", words[1])
 
 
@@ -177,15 +184,3 @@ def helper_error() -> MPIUnavailableError:
         "mpishard run. Where this process is to be the rank, and the other is not, import "
         "mpishard here alone"
     )
-
-
-def _launcher_socket() -> int:
-    """The kernel's number of the connection to Hydra; 0 where this process has none."""
-    descriptor = settings.pmi_descriptor()
-    if descriptor is None:
-        return 0
-    try:
-        about = os.fstat(descriptor)
-    except OSError:
-        return 0
-    return about.st_ino if stat.S_ISSOCK(about.st_mode) else 0

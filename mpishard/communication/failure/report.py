@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from itertools import groupby, pairwise
 from pathlib import Path
-from types import TracebackType
+from traceback import FrameSummary
 from typing import Literal
 
 from mpishard import settings
@@ -112,7 +113,7 @@ def _subject(error: BaseException, name: str) -> str:
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _TESTING = _PACKAGE + "testing" + os.sep
-_LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in frames\n')
+_LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 
 
 def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
@@ -146,44 +147,27 @@ def drop_internal_frames(error: BaseException) -> None:
     """
     if settings.is_debugging():
         return
-    chain, seen = [error], {id(error)}
+    chain = [error]
     for member in chain:  # grows meanwhile
-        member.__traceback__ = _without_internal(member.__traceback__)
-        for other in (member.__cause__, member.__context__):
-            if other is not None and id(other) not in seen:
-                seen.add(id(other))
-                chain.append(other)
-
-
-def _without_internal(trace: TracebackType | None) -> TracebackType | None:
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    kept: TracebackType | None = None
-    for entry in reversed(entries):
-        frame = entry.tb_frame
-        if kept is None or not is_internal(frame.f_code.co_filename):
-            kept = TracebackType(kept, frame, entry.tb_lasti, entry.tb_lineno)
-    return kept
+        entries, entry = [], member.__traceback__
+        while entry is not None:
+            if entry.tb_next is None or not is_internal(entry.tb_frame.f_code.co_filename):
+                entries.append(entry)
+            entry = entry.tb_next
+        for entry, following in pairwise(entries):
+            entry.tb_next = following
+        member.__traceback__ = entries[0] if entries else None
+        causes = (member.__cause__, member.__context__)
+        chain += [c for c in causes if c is not None and all(c is not other for other in chain)]
 
 
 def _shorten(shown: traceback.TracebackException) -> None:
-    kept: list[traceback.FrameSummary] = []
-    left_out = 0
-    for number, frame in enumerate(shown.stack, 1):
-        if is_internal(frame.filename) and number < len(shown.stack):
-            left_out += 1
-            continue
-        if left_out:
-            kept.append(_count(left_out))
-            left_out = 0
-        kept.append(frame)
-    shown.stack = traceback.StackSummary.from_list(kept)
+    """Put the number of the frames inside mpishard in their place."""
+    stack = []
+    for is_left_out, group in groupby(shown.stack[:-1], lambda frame: is_internal(frame.filename)):
+        frames = list(group)
+        stack += [FrameSummary("<left out>", len(frames), "")] if is_left_out else frames
+    shown.stack = traceback.StackSummary.from_list(stack + shown.stack[-1:])
     for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
         if other is not None:
             _shorten(other)
-
-
-def _count(left_out: int) -> traceback.FrameSummary:
-    return traceback.FrameSummary("<left out>", left_out, "frames", lookup_line=False, line="")

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
@@ -83,10 +84,7 @@ class SignalPipe:
                 self._installed.append(number)
         if signal.SIGQUIT in self._installed:
             faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=True)
-        theirs = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._is_wakeup = theirs == -1
-        if not self._is_wakeup:
-            signal.set_wakeup_fd(theirs)
+        self._is_wakeup = _exchange_wakeup(self._write, -1)
 
     def restore(self) -> None:
         """Restore the handlers that were there before. Idempotent.
@@ -104,9 +102,7 @@ class SignalPipe:
         self._installed.clear()
         if self._is_wakeup:
             self._is_wakeup = False
-            present = signal.set_wakeup_fd(-1)
-            if present != self._write:
-                signal.set_wakeup_fd(present)
+            _exchange_wakeup(-1, self._write)
 
     def wait(self, seconds: float) -> set[int]:
         """The signals that have come and are nobody else's, after at most ``seconds``."""
@@ -116,10 +112,8 @@ class SignalPipe:
         return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
 
     def _is_ours(self, number: int) -> bool:
-        present = signal.getsignal(number)
-        if number == signal.SIGINT:
-            return present is signal.default_int_handler
-        return present == self._handle
+        ours = signal.default_int_handler if number == signal.SIGINT else self._handle
+        return signal.getsignal(number) == ours
 
     def wake(self) -> None:
         """Let `wait` return."""
@@ -130,12 +124,20 @@ class SignalPipe:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        present = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if present != self._write:  # somebody else's since, who alone has the byte
-            signal.set_wakeup_fd(present)
+        if not _exchange_wakeup(self._write, self._write):
+            # Somebody else set a descriptor since, and alone has the byte.
             os.write(self._write, bytes([number]))
 
 
+def _exchange_wakeup(new: int, expected: int) -> bool:
+    """Set ``new`` as wakeup descriptor if ``expected`` is set; return whether it was."""
+    present = signal.set_wakeup_fd(new, warn_on_full_buffer=False)
+    if present != expected:
+        signal.set_wakeup_fd(present)
+    return present == expected
+
+
+@dataclass(slots=True, eq=False)
 class Wait:
     """A wait of this rank for others, from ``__enter__`` to ``__exit__``.
 
@@ -153,31 +155,21 @@ class Wait:
         How long it may last.
     """
 
-    __slots__ = ("_watchdog", "ending", "is_warned", "limit", "since", "slack", "where")
-
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        where: Callable[[], str],
-        ending: Ending,
-        slack: float,
-        limit: TimeLimit,
-    ) -> None:
-        self._watchdog = watchdog
-        self.slack = slack
-        self.limit = limit
-        self.where = where
-        self.ending = ending
-        self.since = 0.0
-        self.is_warned = False
+    watchdog: Watchdog
+    where: Callable[[], str]
+    ending: Ending
+    slack: float
+    limit: TimeLimit
+    since: float = 0.0
+    is_warned: bool = False
 
     def __enter__(self) -> Self:
-        self.since = self._watchdog.clock.now()
-        self._watchdog.waits.append(self)
+        self.since = self.watchdog.clock.now()
+        self.watchdog.waits.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.waits.remove(self)
+        self.watchdog.waits.remove(self)
 
 
 class Watchdog:
@@ -299,16 +291,13 @@ class Watchdog:
 
     def _doing(self) -> str:
         """The present work of this rank, for a sentence that begins "while it"."""
-        if self.waits:
-            return f"while it waited {self.waits[-1].where()}"
-        return _COMPUTING
+        return f"while it waited {self.waits[-1].where()}" if self.waits else _COMPUTING
 
     def _describe(self, now: float) -> None:
         """Print what this rank does, as one piece."""
         lines = [f"mpishard: {self._ending().name} was sent SIGQUIT, and goes on"]
-        lines += [f"  waits {w.where()}, for {now - w.since:.1f} s" for w in self.waits]
-        if not self.waits:
-            lines.append("  waits for no other rank")
+        waits = [f"  waits {w.where()}, for {now - w.since:.1f} s" for w in self.waits]
+        lines += waits or ["  waits for no other rank"]
         lines += [text for job in self._jobs if (text := job.describe())]
         names = ", ".join(f"{thread.name} {thread.ident:#018x}" for thread in threading.enumerate())
         lines.append(f"  its threads, whose stacks stand above: {names}")

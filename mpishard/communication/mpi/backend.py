@@ -199,7 +199,7 @@ class MPICommunicationBackend(CommunicationBackend):
         job, _ = self._joined()
         if job.world_size > 1:
             last = self.status.last
-            job.fail(
+            job.ending.fail(
                 error,
                 "before any collective"
                 if last is None
@@ -445,22 +445,19 @@ class MPICommunicationBackend(CommunicationBackend):
 
     # ------------------------------------------------------------------------ where a rank is gone
 
-    def _require_survival(self) -> None:
-        """Refuse ``init(on_failure="shrink")`` if this world was made without it."""
+    def _require_survival(self, what: str) -> None:
+        """Refuse ``what`` if the ranks of this world end together."""
         if self._on_failure == "abort":
             raise CommunicationError(
-                f"init(on_failure='shrink'): this process has {self.describe()} already, made with "
-                "on_failure='abort'; the first init() of the process decides"
+                f"{what}: {self.describe()} ends when one of its ranks does: it was made with "
+                "on_failure='abort', and the first init() of the process decides; use "
+                "mpishard.init(on_failure='shrink')"
             )
 
     def _shrink(self) -> Self:
         job, _ = self._joined()
+        self._require_survival("shrink()")
         ulfm = job.ulfm
-        if self._on_failure == "abort":
-            raise CommunicationError(
-                f"{self.describe()} ends when one of its ranks does: it was made with "
-                "on_failure='abort'; use mpishard.init(on_failure='shrink')"
-            )
         if ulfm is None:
             raise CommunicationError(f"{self.describe()} has no other ranks that it could lose")
         made: list[Self] = []

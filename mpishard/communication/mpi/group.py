@@ -17,7 +17,6 @@ from mpishard import settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.headers import (
     Exchange,
     Headers,
@@ -120,10 +119,6 @@ class Group:
         """Bytes kept from one collective to the next."""
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
-
-    def fence(self) -> Waitable:
-        """Be true when every rank has come to this fence, in the order of their turns."""
-        return self.exchange.fence()
 
     def keep(self, request: Any, *arrays: object) -> Pending:
         """A request under way, which reads and writes ``arrays``."""

@@ -16,17 +16,10 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.matching import of_group, who
-from mpishard.communication.contract.status import MessageWait, RankState, StatusReader
-from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, unfinished
-from mpishard.communication.diagnostics.table import rank_table
-from mpishard.communication.failure.abort import (
-    EXIT_LIMIT,
-    Ending,
-    TimeLimit,
-    flush_output,
-    say,
-)
+from mpishard.communication.contract.matching import grouped, who
+from mpishard.communication.contract.status import RankState, StatusReader
+from mpishard.communication.diagnostics.stall import unfinished
+from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
@@ -39,13 +32,11 @@ __all__ = ["IN_INIT", "Job", "library_files"]
 
 _NOTICE_SECONDS = 0.2
 _DOZE_SECONDS = 1e-3
-_CALLS_SHOWN = 10
-_CALLS_OF_A_FAILURE = 3
 
 IN_INIT = "in init() for the other ranks to call it"
 
 
-class Job(Ending):
+class Job:
     """One root world of this process, with every world that was split from it.
 
     Parameters
@@ -59,12 +50,13 @@ class Job(Ending):
     """
 
     def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size())
         self.rank: int = comm.Get_rank()
+        self.world_size: int = comm.Get_size()
         self.mpi = mpi
         self.statuses: StatusReader | None = None
         if self.world_size > 1:
             self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
+        self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
         """The part that lets this rank outlive others; None if it ends with them."""
@@ -80,7 +72,7 @@ class Job(Ending):
         """Be watched over, until `leave`. Idempotent."""
         if self.statuses is not None:
             self.statuses.page.end(RankState.STARTED)
-            watchdog.guard(self)
+            watchdog.guard(self.ending)
 
     def _meet(self, comm: Any, *, survives: bool) -> None:
         """Learn where the other ranks run, and set up what they share."""
@@ -101,7 +93,12 @@ class Job(Ending):
             self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
-            self.ulfm = Ulfm(mpi, comm)
+            self.ulfm = ulfm = Ulfm(mpi, comm)
+            self.ending.leaves_alone = True
+            # MPI tells the others of a dead rank, and they go on; but not of every end.
+            self.ending.overlooked = lambda dead: ulfm.overlooks(
+                dead, is_waiting=bool(watchdog.waits)
+            )
         self._rings = self._make_rings(comm)
 
     # ----------------------------------------------------------------------------------- rings
@@ -188,7 +185,12 @@ class Job(Ending):
 
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
+        count = 0
+        for reference in self._groups.values():
+            backend = reference()
+            if backend is not None:
+                count += len(backend._pending) + len(backend._transfers)
+        return count
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
@@ -217,7 +219,7 @@ class Job(Ending):
         try:
             if self.ulfm is not None and self.ulfm.error is not None:
                 raise self.ulfm.error
-            with watchdog.wait(self._late_ranks, self, limit=EXIT_LIMIT):
+            with watchdog.wait(self._late_ranks, self.ending, limit=EXIT_LIMIT):
                 self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
             if self.ulfm is None or not (isinstance(error, PeerError) or is_loss(self.mpi, error)):
@@ -227,7 +229,7 @@ class Job(Ending):
             self.retire()
             return
         self._groups.clear()
-        watchdog.release(self)
+        watchdog.release(self.ending)
 
     def _leave_in_good_order(self) -> None:
         groups = list(self._groups)
@@ -250,8 +252,8 @@ class Job(Ending):
                     group.notify()
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
-                f"mpishard: {self.name} has left collective {call.sequence}, {call}, called at "
-                f"{call.place}: other ranks left without it, and nobody waited for its result"
+                f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, called "
+                f"at {call.place}: other ranks left without it, and nobody waited for its result"
             )
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
@@ -302,18 +304,7 @@ class Job(Ending):
         self._groups.clear()
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEFT)
-        watchdog.release(self)
-
-    @property
-    def leaves_alone(self) -> bool:
-        return self.ulfm is not None
-
-    def is_last(self) -> bool:
-        over = RankState.REPORTED, RankState.LEFT
-        return self.statuses is None or all(
-            record.rank == self.rank or not record.is_alive or record.state in over
-            for record in self.statuses.records()
-        )
+        watchdog.release(self.ending)
 
     def _late_ranks(self) -> str:
         """The ranks that have not left, behind "has waited .. s"."""
@@ -321,66 +312,13 @@ class Job(Ending):
             return "for the others to leave"
         return unfinished(self.statuses.records(), time.time())
 
-    def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        if limit.is_at_end and self.statuses is not None:
-            left = [record.rank for record in self.statuses.records() if record.has_left]
-            if self.rank != min(left):  # the first of those that wait speaks for all
-                return
-        super().warn(waited, where, limit)
-
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
-        return watchdog.wait(where, self)
+        return watchdog.wait(where, self.ending)
 
-    def dead_rank(self) -> int | None:
-        dead = None if self.statuses is None else self.statuses.dead_rank()
-        if dead is None or self.ulfm is None:
-            return dead
-        # MPI tells the others, and they go on; but not of every end.
-        overlooked = self.ulfm.overlooks(dead, is_waiting=bool(watchdog.waits))
-        return dead if overlooked else None
-
-    def begin_exit(self) -> None:
-        if self.statuses is not None:  # a wait that no other reader of a rank that left looks at
-            self.statuses.page.wait(MessageWait(self.rank, 0, is_send=False, group=""))
-
-    def running_ranks(self) -> list[int]:
-        records = [] if self.statuses is None else self.statuses.records()
-        others = [r for r in records if r.rank != self.rank and r.is_known and r.is_alive]
-        return [record.rank for record in others if not record.waited]
-
-    def describe(self) -> str:
-        if self.statuses is None:
-            return ""
-        now = time.time()
-        return rank_table([self.statuses.page.read()], now, calls=_CALLS_SHOWN)
-
-    def last_calls(self) -> str:
-        if self.statuses is None:
-            return ""
-        calls = self.statuses.page.read().calls[-_CALLS_OF_A_FAILURE:]
-        if not calls:
-            return ""
-        lines = [f"  {c.number}: {c.call}{of_group(c.group)} at {c.call.place}" for c in calls]
-        return "\n".join([f"--- last collectives of rank {self.rank} ---", *lines])
-
-    def describe_stall(self) -> str:
-        return "" if self.statuses is None else describe_stall(self.statuses.records())
-
-    def speaks_for_all(self) -> bool:
-        return self.statuses is None or longest_waiting(self.statuses.records()) == self.rank
-
-    def claim_report(self, code: int) -> bool:
-        first = super().claim_report(code)
-        claimed = first and (self.statuses is None or self.statuses.claim_report(code))
-        if self.leaves_alone and self.statuses is not None:
-            self.statuses.page.end(RankState.REPORTED, code)
-        return claimed
-
-    def close(self, report: str) -> None:
-        for reference in tuple(self._groups.values()):
-            backend = reference()
-            if backend is not None and backend.recorder is not None:
+    def _finish_traces(self, report: str) -> None:
+        for backend in self.backends():
+            if backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
 
 
@@ -394,9 +332,8 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
     """
     differing = []
     for name in rows[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            ranks.setdefault(row[name], []).append(rank)
+        given = [row[name] for row in rows]
+        ranks = grouped(range(len(given)), given.__getitem__)
         if len(ranks) > 1:
             values = [f"{value} on {who(of)}" for value, of in ranks.items()]
             differing.append(f"{name} is {', '.join(values)}")

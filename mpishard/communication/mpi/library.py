@@ -72,9 +72,8 @@ def load_mpi() -> ModuleType:
     MPIUnavailableError
         Where mpi4py or the MPI library that it needs is not installed.
     """
-    several = (settings.launched_world_size() or 1) > 1
     try:
-        if several and "mpi4py.MPI" not in sys.modules:
+        if (settings.launched_world_size() or 1) > 1 and "mpi4py.MPI" not in sys.modules:
             return _start_under_watch()
         from mpi4py import MPI
     except MPIUnavailableError:
@@ -172,10 +171,8 @@ def check_machine(library: str) -> None:
         Naming what is short, and the setting.
     """
     ranks = settings.launched_local_size() or 1
-    short = _short_descriptors(ranks)
-    if not short and library.startswith("MPICH Version"):
-        short = _short_memory(ranks)
-    if short:
+    is_mpich = library.startswith("MPICH Version")
+    if short := _short_descriptors(ranks) or (_short_memory(ranks) if is_mpich else ""):
         raise MPIUnavailableError(f"MPI cannot start on this machine: {short}")
 
 
@@ -208,8 +205,7 @@ def _short_memory(ranks: int) -> str:
         return f"MPICH needs {_SHARED}, memory that processes share, and there is none: {mend}"
     if not os.access(_SHARED, os.W_OK | os.X_OK):
         return f"MPICH writes to {_SHARED}, which is read-only for this process: {mend}"
-    total = status.f_blocks * status.f_frsize
-    free = status.f_bavail * status.f_frsize
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     needed = max(_LEAST_SHARED, ranks * _SHARED_BY_RANK)
     # Another rank may have taken its part already: of the free memory one part is this rank's.
     if total >= needed and free >= _SHARED_BY_RANK:
@@ -260,12 +256,8 @@ def check_launched_world(world_size: int, library: str) -> None:
     MPIUnavailableError
         Naming the library, the launcher and the mend.
     """
-    if world_size > 1:
-        return
-    launched = settings.launched_world_size()
-    if launched is None and settings.pmix_rank() > 0:
-        launched = settings.pmix_rank() + 1
-    if launched is None or launched <= 1:
+    launched = settings.launched_world_size() or settings.pmix_rank() + 1
+    if world_size > 1 or launched <= 1:
         return
     variable = settings.launcher_variable()
     # srun speaks to an MPI library through a plugin, and by default often through none.

@@ -57,13 +57,10 @@ def check_survivable(library_version: str) -> None:
 
 def is_loss(mpi: Any, error: Exception) -> bool:
     """Whether MPI raised ``error`` because a rank is gone, or others go on without this world."""
-    kinds = (
-        mpi.ERR_PROC_FAILED,
-        mpi.ERR_PROC_FAILED_PENDING,
-        mpi.ERR_REVOKED,
-        mpi.ERR_INTERN,  # of a nonblocking collective that was under way
-        mpi.ERR_IN_STATUS,  # of several messages that are asked for at once
-    )
+    # INTERN comes of a nonblocking collective that was under way, IN_STATUS of several messages
+    # that are asked for at once.
+    names = "PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "INTERN", "IN_STATUS"
+    kinds = [getattr(mpi, f"ERR_{name}") for name in names]
     return isinstance(error, mpi.Exception) and error.Get_error_class() in kinds
 
 
@@ -108,13 +105,12 @@ class Ulfm:
             while not self.lost and self._comm.Is_revoked() and time.monotonic() < deadline:
                 time.sleep(1e-3)  # the first rank to learn of it has revoked
                 self._learn()
+            if not self.lost and not self._comm.Is_revoked():
+                return
+            what = "another rank goes on without this world: it called shrink()"
             if self.lost:
                 verb = "is" if len(self.lost) == 1 else "are"
                 what = f"{who(self.lost)} of {self._world_size} {verb} gone (killed, or failed)"
-            elif self._comm.Is_revoked():
-                what = "another rank goes on without this world: it called shrink()"
-            else:
-                return
             self.error = PeerError(
                 f"{what}, while rank {self._rank} waits {where}. Those that are left may go on in "
                 "a world of their own, where each calls shrink() on this backend",
@@ -127,9 +123,9 @@ class Ulfm:
 
         MPI's own words name no rank. For several messages it does not say why one of them failed.
         """
+        given: Exception = raised
         if not is_loss(self._mpi, raised):
-            other: Exception = raised
-            return other
+            return given
         deadline = time.monotonic() + _LEARN_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -138,8 +134,7 @@ class Ulfm:
                 return error
             time.sleep(1e-3)
         if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
-            itself: Exception = raised
-            return itself
+            return given
         self.error = PeerError(
             f"MPI has given up this world, while rank {self._rank} waits {where}", -1
         )
@@ -193,15 +188,15 @@ class Ulfm:
         mpi, base = self._mpi, self._comm
         while True:
             comm = base.Shrink()  # and not Ishrink, which fails where a rank has revoked ``base``
-            is_well = True
+            is_well = False
             try:
                 staying = self._staying(comm, stays=build is not None)
                 if build is not None:
                     build(staying)
+                is_well = True
             except (mpi.Exception, PeerError) as error:
                 if not (isinstance(error, PeerError) or is_loss(mpi, error)):
                     raise
-                is_well = False
                 comm.Revoke()
             if self._all_agree(comm, is_well):
                 return

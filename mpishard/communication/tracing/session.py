@@ -16,8 +16,12 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array
-from mpishard.communication.tracing.file import TRACE_FORMAT, TRACE_VERSION, TraceFile, rank_file
-from mpishard.communication.tracing.recorder import Recorder, current_recorder
+from mpishard.communication.tracing.recorder import (
+    Recorder,
+    TraceFile,
+    current_recorder,
+    rank_file,
+)  # fmt: skip
 
 __all__ = ["Clock", "compare_clocks", "record_if_asked", "start_recording", "stop_recording"]
 
@@ -25,14 +29,10 @@ _ROUNDS = 16
 _TAG = settings.MAXIMUM_TAG
 
 
-class HasRecorder(Protocol):
-    """A backend, as far as the end of a recording needs it."""
+class Recorded(Protocol):
+    """A backend, as far as recording needs it."""
 
     recorder: Recorder | None
-
-
-class Recorded(HasRecorder, Protocol):
-    """A backend, as far as recording needs it."""
 
     @property
     def rank(self) -> int: ...
@@ -77,14 +77,14 @@ def compare_clocks(backend: Recorded, now: Callable[[], int] = time.perf_counter
                 backend.receive(peer, 1, _TAG)
                 backend._send(np.array([now(), job]), peer, _TAG)
         return Clock(f"{job:x}", 0, 0)
-    answers = []
+    half, offset = sys.maxsize, 0
     for _ in range(rounds[rank]):
         asked = now()
         backend._send(np.zeros(1, np.int64), 0, _TAG)
         there, job = (int(value) for value in backend.receive(0, 2, _TAG))
-        half = (now() - asked + 1) // 2
-        answers.append((half, there - (asked + half)))
-    half, offset = min(answers, key=lambda answer: answer[0])
+        took = (now() - asked + 1) // 2
+        if took < half:
+            half, offset = took, there - (asked + took)
     return Clock(f"{job:x}", *((0, 0) if nodes[rank] == nodes[0] else (offset, half + 1)))
 
 
@@ -119,9 +119,8 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
     clock = compare_clocks(backend)
     origin = time.perf_counter_ns()
     about = {
-        "format": TRACE_FORMAT, "version": TRACE_VERSION, "job": clock.job, "rank": rank,
-        "world_size": len(nodes), "node": nodes[rank], "host": platform.node(),
-        "origin_us": origin / 1000, "clock_offset_us": clock.offset / 1000,
+        "job": clock.job, "rank": rank, "world_size": len(nodes), "node": nodes[rank],
+        "host": platform.node(), "origin_us": origin / 1000, "clock_offset_us": clock.offset / 1000,
         "clock_uncertainty_us": clock.uncertainty / 1000,
     }  # fmt: skip
     recorder = Recorder(TraceFile(rank_file(folder, rank), about, origin), maximum_events)
@@ -131,15 +130,13 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
     return recorder
 
 
-def stop_recording(backend: HasRecorder, error: BaseException | None = None) -> None:
+def stop_recording(backend: Recorded, error: BaseException | None = None) -> None:
     """Finish the trace of ``backend``, if there is one; ``error`` is the reason of an early end."""
-    recorder = backend.recorder
-    if recorder is None:
-        return
-    backend.recorder = None
-    recorder.finish(_reason(error))
-    if current_recorder.get() is recorder:
-        current_recorder.set(None)
+    recorder, backend.recorder = backend.recorder, None
+    if recorder is not None:
+        recorder.finish(_reason(error))
+        if current_recorder.get() is recorder:
+            current_recorder.set(None)
 
 
 def record_if_asked(backend: Recorded) -> None:
