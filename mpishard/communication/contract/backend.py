@@ -1040,8 +1040,8 @@ class CommunicationBackend(ABC):
             me = self.world_ranks[self.rank]
             self._session.broken = CommunicationError(
                 f"rank {me} was cut off by {type(error).__name__} {where}, and the other ranks go "
-                "on from there: this world has ended. Do not catch that exception inside a "
-                "collective, or end the job when it comes; nothing more can be called here"
+                "on from there: this world has ended, and nothing more can be called on it. Let "
+                "such an exception end the job"
             )
 
     def _tell_of_break(self) -> None:
@@ -1176,7 +1176,7 @@ class CommunicationBackend(ABC):
             session.thread = threading.get_ident()
             if self._called is not None:
                 # An exception struck between the last call's number and its first step.
-                self._break(in_call(self._called, self.label), CommunicationError("an exception"))
+                self._break(in_call(self._called, self.label), InterruptedError())
             if session.broken is not None:
                 self._tell_of_break()
                 raise session.broken

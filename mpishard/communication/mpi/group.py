@@ -136,6 +136,8 @@ class Group:
         """Whether every rank left in good order: the communicators are of no more use."""
         if not self._left or self._leave_call is None or self._leaving is None:
             return False
+        if not self._leaving.test():  # a rank was cut off, and sent no header
+            return False
         calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
         return all(call.kind is Kind.LEAVE for call in calls)
 
@@ -162,7 +164,12 @@ class Group:
     def has_left(self) -> bool:
         """Whether every other rank has answered the LEAVE. Never blocks."""
         if not self._left and self._leaving is not None:
-            self._left = self._leaving.test() or self._answered_leave or self._met_leave()
+            self._left = (
+                self._leaving.test()
+                or self._answered_leave
+                or self._met_leave()
+                or CUT_OFF in self._noticed.values()  # which answers no LEAVE
+            )
         return self._left
 
     def _met_leave(self) -> bool:

@@ -247,6 +247,8 @@ class Job:
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
+            for group in groups:
+                group.departures()
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
