@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from traceback import walk_stack
 from types import TracebackType
 
 from mpishard import settings
@@ -36,7 +37,7 @@ from mpishard.communication.failure.abort import (
     launched_ending,
     launcher_socket,
 )
-from mpishard.communication.failure.report import is_internal
+from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
@@ -138,17 +139,13 @@ def _leave_all() -> None:
 def _where_it_ends(job: Ending) -> str:
     """The place at which this process is held up at its end, behind "has waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        if frame.f_code.co_name == "finalize_mpi":
-            records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
-            running = [record.rank for record in records if record.rank != job.rank]
-            late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
-            return f"in MPI_Finalize, which every rank of the job must call{late}"
-        frame = frame.f_back
-    if frame is None:
-        return "for its process to end"
-    code = frame.f_code
-    return f"for its process to end, at {code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+    if any(caller.f_code.co_name == "finalize_mpi" for caller, _ in walk_stack(frame)):
+        records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
+        running = [record.rank for record in records if record.rank != job.rank]
+        late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
+        return f"in MPI_Finalize, which every rank of the job must call{late}"
+    place = user_place(frame)
+    return f"for its process to end{place and ', at '}{place}"
 
 
 # ------------------------------------------------------------------- which process is the rank

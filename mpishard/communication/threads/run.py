@@ -21,7 +21,7 @@ from mpishard.communication.failure.report import (
     check_on_failure,
     drop_internal_frames,
     failure_report,
-    is_internal,
+    user_place,
 )
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
@@ -151,7 +151,7 @@ class _ThreadRanks:
             for backend in self.backends:
                 for member in (backend, backend._newest):
                     member.clear_environment(member._environment_id)
-        if not self.failures or (self.survives and len(self.failures) < len(self.backends)):
+        if len(self.failures) < (len(self.backends) if self.survives else 1):
             return None
         # A PeerError reports another rank's failure: that failure itself goes first.
         origins = [f for f in self.failures if not isinstance(f[1], PeerError)]
@@ -202,13 +202,8 @@ class _ThreadRanks:
         """Note on ``error`` which ranks have not ended, and the user's line that each is at."""
         frames = sys._current_frames()
         for rank, thread in enumerate(self.threads):
-            innermost = frame = frames.get(thread.ident or 0)
-            while frame is not None and is_internal(frame.f_code.co_filename):
-                frame = frame.f_back
-            frame = frame or innermost
-            if thread.is_alive() and frame is not None:
-                code = frame.f_code
-                place = f"{code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+            place = user_place(frames.get(thread.ident or 0))
+            if thread.is_alive() and place:
                 error.add_note(f"rank {rank} still runs, at {place}")
 
 
