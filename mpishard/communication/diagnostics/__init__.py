@@ -1,1 +1,1 @@
-"""Explain why ranks wait: the odd one out (`stall`), and the table of all ranks (`table`)."""
+"""Explain why ranks wait: the odd one out, and the table of all ranks (`stall`)."""

@@ -23,8 +23,7 @@ from mpishard.communication.contract.status import (
     StatusReader,
     stopped_siblings,
 )
-from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting
-from mpishard.communication.diagnostics.table import rank_table
+from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, rank_table
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
