@@ -86,26 +86,26 @@ def _hook_exceptions() -> None:
     def uncaught(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # A process that a rank forked is no rank. At a prompt an exception ends nothing.
-        if os.getpid() == process and not hasattr(sys, "ps1"):
-            _end(error)
+        # At a prompt an exception ends nothing.
+        if not hasattr(sys, "ps1"):
+            _end(error, process)
         previous(kind, error, trace)
+
+    def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            _end(args.exc_value, process)
+        threading.__excepthook__(args)
 
     sys.excepthook = uncaught
     # Python keeps its own hook under this name; another one is pytest's, or the user's choice.
     if threading.excepthook is threading.__excepthook__:
-
-        def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-            error = args.exc_value
-            if os.getpid() == process and error is not None and args.exc_type is not SystemExit:
-                _end(error)
-            threading.__excepthook__(args)
-
         threading.excepthook = uncaught_in_thread
 
 
-def _end(error: BaseException) -> None:
-    """End the job where others may wait for this process: in a world, or for the first of all."""
+def _end(error: BaseException, process: int) -> None:
+    """End the job if others may wait for this process: in a world, or for the first of all."""
+    if os.getpid() != process:
+        return  # forked by a rank, and none itself
     if _live:
         _live[0].abort(error)
     elif "a world" not in _hooked:

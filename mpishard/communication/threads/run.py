@@ -215,36 +215,28 @@ def _abort(error: BaseException, backends: Sequence[InMemoryCommunicationBackend
             return
 
 
-# The starter of a thread is not known: an exception in a thread counts for all worlds that run.
-_hearing: list[_ThreadRanks] = []
-_hearing_lock = threading.Lock()
-_hook_before: Callable[[threading.ExceptHookArgs], object] = threading.excepthook
-
-
 @contextmanager
 def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
-    """Hand exceptions that are not caught in a thread to ``ranks`` as well."""
-    global _hook_before
-    with _hearing_lock:
-        _hearing.append(ranks)
-        if len(_hearing) == 1:
-            _hook_before, threading.excepthook = threading.excepthook, _uncaught
+    """Hand exceptions that are not caught in a thread to ``ranks`` as well.
+
+    The starter of a thread is not known: such an exception counts for all worlds that run.
+    """
+    before, is_over = threading.excepthook, False
+
+    def uncaught(args: threading.ExceptHookArgs) -> None:
+        is_heard = not is_over and args.exc_type is not SystemExit
+        if args.exc_value is not None and is_heard:
+            name = "unknown" if args.thread is None else args.thread.name
+            ranks.fail_in_thread(name, args.exc_value)
+        # Python's own hook would show an exception that run_in_threads raises: once is enough.
+        if not is_heard or before is not threading.__excepthook__:
+            before(args)
+
+    threading.excepthook = uncaught
     try:
         yield
     finally:
-        with _hearing_lock:
-            _hearing.remove(ranks)
-            if not _hearing and threading.excepthook is _uncaught:
-                threading.excepthook = _hook_before
-
-
-def _uncaught(args: threading.ExceptHookArgs) -> None:
-    with _hearing_lock:
-        worlds, before = tuple(_hearing), _hook_before
-    if args.exc_value is not None and args.exc_type is not SystemExit:
-        name = "unknown" if args.thread is None else args.thread.name
-        for ranks in worlds:
-            ranks.fail_in_thread(name, args.exc_value)
-    # Python's own hook would show an exception that run_in_threads raises: once is enough.
-    if before is not threading.__excepthook__:
-        before(args)
+        # Worlds may end in another order than they began: this hook may still be in the chain.
+        is_over = True
+        if threading.excepthook is uncaught:
+            threading.excepthook = before
