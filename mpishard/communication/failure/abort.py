@@ -28,16 +28,9 @@ from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
 __all__ = [
-    "COLLECTIVE_LIMIT",
-    "EXIT_LIMIT",
-    "Ending",
-    "TimeLimit",
-    "finalizing",
-    "flush_output",
-    "launched_ending",
-    "launcher_socket",
-    "say",
-]
+    "COLLECTIVE_LIMIT", "EXIT_LIMIT", "Ending", "TimeLimit", "finalizing", "flush_output",
+    "launched_ending", "launcher_socket", "say",
+]  # fmt: skip
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
