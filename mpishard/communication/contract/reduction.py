@@ -9,6 +9,7 @@ such bit: NumPy's vector loops take either operand's.)
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
@@ -101,12 +102,6 @@ Subtree = tuple[int, int]
 """A slot and a round of the tree: the sum of slots ``first .. first + 2**level - 1``."""
 
 
-@functools.cache
-def _leaves(count: int) -> tuple[Subtree, ...]:
-    """The slots of a tree over ``count`` contributions."""
-    return tuple((slot, 0) for slot in range(count))
-
-
 def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
     """The largest subtrees of the tree over ``count`` slots that lie in ``slots`` alone.
 
@@ -138,6 +133,9 @@ class TreeReducer:
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[Any, ...], list[Array]] = {}
+        # Warns of no overflow. To enter a context is quicker than np.errstate.
+        self._quiet = contextvars.Context()
+        self._quiet.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
 
     @property
     def scratch_bytes(self) -> int:
@@ -151,8 +149,14 @@ class TreeReducer:
 
         ``out`` may be one of the contributions or overlap them.
         """
-        count = len(contributions)
-        leaves = dict(zip(_leaves(count), contributions, strict=True))
+        count, dtype = len(contributions), out.dtype
+        if count == 2 and operation is not ReductionOperation.AVERAGE and out.size:
+            left, right = contributions
+            if left.dtype == right.dtype == dtype == accumulation_dtype(dtype):
+                xp = np if type(out) is np.ndarray else array_namespace(out)
+                self._quiet.run(_combiner(xp, operation, dtype), left, right, out=out)
+                return
+        leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
         self._combine(leaves, count, operation, out)
 
     def reduce_part(
@@ -185,26 +189,21 @@ class TreeReducer:
     ) -> None:
         if out.size == 0:
             return
-        xp: Any = np if type(out) is np.ndarray else array_namespace(out)
+        xp = array_namespace(out)
         dtype = accumulation_dtype(out.dtype)
-        combine = _combiner(xp, operation, dtype)
         # If ``out`` aliases an input that a later round still reads, work lands in scratch
         # and is copied out; a chunk stays in cache, so that costs little.
-        direct = out.dtype == dtype
-        narrow: list[Subtree] = []
-        for key, array in subtrees.items():
-            if array.dtype != dtype:
-                narrow.append(key)
-            if count > 2 and direct and xp.may_share_memory(out, array):
-                direct = False
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            is_one_step = len(subtrees) == 2 and operation is not ReductionOperation.AVERAGE
-            if is_one_step and direct and not narrow:
-                first, second = sorted(subtrees)
-                combine(subtrees[first], subtrees[second], out=out)
-                return
-            divisor = count if operation is ReductionOperation.AVERAGE else 0
-            self._combine_chunks(subtrees, narrow, count, combine, divisor, out, direct=direct)
+        is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
+        self._quiet.run(
+            self._combine_chunks,
+            subtrees,
+            [key for key, array in subtrees.items() if array.dtype != dtype],
+            count,
+            _combiner(xp, operation, dtype),
+            count if operation is ReductionOperation.AVERAGE else 0,
+            out,
+            direct=is_apart and out.dtype == dtype,
+        )
 
     def _combine_chunks(
         self,

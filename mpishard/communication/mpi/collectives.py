@@ -150,13 +150,16 @@ class Collectives:
         headers: Headers,
         operation: ReductionOperation,
         out: Array,
-        part: slice = slice(None),
+        part: slice | None = None,
     ) -> None:
-        arrays = [headers.inline(rank)[part] for rank in range(self._world_size)]
+        arrays = [headers.inline(rank) for rank in range(self._world_size)]
+        if part is not None:
+            arrays = [array[part] for array in arrays]
         # Other ranks may read ``out`` if it is shared: they see results, never sums on the way.
-        result = np.empty_like(out)
+        result = out if self._world_size == 2 else np.empty_like(out)
         self._reducer.reduce(arrays, operation, result)
-        out[...] = result
+        if result is not out:
+            out[...] = result
 
     # --------------------------------------------------------------------------------- reductions
 
@@ -165,7 +168,8 @@ class Collectives:
         """See `CommunicationBackend._steps_all_reduce`; so for all collectives here."""
         assert call.operation is not None
         headers, places, channel = yield from self._open_reduction(call, array, out)
-        flat, result = array.reshape(-1), out.reshape(-1)
+        flat = array if array.ndim == 1 else array.reshape(-1)
+        result = flat if out is array else out.reshape(-1)
         sizes = even_sizes(result.size, self._world_size)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, result)

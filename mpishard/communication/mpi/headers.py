@@ -244,10 +244,9 @@ _LINE = 64  # bytes that cores hand to each other
 # Of a ring: the last number read; the last fence come to; the rows.
 _FENCE = _LINE
 _ROWS = _FENCE + _LINE
-# Of a row: header, mark, payload.
-_MARK = HEADER_BYTES
-_PAYLOAD = _MARK + 8
-_STRIDE = -(-(_PAYLOAD + INLINE_BYTES) // _LINE) * _LINE
+# Of a slot: the row, and its mark.
+_MARK = ROW_BYTES
+_STRIDE = -(-(_MARK + 8) // _LINE) * _LINE
 _RING_BYTES = _ROWS + SLOTS * _STRIDE
 
 Ring = tuple[int, int]
@@ -374,13 +373,11 @@ class RingExchange(Exchange):
                     return
             rows, memory = posted.rows, self._bytes
             for rank, start in enumerate(self._rows[number % SLOTS]):
-                at, payload = rank * ROW_BYTES, start + _PAYLOAD
+                at = rank * ROW_BYTES
                 if rank == self._rank:  # its slot may hold a later row already
                     rows[at : at + ROW_BYTES] = posted.row
                 else:
-                    data = at + HEADER_BYTES
-                    rows[at:data] = memory[start : start + HEADER_BYTES]
-                    rows[data : at + ROW_BYTES] = memory[payload : payload + INLINE_BYTES]
+                    rows[at : at + ROW_BYTES] = memory[start : start + ROW_BYTES]
             posted.done = True
             self._posted.popleft()
             numbers[self._read] = number
@@ -394,12 +391,8 @@ class RingExchange(Exchange):
                 if number > self._room:
                     return
             start = self._rows[number % SLOTS][self._rank]
-            row, payload = posted.row, start + _PAYLOAD
-            mark = (start + _MARK) // 8
-            self._numbers[mark] = 0  # the row is being written
-            self._bytes[start : start + HEADER_BYTES] = row[:HEADER_BYTES]
-            self._bytes[payload : payload + INLINE_BYTES] = row[HEADER_BYTES:]
-            self._numbers[mark] = number
+            self._bytes[start : start + ROW_BYTES] = posted.row
+            self._numbers[(start + _MARK) // 8] = number
             self._unsent.popleft()
 
     def fence(self) -> Waitable:
