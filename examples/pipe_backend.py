@@ -1,12 +1,12 @@
 """A communication backend of one's own: ranks are processes, joined by pipes of multiprocessing.
 
-One pipe for each pair of ranks. All that travels is letters: an address, what the sender's
-collective is, and the bytes of an array. docs/write-a-backend.md leads through this file.
+There is one pipe for each pair of ranks. A message is an address, the sender's call, and the bytes
+of an array. docs/write-a-backend.md leads through this file.
 
     python examples/pipe_backend.py -n 3
 
-holds the backend against mpishard's conformance suite on three processes, trains a small model on
-them, and compares it with the same training on threads, bit for bit.
+runs mpishard's conformance suite on three processes, trains a small model on them, and compares it
+with the same training on threads, bit for bit.
 """
 
 import argparse
@@ -33,17 +33,17 @@ WORLD = "world"
 CHUNK = 2**20  # bytes
 
 
-class Letter(NamedTuple):
-    """What one rank sends another; ``address`` says what it is for."""
+class Message(NamedTuple):
+    """A message from one rank to another; ``address`` says what it is for."""
 
     address: tuple
     call: Call | None = None
     array: np.ndarray | None = None
 
 
-def post(connection, letter):
-    """Write a letter into a pipe: a header, and the array as it lies in memory."""
-    address, call, array = letter
+def post(connection, message):
+    """Write a message into a pipe: a header, and the array as it lies in memory."""
+    address, call, array = message
     header = [address] if array is None else [address, array.dtype.name, array.shape]
     packed = b"" if call is None else call.to_bytes()
     connection.send_bytes(json.dumps(header).encode() + b"\n" + packed)
@@ -52,13 +52,13 @@ def post(connection, letter):
 
 
 def take(connection):
-    """Read the next letter of a pipe, its array straight into the memory of a new one."""
+    """Read the next message of a pipe, its array straight into the memory of a new one."""
     header, _, packed = connection.recv_bytes().partition(b"\n")
     address, *kind = json.loads(header)
     array = np.empty(kind[1], kind[0]) if kind else None
     for part in [] if array is None else chunks(array):
         connection.recv_bytes_into(part)
-    return Letter(tuple(address), Call.from_bytes(packed) if packed else None, array)
+    return Message(tuple(address), Call.from_bytes(packed) if packed else None, array)
 
 
 def chunks(array):
@@ -67,11 +67,11 @@ def chunks(array):
 
 
 class Pipes:
-    """One rank's ends of its pipes, and what has come through them.
+    """One rank's ends of its pipes, and the messages that have come through them.
 
-    Two threads block on each pipe, a writer and a reader, so that the rank's own never does: it
-    waits for news of its readers, ``timeout`` seconds at most (0: for ever). Ranks may all send at
-    once, however much, for the readers always read.
+    Two threads block on each pipe, a writer and a reader. The rank's own thread never does: it
+    waits for news of its readers, at most ``timeout`` seconds (0: for ever). All ranks may send at
+    once, and any amount, because the readers always read.
     """
 
     def __init__(self, rank, connections, timeout):
@@ -79,7 +79,7 @@ class Pipes:
         self.backends = weakref.WeakSet()  # this rank's worlds: others may wait for it in any
         self.changed = threading.Condition()  # guards the next three
         self.news = 0
-        self.arrived = {}  # (source, address) -> letters, oldest first
+        self.arrived = {}  # (source, address) -> messages, oldest first
         self.ended = {}  # (rank, world) -> where that began, what to say, whether it is a failure
         self.outgoing, self.writers = {}, []
         for peer, connection in connections.items():
@@ -90,18 +90,18 @@ class Pipes:
             writer.start()
             reader.start()
 
-    def send(self, target, letter):
-        """Send a letter, whose array nobody changes any more. Returns at once."""
+    def send(self, target, message):
+        """Send a message, whose array nobody changes any more. Return at once."""
         if target == self.rank:
-            self._sort(target, letter)
+            self._sort(target, message)
         else:
-            self.outgoing[target].put(letter)
+            self.outgoing[target].put(message)
 
-    def close(self, last_letter):
-        """Send everybody a last letter, and wait until it is out."""
-        self._sort(self.rank, last_letter)
+    def close(self, last_message):
+        """Send everybody a last message, and wait until it is out."""
+        self._sort(self.rank, last_message)
         for outgoing in self.outgoing.values():
-            outgoing.put(last_letter)
+            outgoing.put(last_message)
             outgoing.put(None)
         for writer in self.writers:
             writer.join(self.timeout or None)
@@ -126,9 +126,9 @@ class Pipes:
                     )
 
     def _write(self, peer, connection):
-        while (letter := self.outgoing[peer].get()) is not None:
+        while (message := self.outgoing[peer].get()) is not None:
             with contextlib.suppress(OSError):  # of a peer that has ended, as its reader says
-                post(connection, letter)
+                post(connection, message)
 
     def _read(self, peer, connection):
         try:
@@ -136,22 +136,22 @@ class Pipes:
                 self._sort(peer, take(connection))
         except (EOFError, OSError):
             text = f"rank {peer} ended without a word: its process was killed, or crashed"
-            self._sort(peer, Letter(("ended", WORLD, peer, text, True)))
+            self._sort(peer, Message(("ended", WORLD, peer, text, True)))
 
-    def _sort(self, source, letter):
-        kind, *what = letter.address
+    def _sort(self, source, message):
+        kind, *what = message.address
         with self.changed:
             if kind == "ended":
                 world, *ending = what
                 self.ended[source, world] = ending
             else:
-                self.arrived.setdefault((source, letter.address), deque()).append(letter)
+                self.arrived.setdefault((source, message.address), deque()).append(message)
             self.news += 1
             self.changed.notify_all()
 
 
-class Letters(Waitable):
-    """A letter of one address from each of some ranks; with a line, when this is first in it."""
+class Messages(Waitable):
+    """One message of an address from each of some ranks; with a line, not before it is first."""
 
     def __init__(self, pipes, sources, address, line=None):
         self.pipes, self.address, self.line = pipes, address, line
@@ -174,11 +174,11 @@ class Letters(Waitable):
 
     def take(self):
         with self.pipes.changed:
-            letters = [self.pipes.arrived[key].popleft() for key in self.keys]
+            messages = [self.pipes.arrived[key].popleft() for key in self.keys]
             for key in self.keys:
                 if not self.pipes.arrived[key]:
                     del self.pipes.arrived[key]
-        return letters
+        return messages
 
 
 class PipeBackend(CommunicationBackend):
@@ -206,14 +206,14 @@ class PipeBackend(CommunicationBackend):
     def _on_shutdown(self):
         me = self._pipes.rank
         text = f"rank {me} left after collective {self._sequence} of {self.label or WORLD}"
-        letter = Letter(("ended", self.group, me, text, False))
+        message = Message(("ended", self.group, me, text, False))
         if self._is_root:
             for group in set(self._pipes.backends) - {self}:
                 group.shutdown()
-            self._pipes.close(letter)
+            self._pipes.close(message)
         else:
             for rank in self.world_ranks:
-                self._pipes.send(rank, letter)
+                self._pipes.send(rank, message)
 
     def abort(self, error):
         origin = self._pipes.rank
@@ -222,21 +222,21 @@ class PipeBackend(CommunicationBackend):
         else:
             trace = "".join(traceback.format_exception(error))
             text = f"rank {origin} failed after collective {self._sequence}, with {trace}"
-        self._pipes.close(Letter(("ended", WORLD, origin, text, True)))
+        self._pipes.close(Message(("ended", WORLD, origin, text, True)))
 
     def _drive(self, work):
         self._pipes.drive(work)
 
     def _exchange(self, call, parts):
-        """Send ``parts[r]`` to rank r; what each rank sent here, when all of it has come."""
+        """Send ``parts[r]`` to rank r; return what each rank sent here."""
         address = ("collective", self.group, call.sequence)
         for rank, part in zip(self.world_ranks, parts, strict=True):
-            self._pipes.send(rank, Letter(address, call, part))
-        letters = Letters(self._pipes, self.world_ranks, address)
-        yield letters
-        taken = letters.take()
-        self._verify([letter.call for letter in taken])  # before any data is used
-        return [letter.array for letter in taken]
+            self._pipes.send(rank, Message(address, call, part))
+        messages = Messages(self._pipes, self.world_ranks, address)
+        yield messages
+        taken = messages.take()
+        self._verify([message.call for message in taken])  # before any data is used
+        return [message.array for message in taken]
 
     def _to_all(self, array):
         """One copy for all: the caller may change ``array`` as soon as the collective ends."""
@@ -305,13 +305,13 @@ class PipeBackend(CommunicationBackend):
         return PipeBackend(self._pipes, [self.world_ranks[rank] for _, rank in members])
 
     def _send(self, array, destination, tag):
-        letter = Letter(("message", self.group, int(tag)), array=np.array(array))
-        self._pipes.send(self.world_ranks[destination], letter)
+        message = Message(("message", self.group, int(tag)), array=np.array(array))
+        self._pipes.send(self.world_ranks[destination], message)
 
     def _steps_receive(self, source, count, tag, dtype):
         line = self._lines[source, tag]
         address = ("message", self.group, tag)
-        message = Letters(self._pipes, [self.world_ranks[source]], address, line)
+        message = Messages(self._pipes, [self.world_ranks[source]], address, line)
         line.append(message)
         try:
             yield message
@@ -329,7 +329,7 @@ def _pieces(array, counts):
 
 
 def run_in_processes(world_size, body, *arguments, timeout=30.0):
-    """``body(backend, *arguments)`` on each of ``world_size`` new processes; what they returned.
+    """Call ``body(backend, *arguments)`` on ``world_size`` new processes; return their results.
 
     ``body`` is a function of a module: each process imports it. The first failure is raised.
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-__all__ = ["LeafLayout", "ShardLayout"]
+__all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ class ShardLayout:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
+
+
+@functools.lru_cache(maxsize=4096)
+def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
+    """`ShardLayout.sizes`, remembered: a training step asks for the same ones each time."""
+    return ShardLayout(length, world_size).sizes
 
 
 @dataclass(frozen=True, slots=True)

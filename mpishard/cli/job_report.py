@@ -116,11 +116,13 @@ class JobEnd:
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        if self.orphaned and self._first() is None:
-            ranks = who([process.rank for process in self.orphaned])
+        # The launcher may end before a rank that has left: another one ended with a code.
+        orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
+        if orphaned and self._first() is None:
+            ranks = who([process.rank for process in orphaned])
             line = (
-                f"{ranks} {'was' if len(self.orphaned) == 1 else 'were'} killed: process "
-                f"{self.orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
+                f"{ranks} {'was' if len(orphaned) == 1 else 'were'} killed: process "
+                f"{orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
                 "gone (killed, or crashed)"
             )
             return Verdict(settings.EXIT_FAILURE, (line,))

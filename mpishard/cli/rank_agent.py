@@ -97,11 +97,6 @@ class _Agent:
             self._become_rank(agent, {*mask, signal.SIGUSR1})
         self._note("started", agent, child)
         status = self._wait(child, awaited)
-        if os.getppid() != self._launcher:
-            self._note("orphaned", self._launcher)
-            if os.getpgrp() == agent:
-                os.killpg(0, signal.SIGKILL)  # what the rank has started
-            os._exit(1)
         code = os.waitstatus_to_exitcode(status)
         self._note("ended", code, time.monotonic())
         if code >= 0:
@@ -128,7 +123,7 @@ class _Agent:
             _fail(f"rank {self.rank}: {self.program[0]}: {error}")
 
     def _wait(self, child: int, awaited: set[int]) -> int:
-        """The wait status of the rank; forward signals meanwhile."""
+        """The wait status of a rank that ended by itself; forward signals meanwhile."""
         while True:
             received = signal.sigtimedwait(awaited, _LOOK_SECONDS)
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -136,7 +131,11 @@ class _Agent:
                 return status
             if os.getppid() != self._launcher:
                 os.kill(child, signal.SIGKILL)
-                return os.waitpid(child, 0)[1]
+                os.waitpid(child, 0)
+                self._note("orphaned", self._launcher)
+                if os.getpgrp() == os.getpid():
+                    os.killpg(0, signal.SIGKILL)  # what the rank has started
+                os._exit(1)
             if (
                 received is not None
                 and received.si_signo not in (signal.SIGCHLD, self._parent_gone)

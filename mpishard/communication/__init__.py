@@ -1,5 +1,13 @@
-"""How ranks talk: the contract, threads in memory, MPI."""
+"""Communication between ranks: one contract, and two backends, threads and MPI processes.
 
+Begin with `contract`, the collectives that every backend has, and `init`, which gives a process its
+backend. `mesh` arranges ranks in axes; `manager` is a backend for code that is not handed one.
+The chapters are, each importing only from those before it: `tracing`, `contract`, `diagnostics`,
+`failure`, `threads`, `mpi`, and then these three files. Other rooms import the names below, and
+docs/architecture.md follows one call, and one failure, through the files.
+"""
+
+from mpishard.communication.contract.arena import Arena
 from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation
@@ -12,6 +20,7 @@ from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 
 __all__ = [
+    "Arena",
     "Call",
     "CommunicationBackend",
     "CommunicationManager",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length
-from mpishard.communication import Work
+from mpishard.arrays import Array, address, array_namespace, chunk_length
+from mpishard.communication import Arena, Work
 from mpishard.layout import ShardLayout
 from mpishard.models.gradient_wires import ACCUMULATION, GradientWires, encode
 from mpishard.models.holdings import Holdings
@@ -123,23 +123,23 @@ class ReplicatedGradients(GradientStore):
     ----------
     holdings, compresses
         See `GradientStore`.
-    vector : Array, optional
-        Where the gradient lies; by default in memory of this rank alone, made when first needed.
+    slot : Arena, optional
+        The memory of the gradient; by default this rank's alone, made when first needed.
     """
 
     def __init__(
         self,
         holdings: Holdings,
         compresses: Callable[[], bool] = lambda: False,
-        vector: Array | None = None,
+        slot: Arena | None = None,
     ) -> None:
         super().__init__(holdings, compresses)
-        self._vector = vector
-        self._is_booked = vector is None
+        self._slot = slot
+        self._is_booked = slot is None
         self._touched: set[int] = set()
         self._reductions: list[_Reduction] = []
         self._stale: list[Work] = []
-        self._wire: Array | None = None
+        self._wire: Arena | None = None
         self._shifts: dict[int, int] = {}
         position = 0
         for unit in holdings.trained_units:
@@ -154,11 +154,16 @@ class ReplicatedGradients(GradientStore):
     @property
     def vector(self) -> Array:
         """The full gradient, shape (`length_for`,)."""
-        if self._vector is None:
-            self._vector = self.holdings.allocate(
-                MemoryCategory.GRADIENTS, self.length_for(self.holdings)
-            )
-        return self._vector
+        return self._carrier.mine
+
+    @property
+    def _carrier(self) -> Arena:
+        """The memory that is reduced."""
+        if self._slot is None:
+            length = self.length_for(self.holdings)
+            array = self.holdings.allocate(MemoryCategory.GRADIENTS, length)
+            self._slot = self.holdings.private_slot(array)
+        return self._slot
 
     def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
         super().begin(is_first=is_first, is_last=is_last, defer=defer)
@@ -184,16 +189,17 @@ class ReplicatedGradients(GradientStore):
     def reduce(self, unit: Unit) -> None:
         if not self._is_last:
             return
-        full = self.gradient(unit)
-        wire = None
+        full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
+        carrier = self._carrier
         if self._wires is not None:
             assert self._wire is not None
-            wire = self._wire[self._place(unit, unit.start, unit.stop)]
-            encode(full, wire)
-        self._reductions.append(self._reduce(unit, full, wire))
+            carrier = self._wire
+            encode(full, carrier.mine[part])
+        self._reductions.append(self._reduce(unit, full, carrier, part))
 
-    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
-        travels = full if wire is None else wire
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
+        """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
+        travels = carrier.mine[part]
         return _Reduction(self.backend.all_reduce_async(travels), full, travels)
 
     def settle(self) -> None:
@@ -229,19 +235,19 @@ class ScatteredGradients(ReplicatedGradients):
         self,
         holdings: Holdings,
         compresses: Callable[[], bool] = lambda: False,
-        vector: Array | None = None,
+        slot: Arena | None = None,
     ) -> None:
-        super().__init__(holdings, compresses, vector)
+        super().__init__(holdings, compresses, slot)
         self._pieces = holdings.pieces()
 
-    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
         mine = full[piece.start - unit.start : piece.stop - unit.start]
-        if wire is None:
-            return _Reduction(self.backend.reduce_scatter_async(full, out=mine), mine, mine)
-        is_direct = isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
+        is_direct = carrier is self._slot or (
+            isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
+        )
         result = mine if is_direct else self._wide(piece.length)
-        return _Reduction(self.backend.reduce_scatter_async(wire, out=result), mine, result)
+        return _Reduction(carrier.reduce_into(result, part), mine, result)
 
     def own_sums(self) -> list[Array]:
         """The sums of this pass of all pieces that this rank owns, to be written to."""
@@ -272,15 +278,12 @@ class NodeGradients(ScatteredGradients):
     ----------
     holdings, compresses
         See `GradientStore`.
-    vectors : sequence of Array
+    slot : Arena
         The full gradient of each rank, which all of them can read.
     """
 
-    def __init__(
-        self, holdings: Holdings, compresses: Callable[[], bool], vectors: Sequence[Array]
-    ) -> None:
-        super().__init__(holdings, compresses, vectors[holdings.backend.rank])
-        self._vectors = vectors
+    def __init__(self, holdings: Holdings, compresses: Callable[[], bool], slot: Arena) -> None:
+        super().__init__(holdings, compresses, slot)
         self._reading: Work | None = None
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
@@ -289,17 +292,15 @@ class NodeGradients(ScatteredGradients):
             self._reading = None
         return super().target(unit)
 
-    def _reduce(self, unit: Unit, full: Array, wire: Array | None) -> _Reduction:
-        if wire is None:
-            return super()._reduce(unit, full, wire)
-        # Rounded once more, as the sum that travels to replicas elsewhere is.
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
         mine = slice(piece.start - unit.start, piece.stop - unit.start)
-        work = self.backend.reduce_scatter_async(wire, out=wire[mine])
-        return _Reduction(work, full[mine], wire[mine])
+        # Of bfloat16 rounded once more, as the sum that travels to replicas elsewhere is.
+        result = carrier.mine[part][mine]
+        return _Reduction(carrier.reduce_into(result, part), full[mine], result)
 
     def finish(self) -> None:
-        self._reading = self.backend.barrier_async()
+        self._reading = self._carrier.fence()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """Of each piece, which must be one rank's, what its owner holds. Read-only."""
@@ -307,7 +308,7 @@ class NodeGradients(ScatteredGradients):
         for piece in pieces:
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
-            view = self._vectors[owner][self._place(piece.unit, piece.start, piece.stop)]
+            view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
             view.flags.writeable = False
             views.append(view)
         return views
@@ -323,7 +324,7 @@ class _Reduction:
 
     def finish(self) -> None:
         self.work.wait()
-        if self.result is not self.target:
+        if address(self.result) != address(self.target):
             self.target[...] = array_namespace(self.target).asarray(self.result)
 
 

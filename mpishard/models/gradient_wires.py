@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from mpishard.arrays import Array, chunk_length, to_host
+from mpishard.communication import Arena
 from mpishard.models.holdings import Holdings
 from mpishard.observe.ledger import MemoryCategory
 
@@ -38,17 +39,18 @@ class GradientWires:
         slots = holdings.on_host.allocate_slots(length, count, _WIRE)
         if slots is None:
             book = holdings.ledger.allocate
-            self._free = [book(MemoryCategory.SCRATCH, length, _WIRE) for _ in range(count)]
+            arrays = [book(MemoryCategory.SCRATCH, length, _WIRE) for _ in range(count)]
+            self._free = [holdings.private_slot(array) for array in arrays]
             return
-        self._free = list(slots[holdings.backend.local_rank])
-        for wire in self._free:
-            holdings.book(MemoryCategory.SCRATCH, wire, length)
+        self._free = slots
+        for wire in slots:
+            holdings.book(MemoryCategory.SCRATCH, wire.mine, length)
 
-    def take(self) -> Array | None:
+    def take(self) -> Arena | None:
         """A buffer, until `give`; None where all are in use."""
         return self._free.pop() if self._free else None
 
-    def give(self, wire: Array) -> None:
+    def give(self, wire: Arena) -> None:
         """Let a buffer be used again."""
         self._free.append(wire)
 

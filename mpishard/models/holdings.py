@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import Arena, CommunicationBackend
 from mpishard.devices import HOST, Device
 from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
@@ -104,8 +104,8 @@ class Holdings:
         self.ledger.book(category, array, array.nbytes)
         return array
 
-    def allocate_arena(self, length: int, dtype: DTypeLike | None = None) -> Array | None:
-        """Zeros that the ranks of this node share, shape (length,); None where they cannot.
+    def allocate_shared(self, length: int) -> Array | None:
+        """Zeros that the ranks of this node share, shape (length,); None if they cannot.
 
         Collective. They take no memory until they are first written, and nothing is booked. GPU
         memory is never shared, and host memory that is shared is not pinned.
@@ -113,32 +113,29 @@ class Holdings:
         if not self.arena or (self.device.is_gpu and not self.is_on_host):
             return None
         # A stage of a pipeline may have no parameters.
-        return self.backend.allocate_shared(max(1, length), self.dtype if dtype is None else dtype)
+        return self.backend.allocate_shared(max(1, length), self.dtype)
 
     def allocate_slots(
         self, length: int, count: int, dtype: DTypeLike | None = None
-    ) -> list[list[Array]] | None:
+    ) -> list[Arena] | None:
         """``count`` vectors of ``length`` for each rank of this node, which all can read.
 
-        Collective, and nothing is booked, as `allocate_arena`.
-
-        Returns
-        -------
-        list of list of Array, or None
-            By local rank, then by slot; None where the ranks share no memory.
+        Collective, and nothing is booked, as `allocate_shared`; None if they share no memory.
         """
+        if not self.arena or (self.device.is_gpu and not self.is_on_host):
+            return None
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         stride = aligned(max(1, length), dtype)
-        # As long on every node as the largest needs, because lengths must agree; what no rank
-        # writes takes no memory.
-        most = max(self.backend.nodes.count(node) for node in self.backend.nodes)
-        peers = len(self.backend.peers)
-        shared = self.allocate_arena(stride * count * most, dtype)
-        if shared is None:
+        arena = self.backend.allocate_arena(stride * count, dtype)
+        if arena is None:
             return None
-        starts = range(0, stride * count * peers, stride)
-        vectors = [shared[start : start + length] for start in starts]
-        return [vectors[peer * count : (peer + 1) * count] for peer in range(peers)]
+        return [arena.part(start, length) for start in range(0, stride * count, stride)]
+
+    def private_slot(self, array: Array) -> Arena:
+        """The slot of a rank that shares no memory: ``array`` of its own."""
+        backend = self.backend
+        vectors = {backend.rank: array}
+        return Arena(vectors, backend.rank, backend.reduce_scatter_async, backend.barrier_async)
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""

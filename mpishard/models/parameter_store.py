@@ -231,7 +231,7 @@ class ShardedParameters(ParameterStore):
         lengths = {index: holdings.units[index].length for index in sorted(self.kept)}
         slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
         total = sum(aligned(n, holdings.dtype) for n in [*lengths.values(), *slots])
-        shared = holdings.allocate_arena(total)
+        shared = holdings.allocate_shared(total)
         if shared is None:
             return
         holdings.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))

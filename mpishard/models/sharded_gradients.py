@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication import Work
+from mpishard.communication import Arena, Work
 from mpishard.models.gradient_store import GradientStore
 from mpishard.models.gradient_wires import ACCUMULATION, GradientWires, encode
 from mpishard.models.holdings import Holdings
@@ -31,7 +31,7 @@ class ShardedGradients(GradientStore):
     ----------
     holdings, compresses
         See `GradientStore`.
-    slots : sequence of Array, optional
+    slots : sequence of Arena, optional
         `SLOTS` buffers of `slot_length`, in memory that other ranks can read; by default they are
         this rank's alone, made when first needed.
     """
@@ -42,7 +42,7 @@ class ShardedGradients(GradientStore):
         self,
         holdings: Holdings,
         compresses: Callable[[], bool] = lambda: False,
-        slots: Sequence[Array] = (),
+        slots: Sequence[Arena] = (),
     ) -> None:
         super().__init__(holdings, compresses)
         # By unit: what this rank owns of it, and how far the shard lies behind the flat vector.
@@ -57,11 +57,11 @@ class ShardedGradients(GradientStore):
         self._shard_length = position
         self._shard: Array | None = None
         self._slot_length = self.slot_length(holdings)
-        self._free: list[Array] = list(slots)
+        self._free: list[Arena] = list(slots)
         self._slot_count = len(slots)
         self._unbooked = list(slots)
-        self._open: dict[int, Array] = {}
-        self._deferred: dict[int, Array] = {}
+        self._open: dict[int, Arena] = {}
+        self._deferred: dict[int, Arena] = {}
         self._is_deferring = self._defers = False
         self._in_flight: deque[_Scatter] = deque()
         self._stale: list[_Scatter] = []
@@ -95,7 +95,7 @@ class ShardedGradients(GradientStore):
         super().begin(is_first=is_first, is_last=is_last, defer=defer)
         while self._unbooked:
             slot = self._unbooked.pop()
-            self.holdings.book(MemoryCategory.FULL_GRADIENTS, slot, self._slot_length)
+            self.holdings.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
         while self._stale:
             self._stale[0].work.wait()
             self._let_go(self._stale[0])
@@ -110,28 +110,28 @@ class ShardedGradients(GradientStore):
         if buffer is None:
             buffer = self._open.get(unit.index)
         if buffer is not None:
-            return buffer[: unit.length], False
+            return buffer.mine[: unit.length], False
         if self._is_deferring:
-            buffer = self._deferred[unit.index] = self.holdings.allocate(
-                MemoryCategory.FULL_GRADIENTS, unit.length
-            )
+            array = self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
+            buffer = self._deferred[unit.index] = self.holdings.private_slot(array)
         else:
             buffer = self._open[unit.index] = self._take_slot()
-        return buffer[: unit.length], True
+        return buffer.mine[: unit.length], True
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)
         if self._is_deferring:
             return
         slot = self._open.pop(unit.index, None)
-        self._deferred.pop(unit.index, None)
+        carrier = self._deferred.pop(unit.index, slot)
         wires, wire = self._wires, None
         if wires is not None:
             wire = wires.take()
             while wire is None:
                 self._finish_oldest()
                 wire = wires.take()
-            encode(full, wire[: unit.length])
+            encode(full, wire.mine[: unit.length])
+            carrier = wire
             if slot is not None:
                 self._free.append(slot)
                 slot = None
@@ -143,8 +143,8 @@ class ShardedGradients(GradientStore):
             is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION
         extra = None if is_direct else self._take_scratch(wide=wire is not None)
         out = target if extra is None else extra[: target.size]
-        travels = full if wire is None else wire[: unit.length]
-        work = self.backend.reduce_scatter_async(travels, out=out)
+        assert carrier is not None
+        work = carrier.reduce_into(out, slice(unit.length))
         self._in_flight.append(_Scatter(unit, work, slot, wires, wire, extra, adds))
 
     def settle(self) -> None:
@@ -193,7 +193,7 @@ class ShardedGradients(GradientStore):
         if scatter.wires is not None and scatter.wire is not None:
             scatter.wires.give(scatter.wire)
 
-    def _take_slot(self) -> Array:
+    def _take_slot(self) -> Arena:
         # Two buffers suffice unless tied weights hold one open: then wait for the reduction
         # that is under way before taking a third.
         if not self._free and self._slot_count >= self.SLOTS and self._in_flight:
@@ -201,7 +201,8 @@ class ShardedGradients(GradientStore):
         if self._free:
             return self._free.pop()
         self._slot_count += 1
-        return self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
+        array = self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
+        return self.holdings.private_slot(array)
 
     def _take_scratch(self, *, wide: bool) -> Array:
         """A buffer for one piece, in the dtype of the gradient, or in that of the sum."""
@@ -221,8 +222,8 @@ class _Scatter:
 
     unit: Unit
     work: Work
-    slot: Array | None
+    slot: Arena | None
     wires: GradientWires | None
-    wire: Array | None
+    wire: Arena | None
     extra: Array | None
     adds: bool

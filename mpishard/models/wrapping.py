@@ -253,7 +253,7 @@ def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
         return ReplicatedParameters(holdings)
     if policy.shards_parameters and holdings.backend.node_count > 1:
         return ShardedParameters(holdings)
-    vector = holdings.allocate_arena(NodeParameters.length_for(holdings))
+    vector = holdings.allocate_shared(NodeParameters.length_for(holdings))
     if vector is not None:
         return NodeParameters(holdings, vector)
     return (
@@ -264,20 +264,17 @@ def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
 def _gradient_store(
     holdings: Holdings, policy: Policy, compresses: Callable[[], bool], *, in_leaves: bool = False
 ) -> GradientStore:
-    local = holdings.backend.local_rank
     if policy.shards_gradients:
         length = ShardedGradients.slot_length(holdings)
         slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
-        return ShardedGradients(holdings, compresses, slots[local] if slots else ())
-    vectors = holdings.allocate_slots(ReplicatedGradients.length_for(holdings), 1)
-    mine = None if vectors is None else vectors[local][0]
-    if policy.shards_state:
-        return ScatteredGradients(holdings, compresses, mine)
-    if vectors is not None and holdings.backend.node_count == 1:
-        return NodeGradients(holdings, compresses, [vector for (vector,) in vectors])
-    if in_leaves:  # each is reduced, and only the sum of all goes to every rank
-        return ScatteredGradients(holdings, compresses, mine)
-    return ReplicatedGradients(holdings, compresses, mine)
+        return ShardedGradients(holdings, compresses, slots or ())
+    slots = holdings.allocate_slots(ReplicatedGradients.length_for(holdings), 1)
+    slot = slots[0] if slots else None
+    if slot is not None and not policy.shards_state and holdings.backend.node_count == 1:
+        return NodeGradients(holdings, compresses, slot)
+    if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
+        return ScatteredGradients(holdings, compresses, slot)
+    return ReplicatedGradients(holdings, compresses, slot)
 
 
 def _leaf_store(holdings: Holdings, policy: Policy) -> LeafGradients:

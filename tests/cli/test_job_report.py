@@ -389,6 +389,17 @@ def test_a_launcher_s_process_that_is_gone_is_named():
     assert job(9, (2, KILLED), orphaned=orphans).judge().code == 137
 
 
+def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
+    """Open MPI ends when one rank has ended with a code: another may still be on its way out."""
+    orphans = [RankProcess(0, 4000, 3000, orphaned_by=77)]
+    states = {0: (RankState.LEFT,), 1: (RankState.LEFT,)}
+    end = job(75, (2, KILLED), (1, 75), states=states, orphaned=orphans, is_hydra=False)
+    verdict = dataclasses.replace(end, survives=True).judge()
+    assert verdict.code == 75
+    (line,) = verdict.lines
+    assert line.startswith("rank 2 (process 4002 ")
+
+
 def test_a_rank_that_was_killed_with_its_agent_is_said_to_be():
     verdict = job(9).judge()
     assert verdict.code == 137

@@ -137,7 +137,7 @@ def test_what_is_read_in_place_is_not_sent(backend, path):
         if path == "arena":
             assert backend.traffic.total_bytes == 0
         subtrees = len(complete_subtrees(backend.peers, backend.world_size))
-        clients = sum(layout.size(rank) for rank in nodes.clients())
+        clients = sum(layout.size(rank) for rank in nodes.clients)
         assert sent["reduce_scatter"] in (0, width * clients * subtrees)
         assert sent["all_gather"] in (0, width * part * (backend.node_count - 1))
         assert read["reduce_scatter"] in (0, width * part * (len(backend.peers) - 1))
@@ -349,12 +349,12 @@ def test_complex_products_do_not_depend_on_length(dtype):
 def test_who_deals_with_whom():
     nodes = [Nodes((0, 0, 1, 1, 1), rank) for rank in range(5)]
     assert [n.own for n in nodes] == [0, 0, 1, 1, 1]
-    assert [n.clients() for n in nodes] == [[2, 4], [3], [0], [1], []]
+    assert [n.clients for n in nodes] == [[2, 4], [3], [0], [1], []]
     for other in range(5):
         for node in (0, 1):
             agent = nodes[0].agent(other, node)
             assert nodes[agent].own == node
-            assert other == agent or other in nodes[agent].clients()
+            assert other == agent or other in nodes[agent].clients
     assert nodes[0].subtrees(0) == ((0, 1),)
     assert len(nodes[2].subtrees(1)) == 2  # ranks 2, 3 and rank 4
 
@@ -402,3 +402,25 @@ def test_sums_of_subtrees_are_sums_of_the_tree(count):
 def test_an_aligned_node_sends_one_sum():
     for first, size in ((0, 1), (4, 4), (8, 8), (6, 2)):
         assert len(complete_subtrees(range(first, first + size), 16)) == 1
+
+
+@in_worlds(1, 2, 3, 4)
+def test_an_arena_has_a_vector_for_each_rank_of_a_node(backend):
+    arena = backend.allocate_arena(1003, np.float64)
+    for number in range(2):
+        arena.mine[:] = np.arange(1003) * (backend.rank + 1) + number
+        arena.fence().wait()
+        for rank in backend.peers:
+            assert (arena.of(rank) == np.arange(1003) * (rank + 1) + number).all()
+        total = np.arange(1003) * sum(range(1, backend.world_size + 1))
+        total = total + number * backend.world_size
+        part = slice(100, 901)
+        mine = ShardLayout(801, backend.world_size).slice(backend.rank)
+        piece = np.empty(mine.stop - mine.start)
+        arena.reduce_into(piece, part).wait()
+        assert (piece == total[part][mine]).all()
+        arena.part(100, 801).reduce_into(arena.mine[part][mine]).wait()
+        assert (arena.mine[part][mine] == total[part][mine]).all()
+        backend.traffic.reset()
+        arena.fence().wait()
+        assert backend.traffic.total_bytes == 0, "on a node nothing is sent"

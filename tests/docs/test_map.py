@@ -1,36 +1,73 @@
-"""The map in docs/architecture.md is one of the tree as it is."""
+"""The maps in docs/architecture.md are those of the tree as it is."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpishard"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-def rooms_of_the_map() -> dict[str, set[str]]:
-    """Room -> the files that the map names in it; words that every room uses are rooms, too."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+def rooms_of(fence: str) -> dict[str, set[str]]:
+    """Room -> the files that a map names in it; words that every room uses are rooms, too."""
     rooms: dict[str, set[str]] = {}
     inside: list[str] = []
-    for line in page.split("```")[1].strip("\n").splitlines():
+    for line in fence.strip("\n").splitlines():
         if re.match(r" [a-z]", line):
             inside = line.split("   ")[0].strip().split(" . ")
             rooms |= {room: set() for room in inside}
         for room in inside:
-            rooms[room] |= set(re.findall(r"\w+\.py", line))
+            rooms[room] |= set(re.findall(r"[\w/]+\.py", line))
     return rooms
 
 
 def test_every_room_is_on_the_map() -> None:
     paths = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()]
-    assert rooms_of_the_map().keys() == {p.stem for p in paths if not p.name.startswith("__")}
+    rooms = rooms_of(PAGE.split("```")[1])
+    assert rooms.keys() == {p.stem for p in paths if not p.name.startswith("__")}
 
 
 def test_every_file_on_the_map_is_in_its_room() -> None:
-    rooms = rooms_of_the_map()
+    rooms = rooms_of(PAGE.split("```")[1])
     assert sum(len(files) for files in rooms.values()) > 80
     absent = [f"{r}/{n}" for r, files in rooms.items() for n in files
               if not (PACKAGE / r / n).is_file()]  # fmt: skip
     assert not absent
+
+
+def test_the_chapters_of_communication_stand_in_their_order_with_all_their_files() -> None:
+    fence = PAGE.partition("## The chapters of communication")[2].split("```")[1]
+    drawn = {name.removesuffix(".py"): files for name, files in rooms_of(fence).items()}
+    room = PACKAGE / "communication"
+    there = {path.stem: {file.name for file in path.glob("*.py")} - {"__init__.py"} or {path.name}
+             for path in room.iterdir() if not path.name.startswith("__")}  # fmt: skip
+    assert drawn == there
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [c["layers"] for c in linter["contracts"]
+                 if c["containers"] == ["mpishard.communication"]]  # fmt: skip
+    order = list(drawn)
+    places = [[order.index(name) for name in layer.split(" | ")] for layer in reversed(layers)]
+    assert sorted(map(sorted, places)) == list(map(sorted, places))
+
+
+def test_every_file_on_the_walks_is_there() -> None:
+    walks = PAGE.partition("## The walk of one all-reduce")[2].partition("## The flat vector")[0]
+    files = set(re.findall(r"`([a-z_]+/\w+\.py)`", walks))
+    assert len(files) > 20
+    rooms = PACKAGE, PACKAGE / "communication"
+    assert not [name for name in files if not any((room / name).is_file() for room in rooms)]
+
+
+def test_every_function_on_the_walk_of_an_all_reduce_is_in_its_file() -> None:
+    walk = PAGE.partition("## The walk of one all-reduce")[2].partition("Variants")[0]
+    cells = [row.split("|")[2] for row in walk.splitlines() if re.match(r"\| \d", row)]
+    steps = [step for cell in cells for step in re.findall(r"`(\w+/\w+\.py)`: ([^;]*)", cell)]
+    named = [(file, name) for file, names in steps for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(named) > 15
+    for file, name in named:
+        source = (PACKAGE / "communication" / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), f"{file}: {name}"

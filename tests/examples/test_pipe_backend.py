@@ -245,7 +245,7 @@ def test_arrays_of_other_sorts_are_refused_before_anything_is_sent(pipes: Module
     assert on_threads(pipes, 2, body) == [2.0, 2.0]
 
 
-def test_what_a_letter_may_hold_travels() -> None:
+def test_the_contents_of_a_message_travel() -> None:
     call = Call.describe(7, Kind.GATHER, np.ones((2, 3), "bfloat16"), root=1)
     call.filename, call.line, call.method = "a file\nof two lines.py", 12, "FSDPModel.predict"
     assert Call.from_bytes(call.to_bytes()) == call

@@ -113,6 +113,10 @@ def disagreement_is_every_rank_s_error(problems: Any) -> None:
     def body(backend: Any) -> None:
         rank = backend.rank
         refused(ValueError, "same model", lambda: of(backend, nn.MLP([5, 3 + rank % 2, 2]), "fsdp"))
+        plain, smallest = nn.MLP([5, 3, 2]), 2 + rank % 2
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=smallest)
+        differs = "minimum_parameter_group_size is 2, 3, 2"
+        refused(ValueError, differs, lambda: ms.as_distributed(plain, config, "fsdp"))
         model, optimizer = problems.build(backend, "mlp", "fsdp")
         vector = np.full(model.parameter_count, float(rank))
         refused(ValueError, "differ between ranks", lambda: model.set_parameters(vector))

@@ -23,7 +23,8 @@ PACKAGE = Path(mpishard.__file__).parent
 ROOMS = ("models", "optimizers")
 
 COLLECTIVES = {
-    "allocate_shared", "progress", "receive", "send", "shrink", "split",
+    "allocate_arena", "allocate_shared", "progress", "receive", "receive_async", "send",
+    "send_async", "shrink", "split",
     *(
         name + twin
         for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
@@ -43,10 +44,12 @@ METHODS: dict[str, set[str] | None] = {
     "_share": {"self"},
     "_finish_oldest": {"self"},
     "deal_constants": {"program"},
+    "fence": None,
     "fill": {"parameters", "_inner"},
     "finish": {"gradients", "_inner", "reduction", "arrivals"},
     "publish": {"parameters", "_inner"},
     "reduce": {"gradients", "_gradients", "_inner"},
+    "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
     "settle": {"gradients", "_inner"},
     "sum_over_owners": {"context"},

@@ -14,7 +14,7 @@ from checks import CHECKS, SECONDS
 KILLED = [
     ("Round.totals", "all_reduce", "equality: ddp, messages"),
     ("NodeParameters._share", "barrier", "a late rank: zero1, arena"),
-    ("NodeGradients.finish", "barrier_async", "a late rank: ddp, arena"),
+    ("NodeGradients.finish", "fence", "a late rank: ddp, arena"),
     ("NodeGradients.target", "wait", "idle works: ddp, arena"),
     ("ReplicatedParameters.publish", "wait", "idle works: zero2, messages"),
     ("ShardedParameters._take_buffer", "wait", "a step after one that failed"),
@@ -54,15 +54,28 @@ def test_what_is_spared_is_there(script):
     assert all(script.SPARED.values())
 
 
+def _that_communicate(path, by):
+    """The public methods of a file's classes that call one of ``by``, themselves or by others."""
+    tree = ast.parse((sites.PACKAGE / "communication" / "contract" / path).read_text())
+    methods = {
+        method.name: {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+        for kind in tree.body if isinstance(kind, ast.ClassDef)
+        for method in kind.body if isinstance(method, ast.FunctionDef)
+    }  # fmt: skip
+    talk = set(by)
+    while more := {name for name, called in methods.items() if called & talk} - talk:
+        talk |= more
+    return {name for name in talk if not name.startswith("_")}
+
+
 def test_every_call_of_a_backend_is_found():
     """Whatever its name: a collective that a backend gains must be known to the script."""
-    from mpishard.communication import CommunicationBackend
-
-    tree = ast.parse((sites.PACKAGE / "communication" / "backend.py").read_text())
-    (contract,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
-    assert contract.name == CommunicationBackend.__name__
-    public = {n.name for n in contract.body if isinstance(n, ast.FunctionDef)}
-    assert {name for name in public if not name.startswith("_")} <= sites.COLLECTIVES
+    calls = _that_communicate("backend.py", {"_issue", "_begin", "_send", "_shrink"})
+    assert {"all_reduce", "barrier_async", "receive", "shrink", "split"} <= calls
+    assert calls <= sites.COLLECTIVES
+    of_arenas = _that_communicate("arena.py", {"_reduce_scatter", "_barrier"})
+    assert {"fence", "reduce_into"} <= of_arenas - {"part"}
+    assert of_arenas - {"part"} <= set(sites.METHODS)
     assert {site.name for site in sites.find_sites()} <= set(vars(forgotten))
 
 

@@ -83,6 +83,7 @@ def idle() -> Iterator[None]:
     issue = backend._issue
 
     def keep(self: Any, call: Any, steps: Any, in_flight: Any = None) -> Work:
+        self._called = None
         return IdleWork(self, call, steps, issue)
 
     def watched(name: str) -> Any:

@@ -44,7 +44,8 @@ class Arena:
     """A vector for each rank of a node, which all of them read and write in place.
 
     Made by `CommunicationBackend.allocate_arena`. On one node a rank reads its peers' vectors
-    instead of receiving copies; between nodes only sums and pieces travel.
+    instead of receiving copies; between nodes only sums and pieces travel. With its own vector
+    alone a rank has no arena, and may use this class all the same: the sums are received.
 
     Parameters
     ----------
@@ -66,10 +67,16 @@ class Arena:
         barrier: Callable[[], Work],
     ) -> None:
         self._vectors = vectors
+        self._rank = rank
         self._reduce_scatter = reduce_scatter
         self._barrier = barrier
         self.mine: Array = vectors[rank]
         """This rank's vector."""
+
+    def part(self, start: int, length: int) -> Arena:
+        """The same of ``length`` elements of each vector, from ``start`` on."""
+        vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
+        return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
 
     def of(self, rank: int) -> Array:
         """The vector of ``rank``, a rank of this node."""
@@ -165,7 +172,7 @@ class Nodes:
     numbers: tuple[int, ...]
     rank: int
 
-    @property
+    @functools.cached_property
     def own(self) -> int:
         """The node of this rank."""
         return self.numbers[self.rank]
@@ -197,6 +204,7 @@ class Nodes:
         outside = sum(number != node for number in self.numbers[:other])
         return ranks[outside % len(ranks)]
 
+    @functools.cached_property
     def clients(self) -> list[int]:
         """The ranks of other nodes that this rank is agent for, in order."""
         return [
@@ -213,10 +221,16 @@ class Nodes:
         """Whether some ranks share a node, and those of each node have arrays in one region."""
         if self.count == len(self.numbers):
             return False
-        regions = {(node, own[0]) for node, (own, _) in zip(self.numbers, places, strict=True)}
-        return all(own != PRIVATE for own, _ in places) and len(regions) == self.count
+        regions: dict[int, int] = {}  # by node
+        for node, (own, _) in zip(self.numbers, places, strict=True):
+            if own == PRIVATE or regions.setdefault(node, own[0]) != own[0]:
+                return False
+        return True
 
     def results_are_shared(self, places: Sequence[Places]) -> bool:
         """Whether the results of each node's ranks are one and the same array."""
-        arrays = {(node, out) for node, (_, out) in zip(self.numbers, places, strict=True)}
-        return all(out != PRIVATE for _, out in places) and len(arrays) == self.count
+        arrays: dict[int, Place] = {}  # by node
+        for node, (_, out) in zip(self.numbers, places, strict=True):
+            if out == PRIVATE or arrays.setdefault(node, out) != out:
+                return False
+        return True

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Arena, Nodes, Places, Regions
+from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
     DTYPES,
     Call,
@@ -1040,8 +1040,8 @@ class CommunicationBackend(ABC):
             me = self.world_ranks[self.rank]
             self._session.broken = CommunicationError(
                 f"rank {me} was cut off by {type(error).__name__} {where}, and the other ranks go "
-                "on from there: this world has ended. Do not catch that exception inside a "
-                "collective, or end the job when it comes; nothing more can be called here"
+                "on from there: this world has ended, and nothing more can be called on it. Let "
+                "such an exception end the job"
             )
 
     def _tell_of_break(self) -> None:
@@ -1176,7 +1176,7 @@ class CommunicationBackend(ABC):
             session.thread = threading.get_ident()
             if self._called is not None:
                 # An exception struck between the last call's number and its first step.
-                self._break(in_call(self._called, self.label), CommunicationError("an exception"))
+                self._break(in_call(self._called, self.label), InterruptedError())
             if session.broken is not None:
                 self._tell_of_break()
                 raise session.broken
@@ -1210,7 +1210,8 @@ class CommunicationBackend(ABC):
         if not self._session.lock.acquire(blocking=False):
             raise self._refuse_thread()
         try:
-            work = CollectiveWork(self, steps, call, in_flight)
+            work = CollectiveWork(self, steps, in_flight)
+            work.call = call
             self._pending.append(work)
             work.advance()
             self._called = None
@@ -1250,8 +1251,6 @@ class CommunicationBackend(ABC):
 
     def _places(self, array: Array, out: Array | None) -> Places:
         """Where ``array`` and its result lie in memory that the node's ranks share."""
-        if not self._regions.count:
-            return NOWHERE
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _ready(self) -> None:

@@ -25,7 +25,7 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
-from mpishard.layout import ShardLayout
+from mpishard.layout import even_sizes
 
 __all__ = [
     "DTYPES",
@@ -273,8 +273,10 @@ class Traffic:
 
     def count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
         """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
-        nodes = self._nodes
-        sent = sum(sizes[rank] for rank in nodes.clients()) * len(nodes.subtrees(nodes.own))
+        nodes, sent = self._nodes, 0
+        if nodes.clients:
+            sums = len(nodes.subtrees(nodes.own))
+            sent = sum(sizes[rank] for rank in nodes.clients) * sums
         self.count("reduce_scatter", sent * accumulation_dtype(dtype).itemsize)
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
@@ -388,7 +390,7 @@ def piece_sizes(
             f"{rows % world_size}; strict=True allows no remainder"
         )
     if counts is None:
-        return ShardLayout(rows, world_size).sizes
+        return even_sizes(rows, world_size)
     pieces = tuple(int(count) for count in counts)
     if len(pieces) != world_size or min(pieces) < 0 or sum(pieces) != rows:
         raise ValueError(

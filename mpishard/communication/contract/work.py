@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import of_group
 from mpishard.communication.contract.status import MessageWait, StatusPage
-from mpishard.communication.tracing.recorder import CollectiveInFlight, InFlight, MessageInFlight
+from mpishard.communication.tracing.recorder import InFlight, MessageInFlight
 from mpishard.errors import CommunicationError, MpishardError
 
 __all__ = ["CollectiveWork", "Session", "Steps", "Transfer", "Waitable", "Work", "in_call"]
@@ -165,17 +165,9 @@ class Work(ABC):
 
 
 class CollectiveWork(Work):
-    """A collective under way."""
+    """A collective under way, of ``call``, which whoever makes it sets."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        steps: Steps,
-        call: Call,
-        in_flight: CollectiveInFlight | None = None,
-    ) -> None:
-        super().__init__(driver, steps, in_flight)
-        self.call = call
+    call: Call
 
     @property
     def name(self) -> str:

@@ -335,7 +335,8 @@ def describe_departure(
         waits = awaited
     by_rank = {r.rank: replace(r, waits=waits) if r.rank == waiting else r for r in records}
     seen = list(by_rank.values())
-    circle = _circle({r.rank: _waits_for(r, seen) for r in seen if r.waits is not None})
+    stuck = [r for r in seen if r.waits is not None and not r.has_left]
+    circle = _circle({r.rank: _waits_for(r, seen) for r in stuck})
     if circle:
         return text + _text(_circle_text(circle, by_rank)).removesuffix(".")
     if not isinstance(awaited, Call):

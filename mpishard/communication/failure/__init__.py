@@ -1,1 +1,8 @@
-"""How a job ends: abort, time limits, hooks, reports, preemption."""
+"""The end of a job, in good order or not.
+
+Begin with `hooks`: uncaught exceptions and the end of the process. `abort` reports and ends all
+ranks; `watchdog` is the thread with the time limits, which also looks for dead ranks and receives
+signals; `report` shows an exception with a short traceback; `preemption` keeps SIGUSR1 until the
+training loop saves.
+Imports `tracing`, `contract` and `diagnostics`.
+"""

@@ -13,6 +13,7 @@ Data are combined by `TreeReducer`: no reduction of the library is used, whose o
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -32,7 +33,7 @@ from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.messages import Channel, Condition
 from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
-from mpishard.layout import ShardLayout
+from mpishard.layout import ShardLayout, even_sizes
 
 __all__ = ["Collectives"]
 
@@ -135,7 +136,7 @@ class Collectives:
         device = type(array) is not np.ndarray and is_device_array(array)
         if not (self._backend.check_collectives or small or self._regions.count or device):
             return None, None, self._group.channel
-        places = self._places(array, out) if self._regions.count else NOWHERE
+        places = self._backend._places(array, out) if self._regions.count else NOWHERE
         headers = yield from self.open(call, array, places, on_device=device)
         if headers.all_inline:
             return headers, None, self._group.channel
@@ -143,10 +144,6 @@ class Collectives:
         channel = self._group.messages if any_on_device else self._group.channel
         is_shared = self._regions.count and self._nodes.arrays_are_shared(all_places)
         return headers, all_places if is_shared else None, channel
-
-    def _places(self, array: Array, out: Array | None) -> Places:
-        """Where ``array`` and its result lie in memory that the node's ranks share."""
-        return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _reduce_inline(
         self,
@@ -169,7 +166,7 @@ class Collectives:
         assert call.operation is not None
         headers, places, channel = yield from self._open_reduction(call, array, out)
         flat, result = array.reshape(-1), out.reshape(-1)
-        sizes, starts = even_pieces(result.size, self._world_size)
+        sizes = even_sizes(result.size, self._world_size)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, result)
         else:
@@ -188,7 +185,7 @@ class Collectives:
             if self._world_size == 1:
                 self._reducer.reduce([flat], call.operation, result)
             else:
-                pieces = list(zip(starts, sizes, strict=True))
+                pieces = list(zip(starts_of(sizes), sizes, strict=True))
                 yield from self._all_reduce_by(channel, flat, pieces, call.operation, result)
         self._traffic.count_all_reduce(call, sizes)
         return out
@@ -222,8 +219,8 @@ class Collectives:
         """Combine into ``out`` this rank's rows."""
         assert call.operation is not None
         headers, places, channel = yield from self._open_reduction(call, array, out)
-        row = int(np.prod(array.shape[1:], dtype=np.int64))
-        sizes = [count * row for count in counts]
+        row = math.prod(array.shape[1:])
+        sizes = counts if row == 1 else tuple([count * row for count in counts])
         starts = starts_of(sizes)
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         flat, result = array.reshape(-1), out.reshape(-1)
@@ -240,7 +237,7 @@ class Collectives:
                 self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, flat)
                 yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
-                yield self._group.fence()
+                yield self._group.exchange.fence()
             else:
                 yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
                 self._traffic.count_reduce_scatter(call, counts)
@@ -252,7 +249,7 @@ class Collectives:
         self,
         channel: Channel,
         array: Array,
-        sizes: Sequence[int],
+        sizes: tuple[int, ...],
         operation: ReductionOperation,
         piece: Array,
     ) -> Steps:
@@ -273,13 +270,13 @@ class Collectives:
         headers = yield from self.open(
             call,
             array,
-            self._places(array, out) if self._regions.count else NOWHERE,
+            self._backend._places(array, out) if self._regions.count else NOWHERE,
             on_device=is_device_array(array),
         )
         rows = [c.shape[0] for c in headers.calls if c.shape is not None]
         if out is None:
             out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        row = math.prod(array.shape[1:])
         sizes = [count * row for count in rows]
         flat, result = array.reshape(-1), out.reshape(-1)
         if headers.all_inline:
@@ -296,7 +293,7 @@ class Collectives:
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
                 self._traffic.count_shared_gather(sizes, array.dtype)
-                yield self._group.fence()
+                yield self._group.exchange.fence()
                 return out
             channel = self._group.messages if any_on_device else self._group.channel
             step = channel.bytes_all // array.itemsize
@@ -338,7 +335,7 @@ class Collectives:
         sent = headers.calls[root]
         assert sent.dtype is not None
         assert sent.shape is not None
-        row = int(np.prod(sent.shape[1:], dtype=np.int64))
+        row = math.prod(sent.shape[1:])
         if self._world_size == 1:
             assert array is not None
             piece = array.copy()
@@ -373,7 +370,7 @@ class Collectives:
         headers = yield from self.open(call, array)
         is_root = self._rank == root
         rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        row = math.prod(array.shape[1:])
         sizes = [count * row for count in rows]
         result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
         if headers.all_inline:
@@ -451,8 +448,6 @@ class Collectives:
         OutMismatchError
             Naming the two ranks.
         """
-        if all(into == PRIVATE for _, into in places):
-            return
         numbers = self._nodes.numbers
         for rank, (_, into) in enumerate(places):
             for other, (own, _) in enumerate(places):
@@ -491,19 +486,19 @@ class Collectives:
         if self._nodes.count > 1:
             yield from self._exchange_pieces(pieces)
         if not is_shared:
-            yield self._group.fence()
+            yield self._group.exchange.fence()
             for rank, piece in enumerate(pieces):
                 source = self._nodes.agent(rank)
                 if source != self._rank:
                     piece[...] = arrays[source][layout.slice(rank)]
                     self._traffic.count_read("all_gather", piece.nbytes)
         self._traffic.count_shared_gather(layout.sizes, out.dtype)
-        yield self._group.fence()
+        yield self._group.exchange.fence()
 
     def _reduce_in_place(
         self,
         arrays: Mapping[int, Array],
-        sizes: Sequence[int],
+        sizes: tuple[int, ...],
         operation: ReductionOperation,
         piece: Array,
     ) -> Steps:
@@ -518,7 +513,7 @@ class Collectives:
         nodes, world = self._nodes, range(self._world_size)
         trees = [nodes.subtrees(node) for node in range(nodes.count)]
         wide = accumulation_dtype(own[0].dtype)
-        clients = nodes.clients()
+        clients = nodes.clients
         senders = [nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own]
         step = max(1, self._group.channel.bytes_each // wide.itemsize // max(map(len, trees)))
         for low in range(0, max(sizes), step):
@@ -562,20 +557,14 @@ class Collectives:
         """Send this rank's piece to its agents; receive the pieces that this rank is agent for."""
         nodes, own = self._nodes, pieces[self._rank]
         agents = {nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own}
-        clients = nodes.clients()
+        clients = nodes.clients
         outgoing = [own if r in agents else own[:0] for r in range(self._world_size)]
         incoming = [p if r in clients else p[:0] for r, p in enumerate(pieces)]
         yield from self._group.messages.move(outgoing, incoming)
 
 
 @functools.lru_cache(maxsize=4096)
-def even_pieces(length: int, world_size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The size of each rank's piece of ``length`` elements, and where it begins."""
-    sizes = ShardLayout(length, world_size).sizes
-    return sizes, starts_of(sizes)
-
-
-def starts_of(sizes: Sequence[int]) -> list[int]:
+def starts_of(sizes: tuple[int, ...]) -> list[int]:
     """The start of each of several parts that lie end to end."""
     return [0, *accumulate(sizes[:-1])]
 
@@ -583,7 +572,8 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
     """The parts of ``sizes`` that lie end to end in a flat array."""
     return [
-        array[start : start + size] for start, size in zip(starts_of(sizes), sizes, strict=True)
+        array[start : start + size]
+        for start, size in zip(starts_of(tuple(sizes)), sizes, strict=True)
     ]
 
 

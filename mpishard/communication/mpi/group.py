@@ -17,7 +17,6 @@ from mpishard import settings
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.headers import (
     Exchange,
     Headers,
@@ -121,10 +120,6 @@ class Group:
         shared = self.channel.scratch_bytes if self.channel is not self.messages else 0
         return self.messages.scratch_bytes + shared
 
-    def fence(self) -> Waitable:
-        """Be true when every rank has come to this fence, in the order of their turns."""
-        return self.exchange.fence()
-
     def keep(self, request: Any, *arrays: object) -> Pending:
         """A request under way, which reads and writes ``arrays``."""
         return Pending(request, self.in_flight, *arrays)
@@ -140,6 +135,8 @@ class Group:
     def all_left(self) -> bool:
         """Whether every rank left in good order: the communicators are of no more use."""
         if not self._left or self._leave_call is None or self._leaving is None:
+            return False
+        if not self._leaving.test():  # a rank was cut off, and sent no header
             return False
         calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
         return all(call.kind is Kind.LEAVE for call in calls)
@@ -167,7 +164,12 @@ class Group:
     def has_left(self) -> bool:
         """Whether every other rank has answered the LEAVE. Never blocks."""
         if not self._left and self._leaving is not None:
-            self._left = self._leaving.test() or self._answered_leave or self._met_leave()
+            self._left = (
+                self._leaving.test()
+                or self._answered_leave
+                or self._met_leave()
+                or CUT_OFF in self._noticed.values()  # which answers no LEAVE
+            )
         return self._left
 
     def _met_leave(self) -> bool:

@@ -18,6 +18,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -138,21 +139,19 @@ class Headers:
         ]
 
 
+@dataclass(slots=True, eq=False)
 class Posted(Waitable):
     """One exchange of rows under way; ``rows`` is complete when it is."""
 
-    __slots__ = ("_exchange", "done", "number", "row", "rows")
-
-    def __init__(self, exchange: RingExchange, number: int, row: bytearray, ranks: int) -> None:
-        self._exchange = exchange
-        self.number = number
-        self.row = row
-        self.rows = bytearray(ROW_BYTES * ranks)
-        self.done = False
+    exchange: RingExchange
+    number: int
+    row: bytearray
+    rows: bytearray
+    done: bool = False
 
     def test(self) -> bool:
         if not self.done:
-            self._exchange.collect()
+            self.exchange.collect()
         return self.done
 
 
@@ -355,7 +354,7 @@ class RingExchange(Exchange):
 
     def post(self, row: bytearray, own: Call) -> Posted:
         self._last += 1
-        posted = Posted(self, self._last, row, len(self._rows[0]))
+        posted = Posted(self, self._last, row, bytearray(ROW_BYTES * len(self._rows[0])))
         self.unread[posted] = own
         self._posted.append(posted)
         self._unsent.append(posted)

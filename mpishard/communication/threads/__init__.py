@@ -1,6 +1,7 @@
 """Threads of one process as ranks.
 
-world    the state that the ranks share: rendezvous, messages, failures
-backend  `InMemoryCommunicationBackend`: a rank's life cycle, waiting, collectives and messages
-run      `run_in_threads`: a function on several ranks, and the failure of any of them
+Begin with `backend`: `InMemoryCommunicationBackend` has a rank's life cycle, waiting, collectives
+and messages. `world` is the state that the ranks share (rendezvous, messages, failures); `run` has
+`run_in_threads`, which calls a function on several ranks and raises the failure of any of them.
+Imports `tracing`, `contract`, `diagnostics` and `failure`.
 """
