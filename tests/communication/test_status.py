@@ -1,6 +1,5 @@
 """The status page of a rank, where its peers can read it: files, places, functions, waits."""
 
-import fcntl
 import logging
 import os
 import signal
@@ -236,11 +235,6 @@ class TestReports:
         assert not readers[0].claim_report(1)
         assert readers[0].records()[1].state is RankState.REPORTED
         assert readers[0].records()[1].code == 124
-
-    def test_who_is_about_to_report_keeps_the_others_silent(self, no_folder):
-        readers = shared(2)
-        fcntl.flock(readers[1]._lock, fcntl.LOCK_EX)
-        assert not readers[0].claim_report(1)
 
     def test_a_report_of_another_node_counts_where_the_folder_is_shared(
         self, tmp_path, monkeypatch

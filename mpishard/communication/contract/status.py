@@ -60,7 +60,6 @@ PLACE_BYTES = _PLACE.size
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{PLACE_BYTES}sq")
 _PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
-_LOCK = "report.lock"
 
 _PLACES_KEPT = 1024
 _CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
@@ -395,7 +394,6 @@ class StatusReader:
         # The node's other ranks whose process can be seen, from the one after this on.
         self._ring: list[int] = []
         self._ring_turn = 0
-        self._lock = -1
         folder = settings.job_folder()
         # A node that the job's folder is not on has none.
         self._folder = folder if folder is not None and folder.is_dir() else None
@@ -429,12 +427,6 @@ class StatusReader:
                 self._pages[rank] = _open(here[rank], rank)
         seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
-        lock = next(iter(here.values()), None) if self._folder is None else self._folder / _LOCK
-        with contextlib.suppress(OSError):
-            if lock is not None:
-                # Each rank opens it for itself: a lock belongs to the opening, not to the file.
-                self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                weakref.finalize(self, os.close, self._lock)
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world, in rank order."""
@@ -477,19 +469,12 @@ class StatusReader:
         return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
     def claim_report(self, code: int) -> bool:
-        """Whether this rank is the first to report the end of the job, with exit code ``code``.
+        """Whether no rank has reported the end of the job yet; this one then has, with ``code``.
 
-        First among all ranks whose pages are in the job's folder, in any root world: they end
-        together. Without a job's folder, first among the ranks of this world on the node.
+        Asked of all ranks whose pages are in the job's folder, in any root world: they end
+        together. Without a job's folder, of the ranks of this world on the node. Two ranks that
+        ask within the same millisecond may both be told so.
         """
-        import fcntl  # not on every system that only trains in memory
-
-        # The lock settles who is first; the state outlives the process that held it.
-        if self._lock >= 0:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
         records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
         if self._folder is not None:
             records += records_in(self._folder, with_calls=False)

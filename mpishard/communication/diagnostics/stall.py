@@ -14,15 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
+from mpishard.communication.contract import matching
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.matching import (
-    advice_on_leaving,
-    differing_calls,
-    differing_methods,
-    grouped,
-    of_group,
-    who,
-)
 from mpishard.communication.contract.status import (
     LoggedCall,
     MessageWait,
@@ -167,9 +160,11 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     seen = Counter(call.method for calls in histories.values() for call in calls.values())
     for sequence in sorted(s for s in common if upto is None or s <= upto):
         at_once = {rank: calls[sequence] for rank, calls in histories.items()}
-        sentence = differing_methods(at_once, seen)
+        sentence = matching.differing_methods(at_once, seen)
         if sentence:
-            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
+            return (
+                f"the ranks parted at collective {sequence}{matching.of_group(group)}: {sentence}"
+            )
     return ""
 
 
@@ -192,7 +187,7 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
     """Sentences on the ranks that wait, the most frequent wait first."""
-    groups = sorted(grouped(waiting, _wait_text).items(), key=lambda item: -len(item[1]))
+    groups = sorted(matching.grouped(waiting, _wait_text).items(), key=lambda item: -len(item[1]))
     return [
         f"{_who(same)} wait{'' if len(same) > 1 else 's'} {text}, "
         f"for {_seconds_text(r.waited for r in same)}."
@@ -201,13 +196,13 @@ def _waits(waiting: Sequence[RankRecord]) -> list[str]:
 
 
 def _who(records: Sequence[RankRecord]) -> str:
-    return who([record.rank for record in records])
+    return matching.who([record.rank for record in records])
 
 
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
     """Sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
-    groups = grouped(odd, lambda record: _instead(record, waits))
+    groups = matching.grouped(odd, lambda record: _instead(record, waits))
     sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
     return [*sentences, _advice(odd, waits, waiting)]
 
@@ -292,7 +287,7 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
             for logged in record.calls_of(wait.group)
             if logged.call.sequence == wait.call.sequence
         }
-        difference = differing_methods(calls) or differing_calls(calls)
+        difference = matching.differing_methods(calls) or matching.differing_calls(calls)
         if difference:
             return [*sentences, f"These do not belong together: {difference}."]
     unknown = [record for record in records if not record.is_known]
@@ -328,8 +323,8 @@ def describe_departure(
     """
     where = in_call(awaited, group) if isinstance(awaited, Call) else str(awaited)
     text = (
-        f"rank {rank} left after collective {last}{of_group(group)}, while rank {waiting} waits "
-        f"{where}. "
+        f"rank {rank} left after collective {last}{matching.of_group(group)}, while rank {waiting} "
+        f"waits {where}. "
     )
     # The rank that waits may not have written it down yet.
     waits: LoggedCall | MessageWait | None
@@ -347,7 +342,7 @@ def describe_departure(
     if not isinstance(awaited, Call):
         return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
     parted = parting(records, group, upto=awaited.sequence)
-    return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
+    return text + matching.advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
 
 
 # ------------------------------------------------------------------------------------- the table
@@ -371,11 +366,11 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
         Indented lines, about 40 at most.
     """
     is_each_alone = len(records) <= _ONE_EACH
-    groups = grouped(
+    groups = matching.grouped(
         records, lambda r: (_doing(r), _last_calls(r, calls), r.rank if is_each_alone else -1)
     )
     if sum(1 + len(lines) for _, lines, _ in groups) > _MOST_LINES:
-        groups = grouped(records, lambda r: (_doing(r), (), -1))
+        groups = matching.grouped(records, lambda r: (_doing(r), (), -1))
     entries = list(groups.items())
     shown = len(entries) if len(entries) <= _MOST_LINES else _MOST_LINES - 1
     table = []

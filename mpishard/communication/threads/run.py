@@ -16,13 +16,7 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
-from mpishard.communication.failure.report import (
-    OnFailure,
-    check_on_failure,
-    drop_internal_frames,
-    failure_report,
-    user_place,
-)
+from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
 from mpishard.communication.tracing.session import record_if_asked
@@ -53,7 +47,7 @@ def run_in_threads(
     /,
     *args: Any,
     timeout: float = settings.MEMORY_TIMEOUT,
-    on_failure: OnFailure = "abort",
+    on_failure: report.OnFailure = "abort",
     **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(backend, *args, **kwargs)`` on ``world_size`` thread-ranks.
@@ -97,12 +91,12 @@ def run_in_threads(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")
-    check_on_failure(on_failure)
+    report.check_on_failure(on_failure)
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
     error = ranks.run(lambda backend: fn(backend, *args, **kwargs))
     if error is not None:
-        drop_internal_frames(error)
+        report.drop_internal_frames(error)
         raise error
     return ranks.results
 
@@ -192,8 +186,9 @@ class _ThreadRanks:
             newest = backend._newest
             if self.survives and not isinstance(error, PeerError):
                 name = f"rank {newest.rank} of {newest.world_size}"
-                report = failure_report(error, name, newest.rank, "alone", "the others may go on")
-                _logger.warning("%s", report.removeprefix("mpishard: "))
+                then = "the others may go on"
+                text = report.failure_report(error, name, newest.rank, "alone", then)
+                _logger.warning("%s", text.removeprefix("mpishard: "))
             _abort(error, [newest])
         else:
             backend._newest.shutdown()
@@ -202,7 +197,7 @@ class _ThreadRanks:
         """Note on ``error`` which ranks have not ended, and the user's line that each is at."""
         frames = sys._current_frames()
         for rank, thread in enumerate(self.threads):
-            place = user_place(frames.get(thread.ident or 0))
+            place = report.user_place(frames.get(thread.ident or 0))
             if thread.is_alive() and place:
                 error.add_note(f"rank {rank} still runs, at {place}")
 
