@@ -104,6 +104,7 @@ def test_another_order_of_a_sum_is_noticed(monkeypatch):
     fails(r"(?s)step \d+: (all_reduce|reduce_scatter).* is not ", 12)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of data that are mixed then
 def test_a_mismatch_that_is_let_through_is_noticed(monkeypatch):
     check = CommunicationBackend._verify
 
