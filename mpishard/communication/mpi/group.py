@@ -100,6 +100,8 @@ class Group:
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
+        self.is_cut_off = False
+        """Whether a rank was cut off in a collective: all are told so, and none answers a LEAVE."""
         self._answered_leave = False
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
@@ -153,7 +155,7 @@ class Group:
             return
         for receive in tuple(self.expected):
             receive.withdraw()
-        if self._answered_leave or (self.broken and self.exchange.unread):
+        if self.is_cut_off or self._answered_leave or (self.broken and self.exchange.unread):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True
             return
@@ -206,6 +208,7 @@ class Group:
             self.comm.Recv([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
             self.taken[rank] += 1
             self._noticed[rank] = int(notice[0])
+            self.is_cut_off |= int(notice[0]) == CUT_OFF
         return self._noticed
 
     def stir(self) -> None:

@@ -292,6 +292,7 @@ class Job:
         """Tell the ranks of every world that this one was cut off in a collective."""
         for group in self._groups:
             if not group.is_leaving:
+                group.is_cut_off = True
                 group.send_notice(CUT_OFF)
 
     def call_off(self) -> None:
