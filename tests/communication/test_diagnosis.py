@@ -22,10 +22,10 @@ from mpishard.communication.diagnostics.stall import (
     describe_stall,
     longest_waiting,
     parting,
+    rank_table,
     unfinished,
     verdict,
 )
-from mpishard.communication.diagnostics.table import rank_table
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -112,3 +112,18 @@ def test_ctrl_c_is_told_to_all_ranks_and_names_those_that_stay(monkeypatch):
     assert caught.value.__notes__[0].startswith("rank 2 still runs, at ")
     for text in ends[:2]:
         assert "KeyboardInterrupt" in text
+
+
+def test_worlds_that_end_in_the_order_they_began_leave_the_hook_before_them_working(monkeypatch):
+    heard = []
+    monkeypatch.setattr(threading, "excepthook", heard.append)
+    ranks = threads._ThreadRanks(1, 1.0, survives=False)
+    first, second = (threads._other_threads_heard_by(ranks) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    args = threading.ExceptHookArgs((ValueError, ValueError("late"), None, None))
+    threading.excepthook(args)
+    assert heard == [args]
+    assert ranks.failures == []

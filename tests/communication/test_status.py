@@ -23,7 +23,7 @@ from mpishard.communication.contract.status import (
     StatusReader,
     records_in,
 )
-from mpishard.communication.diagnostics.table import rank_table
+from mpishard.communication.diagnostics.stall import rank_table
 from mpishard.communication.mpi import job as job_module
 
 

@@ -20,7 +20,6 @@ import os
 import re
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -397,7 +396,6 @@ class StatusReader:
         self._ring: list[int] = []
         self._ring_turn = 0
         self._lock = -1
-        self._claiming = threading.Lock()
         folder = settings.job_folder()
         # A node that the job's folder is not on has none.
         self._folder = folder if folder is not None and folder.is_dir() else None
@@ -441,13 +439,20 @@ class StatusReader:
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world, in rank order."""
         found: dict[int, RankRecord] = {}
+        size = len(self._launched)
         if not self._paths:
             for record in stopped_siblings():
                 if record.rank in self._launched:
                     rank = self._launched.index(record.rank)
                     found[rank] = replace(record, rank=rank)
-            if self._folder is not None:
-                found |= {r.rank: r for r in records_in(self._folder) if self._may_be_ours(r)}
+            # A process enters a world of the same processes; of several such worlds the last one is
+            # meant, and one that is complete is not this one.
+            states = RankState.STARTED, RankState.REPORTED
+            pages = () if self._folder is None else records_in(self._folder)
+            for record in pages:
+                is_of_such = record.state in states and record.world_size == size
+                if is_of_such and self._launched[record.rank] == record.launched_rank:
+                    found[record.rank] = record
         for rank, path in enumerate(self._paths):
             with contextlib.suppress(OSError, ValueError):  # of a node without the job's folder
                 if rank in self._pages:
@@ -457,20 +462,7 @@ class StatusReader:
         found[self.page.rank] = self.page.read()
         # A page that is not in the job's folder yet is that of a rank that has not come to init.
         is_known = self._folder is not None and not self._paths
-        size = len(self._launched)
         return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
-
-    def _may_be_ours(self, record: RankRecord) -> bool:
-        """Whether a page is that of a rank of this world, if the paths were not exchanged yet.
-
-        A process enters a world of the same processes; of several such worlds the last one is
-        meant, and one that is complete is not this one.
-        """
-        return (
-            record.state in (RankState.STARTED, RankState.REPORTED)
-            and record.world_size == len(self._launched)
-            and self._launched[record.rank] == record.launched_rank
-        )
 
     def dead_rank(self) -> int | None:
         """A rank of this node whose process is gone though it has not left; None if none is seen.
@@ -492,20 +484,19 @@ class StatusReader:
         """
         import fcntl  # not on every system that only trains in memory
 
-        with self._claiming:
-            if self._lock >= 0:
-                # The lock settles who is first; the state outlives the process that held it.
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    return False
-            records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
-            if self._folder is not None:
-                records += records_in(self._folder, with_calls=False)
-            if any(record.state is RankState.REPORTED for record in records):
+        # The lock settles who is first; the state outlives the process that held it.
+        if self._lock >= 0:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
                 return False
-            self.page.end(RankState.REPORTED, code)
-            return True
+        records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
+        if self._folder is not None:
+            records += records_in(self._folder, with_calls=False)
+        if any(record.state is RankState.REPORTED for record in records):
+            return False
+        self.page.end(RankState.REPORTED, code)
+        return True
 
 
 # ------------------------------------------------------------------------------------ reading pages

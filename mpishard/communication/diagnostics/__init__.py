@@ -1,6 +1,6 @@
-"""Explain why ranks wait, from the status pages of all ranks.
+"""Why ranks wait: who is the odd one out, and what each rank does.
 
-Begin with `stall`: it finds the odd one out and says what it does instead. `table` prints a line
-for each rank, with its last collectives. Nothing here communicates.
-Imports `tracing` and `contract`.
+Begin with `describe_stall` (stall.py): from the ranks' status pages it follows who waits for whom to
+the rank that waits for nobody, or round a circle, and prints the table of all ranks below.
+May import tracing and contract.
 """

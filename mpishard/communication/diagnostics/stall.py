@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
@@ -31,20 +31,18 @@ from mpishard.communication.contract.status import (
     members_of,
 )
 from mpishard.communication.contract.work import in_call
-from mpishard.communication.diagnostics.table import (
-    AGO,
-    doing,
-    is_stopped,
-    rank_table,
-    seconds_text,
-    wait_text,
-)
 
 __all__ = [
-    "describe_departure", "describe_stall", "longest_waiting", "parting", "unfinished", "verdict",
+    "describe_departure", "describe_stall", "longest_waiting", "parting", "rank_table",
+    "unfinished", "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
+_ONE_EACH = 8
+"""In larger worlds, ranks that do the same share an entry."""
+_MOST_LINES = 40
+_AGO = "{ago}"
+"""Stands for a time that differs between ranks that otherwise do the same."""
 
 
 def describe_stall(records: Sequence[RankRecord]) -> str:
@@ -76,7 +74,7 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
     """
     able = [r for r in records if r.is_alive and not r.is_stopped]
     waiting = [r for r in able if r.waited]
-    if not waiting and (all(r.is_known for r in records) or any(map(is_stopped, records))):
+    if not waiting and (all(r.is_known for r in records) or any(map(_is_stopped, records))):
         waiting = [r for r in able if r.state is RankState.STARTED]
     return max(waiting, key=lambda r: (r.waited, -r.rank)).rank if waiting else None
 
@@ -99,7 +97,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     odd = [
         record
         for record in records
-        if is_stopped(record)
+        if _is_stopped(record)
         or (is_in_init and record.is_known and record.state is None)
         or (
             record.is_known
@@ -129,7 +127,7 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    late = [r for r in records if r.is_known and (not r.has_left or is_stopped(r))]
+    late = [r for r in records if r.is_known and (not r.has_left or _is_stopped(r))]
     if not late:
         return "for ranks of other nodes, of which nothing is known here"
     waiting = [record for record in late if _is_waiting(record)]
@@ -176,7 +174,7 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
 
 
 def _is_waiting(record: RankRecord) -> bool:
-    return record.waits is not None and not is_stopped(record)
+    return record.waits is not None and not _is_stopped(record)
 
 
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
@@ -194,10 +192,10 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
     """Sentences on the ranks that wait, the most frequent wait first."""
-    groups = sorted(grouped(waiting, wait_text).items(), key=lambda item: -len(item[1]))
+    groups = sorted(grouped(waiting, _wait_text).items(), key=lambda item: -len(item[1]))
     return [
         f"{_who(same)} wait{'' if len(same) > 1 else 's'} {text}, "
-        f"for {seconds_text(r.waited for r in same)}."
+        f"for {_seconds_text(r.waited for r in same)}."
         for text, same in groups[:_SENTENCES]
     ]
 
@@ -209,34 +207,27 @@ def _who(records: Sequence[RankRecord]) -> str:
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
     """Sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
-    groups = grouped(odd, lambda record: _instead(record, waits, now)[0])
-    sentences = []
-    for text, same in list(groups.items())[:_SENTENCES]:
-        ago = seconds_text(_instead(record, waits, now)[1] for record in same)
-        sentences.append(f"{_who(same)}{text.replace(AGO, ago)}.")
+    groups = grouped(odd, lambda record: _instead(record, waits))
+    sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
     return [*sentences, _advice(odd, waits, waiting)]
 
 
-def _instead(record: RankRecord, waits: Sequence[LoggedCall], now: float) -> tuple[str, float]:
+def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
     behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
     note = f", {behind} collectives behind" if behind > 1 else ""
     note += " (called, but not waited for, there)" if waits and behind <= 0 else ""
-    text, seconds = doing(record, now, note)
-    if is_stopped(record):
-        text = f" is {text}; continue it with kill -CONT {record.pid}, or end it"
-    elif record.has_left:
-        text = f" {text}"
-    else:
-        text = f": {text}"
-    return text, seconds
+    text = _doing(record, note)
+    if _is_stopped(record):
+        return f" is {text}; continue it with kill -CONT {record.pid}, or end it"
+    return f" {text}" if record.has_left else f": {text}"
 
 
 def _advice(
     odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
 ) -> str:
     """The function that every rank must call, if the ranks called one of this package."""
-    if any(map(is_stopped, odd)):
+    if any(map(_is_stopped, odd)):
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
     for group in dict.fromkeys(wait.group for wait in waits):
@@ -267,7 +258,7 @@ def _circle(waits_for: dict[int, list[int]]) -> list[int]:
 
 def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
     edges = [
-        f"rank {rank} waits {wait_text(by_rank[rank])}"
+        f"rank {rank} waits {_wait_text(by_rank[rank])}"
         + f", for rank {following}" * isinstance(by_rank[rank].waits, LoggedCall)
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
@@ -357,3 +348,115 @@ def describe_departure(
         return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
     parted = parting(records, group, upto=awaited.sequence)
     return text + advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> str:
+    """The activity of each rank, and its last collectives below, newest last.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank.
+    now : float
+        Seconds since the epoch.
+    calls : int
+        Number of collectives to show for each, if the table fits a screen with them.
+
+    Returns
+    -------
+    str
+        Indented lines, about 40 at most.
+    """
+    is_each_alone = len(records) <= _ONE_EACH
+    groups = grouped(
+        records, lambda r: (_doing(r), _last_calls(r, calls), r.rank if is_each_alone else -1)
+    )
+    if sum(1 + len(lines) for _, lines, _ in groups) > _MOST_LINES:
+        groups = grouped(records, lambda r: (_doing(r), (), -1))
+    entries = list(groups.items())
+    shown = len(entries) if len(entries) <= _MOST_LINES else _MOST_LINES - 1
+    table = []
+    for (text, lines, _), same in entries[:shown]:
+        table += [f"  {_said(same, f': {text}', now)}", *lines]
+    others = [record for _, same in entries[shown:] for record in same]
+    if others:
+        table.append(f"  {_who(others)}: each does something else again")
+    return "\n".join(table)
+
+
+def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
+    # The line above them has the collective that the rank waits in.
+    awaited = record.waits if record.is_alive and not record.has_left else None
+    calls = [c for c in record.calls[-count:] if c != awaited]
+    return tuple(f"    {c.call.sequence}: {c.text}" for c in calls)
+
+
+def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
+    """The names of ranks that do the ``same``, and that; `_AGO` stands for their seconds."""
+    last = ((r.waited, r.calls[-1].time if r.calls else now) for r in same)
+    seconds = _seconds_text(waited or max(0.0, now - time) for waited, time in last)
+    return f"{_who(same)}{text.replace(_AGO, seconds)}"
+
+
+def _seconds_text(seconds: Iterable[float]) -> str:
+    """A time, or the range of several: ``31 s``, ``28 to 31 s``."""
+    texts = [f"{s:.1f}" if s < 10 else f"{s:.0f}" for s in sorted(seconds)]
+    return f"{texts[0]} s" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]} s"
+
+
+def _wait_text(record: RankRecord) -> str:
+    """The collective or message that a rank waits for, behind "waits"."""
+    wait = record.waits or "in a collective that its log does not hold any more"
+    return f"in {wait}" if isinstance(wait, LoggedCall) else str(wait)
+
+
+def _stopped_text(record: RankRecord) -> str:
+    """The place where the process of a rank is stopped."""
+    if record.state is None:
+        where = "before or in init"
+    elif record.state is RankState.STARTED:
+        where = "in init"
+    elif record.state is RankState.LEAVING:
+        where = "while it waits for the others to leave"
+    elif record.waits is not None:
+        is_message = isinstance(record.waits, MessageWait)
+        where = f"{'while it waits ' if is_message else ''}{_wait_text(record)}"
+    else:
+        where = f"in or after {record.calls[-1]}" if record.calls else "before any collective"
+    return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
+
+
+def _doing(record: RankRecord, note: str = "") -> str:
+    """The activity of a rank, with `_AGO` in place of the seconds.
+
+    A ``note`` on a rank that is in no collective stands behind its last one.
+    """
+    last = record.calls[-1] if record.calls else None
+    after = "before any collective" if last is None else f"after {last}"
+    if _is_stopped(record):
+        return _stopped_text(record)
+    if not record.is_known:
+        return "on another node, whose status pages cannot be read from here"
+    if record.state is None:
+        return "not yet come to init"
+    if record.has_left:
+        return f"left {after}"
+    if not record.is_alive:
+        return f"its process is gone (killed, or out of memory?), {after}"
+    if record.state is RankState.STARTED:
+        return "in init, where ranks wait for each other"
+    if record.state is RankState.REPORTED:
+        return f"reported why the job ends, {after}"
+    if record.waited:
+        return f"waits {_AGO} {_wait_text(record)}"
+    if last is None:
+        return "has called no collective yet: computing, asleep or stuck"
+    return f"in no collective since {last}, {_AGO} ago{note}: computing, asleep or stuck"
+
+
+def _is_stopped(record: RankRecord) -> bool:
+    """Whether the process is stopped, and others may need it."""
+    return record.is_stopped and record.state is not RankState.LEFT

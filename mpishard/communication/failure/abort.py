@@ -23,22 +23,14 @@ from mpishard.communication.contract.status import (
     StatusReader,
     stopped_siblings,
 )
-from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting
-from mpishard.communication.diagnostics.table import rank_table
+from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, rank_table
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import PeerError
 
 __all__ = [
-    "COLLECTIVE_LIMIT",
-    "EXIT_LIMIT",
-    "Ending",
-    "TimeLimit",
-    "finalizing",
-    "flush_output",
-    "launched_ending",
-    "launcher_socket",
-    "say",
-]
+    "COLLECTIVE_LIMIT", "EXIT_LIMIT", "Ending", "TimeLimit", "finalizing", "flush_output",
+    "launched_ending", "launcher_socket", "say",
+]  # fmt: skip
 
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25

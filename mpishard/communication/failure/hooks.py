@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from traceback import walk_stack
 from types import TracebackType
 
 from mpishard import settings
@@ -36,7 +37,7 @@ from mpishard.communication.failure.abort import (
     launched_ending,
     launcher_socket,
 )
-from mpishard.communication.failure.report import is_internal
+from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
@@ -85,26 +86,26 @@ def _hook_exceptions() -> None:
     def uncaught(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # A process that a rank forked is no rank. At a prompt an exception ends nothing.
-        if os.getpid() == process and not hasattr(sys, "ps1"):
-            _end(error)
+        # At a prompt an exception ends nothing.
+        if not hasattr(sys, "ps1"):
+            _end(error, process)
         previous(kind, error, trace)
+
+    def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            _end(args.exc_value, process)
+        threading.__excepthook__(args)
 
     sys.excepthook = uncaught
     # Python keeps its own hook under this name; another one is pytest's, or the user's choice.
     if threading.excepthook is threading.__excepthook__:
-
-        def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-            error = args.exc_value
-            if os.getpid() == process and error is not None and args.exc_type is not SystemExit:
-                _end(error)
-            threading.__excepthook__(args)
-
         threading.excepthook = uncaught_in_thread
 
 
-def _end(error: BaseException) -> None:
-    """End the job where others may wait for this process: in a world, or for the first of all."""
+def _end(error: BaseException, process: int) -> None:
+    """End the job if others may wait for this process: in a world, or for the first of all."""
+    if os.getpid() != process:
+        return  # forked by a rank, and none itself
     if _live:
         _live[0].abort(error)
     elif "a world" not in _hooked:
@@ -138,17 +139,13 @@ def _leave_all() -> None:
 def _where_it_ends(job: Ending) -> str:
     """The place at which this process is held up at its end, behind "has waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        if frame.f_code.co_name == "finalize_mpi":
-            records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
-            running = [record.rank for record in records if record.rank != job.rank]
-            late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
-            return f"in MPI_Finalize, which every rank of the job must call{late}"
-        frame = frame.f_back
-    if frame is None:
-        return "for its process to end"
-    code = frame.f_code
-    return f"for its process to end, at {code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+    if any(caller.f_code.co_name == "finalize_mpi" for caller, _ in walk_stack(frame)):
+        records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
+        running = [record.rank for record in records if record.rank != job.rank]
+        late = f" ({who(running)} {'do' if len(running) > 1 else 'does'} not)" * bool(running)
+        return f"in MPI_Finalize, which every rank of the job must call{late}"
+    place = user_place(frame)
+    return f"for its process to end{place and ', at '}{place}"
 
 
 # ------------------------------------------------------------------- which process is the rank

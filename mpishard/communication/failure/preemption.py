@@ -50,11 +50,18 @@ class PreemptionNotice:
         """Tell the user, at the end of the process, of a notice that no training loop obeyed."""
         if not self.is_given or self._was_obeyed or os.getpid() != self._process:
             return
-        if _is_first_to_report():
-            say(
-                f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
-                "it: no step of an optimize(checkpoint=FOLDER) came after it"
-            )
+        folder = settings.job_folder()
+        try:
+            if folder is not None and folder.is_dir():
+                (folder / "unheeded").touch(exist_ok=False)
+        except FileExistsError:
+            return  # another rank of the job has told the user
+        except OSError:  # a full disk
+            pass
+        say(
+            f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
+            "it: no step of an optimize(checkpoint=FOLDER) came after it"
+        )
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a fork of the rank, such as a data loader, is no rank
@@ -62,19 +69,6 @@ class PreemptionNotice:
             os.kill(os.getpid(), number)
             return
         self.is_given = True
-
-
-def _is_first_to_report() -> bool:
-    """Whether no other rank of the job has told the user; True if there is no job's folder."""
-    folder = settings.job_folder()
-    try:
-        if folder is not None and folder.is_dir():
-            (folder / "unheeded").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # a full disk
-        pass
-    return True
 
 
 preemption_notice = PreemptionNotice()

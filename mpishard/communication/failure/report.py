@@ -8,6 +8,7 @@ import traceback
 from itertools import groupby, pairwise
 from pathlib import Path
 from traceback import FrameSummary
+from types import FrameType
 from typing import Literal
 
 from mpishard import settings
@@ -21,13 +22,9 @@ from mpishard.errors import (
 )
 
 __all__ = [
-    "OnFailure",
-    "check_on_failure",
-    "drop_internal_frames",
-    "failure_report",
-    "is_internal",
-    "short_traceback",
-]
+    "OnFailure", "check_on_failure", "drop_internal_frames", "failure_report", "short_traceback",
+    "user_place",
+]  # fmt: skip
 
 OnFailure = Literal["abort", "shrink"]
 """The fate of the other ranks if one fails: they end with it, or go on without it."""
@@ -135,9 +132,18 @@ def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
     )
 
 
-def is_internal(filename: str) -> bool:
+def _is_internal(filename: str) -> bool:
     """Whether a file is this package's own; its test suites call it as users do."""
     return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+
+
+def user_place(frame: FrameType | None) -> str:
+    """The line of the user's code that ``frame`` is at, or was called from; may be empty."""
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 
 def drop_internal_frames(error: BaseException) -> None:
@@ -151,7 +157,7 @@ def drop_internal_frames(error: BaseException) -> None:
     for member in chain:  # grows meanwhile
         entries, entry = [], member.__traceback__
         while entry is not None:
-            if entry.tb_next is None or not is_internal(entry.tb_frame.f_code.co_filename):
+            if entry.tb_next is None or not _is_internal(entry.tb_frame.f_code.co_filename):
                 entries.append(entry)
             entry = entry.tb_next
         for entry, following in pairwise(entries):
@@ -164,7 +170,7 @@ def drop_internal_frames(error: BaseException) -> None:
 def _shorten(shown: traceback.TracebackException) -> None:
     """Put the number of the frames inside mpishard in their place."""
     stack = []
-    for is_left_out, group in groupby(shown.stack[:-1], lambda frame: is_internal(frame.filename)):
+    for is_left_out, group in groupby(shown.stack[:-1], lambda frame: _is_internal(frame.filename)):
         frames = list(group)
         stack += [FrameSummary("<left out>", len(frames), "")] if is_left_out else frames
     shown.stack = traceback.StackSummary.from_list(stack + shown.stack[-1:])

@@ -19,14 +19,9 @@ from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
-    "START_SECONDS",
-    "check_launched_world",
-    "check_machine",
-    "launcher_name",
-    "leave_mpi_running",
-    "load_mpi",
-    "not_launched_error",
-]
+    "START_SECONDS", "check_launched_world", "check_machine", "finalize_mpi", "launcher_name",
+    "leave_mpi_running", "load_mpi", "not_launched_error",
+]  # fmt: skip
 
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0

@@ -21,7 +21,7 @@ from mpishard.communication.failure.report import (
     check_on_failure,
     drop_internal_frames,
     failure_report,
-    is_internal,
+    user_place,
 )
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
@@ -151,7 +151,7 @@ class _ThreadRanks:
             for backend in self.backends:
                 for member in (backend, backend._newest):
                     member.clear_environment(member._environment_id)
-        if not self.failures or (self.survives and len(self.failures) < len(self.backends)):
+        if len(self.failures) < (len(self.backends) if self.survives else 1):
             return None
         # A PeerError reports another rank's failure: that failure itself goes first.
         origins = [f for f in self.failures if not isinstance(f[1], PeerError)]
@@ -202,13 +202,8 @@ class _ThreadRanks:
         """Note on ``error`` which ranks have not ended, and the user's line that each is at."""
         frames = sys._current_frames()
         for rank, thread in enumerate(self.threads):
-            innermost = frame = frames.get(thread.ident or 0)
-            while frame is not None and is_internal(frame.f_code.co_filename):
-                frame = frame.f_back
-            frame = frame or innermost
-            if thread.is_alive() and frame is not None:
-                code = frame.f_code
-                place = f"{code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
+            place = user_place(frames.get(thread.ident or 0))
+            if thread.is_alive() and place:
                 error.add_note(f"rank {rank} still runs, at {place}")
 
 
@@ -220,36 +215,28 @@ def _abort(error: BaseException, backends: Sequence[InMemoryCommunicationBackend
             return
 
 
-# The starter of a thread is not known: an exception in a thread counts for all worlds that run.
-_hearing: list[_ThreadRanks] = []
-_hearing_lock = threading.Lock()
-_hook_before: Callable[[threading.ExceptHookArgs], object] = threading.excepthook
-
-
 @contextmanager
 def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
-    """Hand exceptions that are not caught in a thread to ``ranks`` as well."""
-    global _hook_before
-    with _hearing_lock:
-        _hearing.append(ranks)
-        if len(_hearing) == 1:
-            _hook_before, threading.excepthook = threading.excepthook, _uncaught
+    """Hand exceptions that are not caught in a thread to ``ranks`` as well.
+
+    The starter of a thread is not known: such an exception counts for all worlds that run.
+    """
+    before, is_over = threading.excepthook, False
+
+    def uncaught(args: threading.ExceptHookArgs) -> None:
+        is_heard = not is_over and args.exc_type is not SystemExit
+        if args.exc_value is not None and is_heard:
+            name = "unknown" if args.thread is None else args.thread.name
+            ranks.fail_in_thread(name, args.exc_value)
+        # Python's own hook would show an exception that run_in_threads raises: once is enough.
+        if not is_heard or before is not threading.__excepthook__:
+            before(args)
+
+    threading.excepthook = uncaught
     try:
         yield
     finally:
-        with _hearing_lock:
-            _hearing.remove(ranks)
-            if not _hearing and threading.excepthook is _uncaught:
-                threading.excepthook = _hook_before
-
-
-def _uncaught(args: threading.ExceptHookArgs) -> None:
-    with _hearing_lock:
-        worlds, before = tuple(_hearing), _hook_before
-    if args.exc_value is not None and args.exc_type is not SystemExit:
-        name = "unknown" if args.thread is None else args.thread.name
-        for ranks in worlds:
-            ranks.fail_in_thread(name, args.exc_value)
-    # Python's own hook would show an exception that run_in_threads raises: once is enough.
-    if before is not threading.__excepthook__:
-        before(args)
+        # Worlds may end in another order than they began: this hook may still be in the chain.
+        is_over = True
+        if threading.excepthook is uncaught:
+            threading.excepthook = before

@@ -85,10 +85,9 @@ class Message(Awaited):
     def open(self) -> Array:
         """The content, as an array of the receiver's own."""
         content = beside(self.array, self.array)  # of this thread's GPU
-        if content is self.array:
-            if self.is_copy:
-                return content
-            content = content.copy()
+        if content is self.array and self.is_copy:
+            return content
+        content = content.copy() if content is self.array else content
         synchronize(content)  # the sender may use its memory for something else after this
         return content
 
@@ -138,11 +137,9 @@ class Failure:
     def error(self, what: str, me: int) -> CommunicationError:
         """The error of rank ``me``; ``what`` is the consequence, such as "barrier cannot end"."""
         text = f"{what}: {self.message}"
-        if self.kind is CollectiveTimeoutError or (
-            self.kind is CommunicationError and me == self.rank
-        ):
-            return self.kind(text)
-        return PeerError(text, self.rank)
+        is_for_all = self.kind is CollectiveTimeoutError
+        is_own = self.kind is CommunicationError and me == self.rank
+        return self.kind(text) if is_for_all or is_own else PeerError(text, self.rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,18 +178,13 @@ class World:
 
     def split(self, wishes: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
         """A new world for each color; its ranks are ordered by (key, old rank)."""
+        shared = self.pages, self.clock, self.changed, self.failures
         worlds: dict[int, World] = {}
         for color in {color for color, _ in wishes if color is not None}:
             order = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
-            worlds[color] = World(
-                f"{self.name}/{sequence}.{color}",
-                tuple(self.global_ranks[rank] for _, rank in order),
-                number_nodes([self.nodes[rank] for _, rank in order]),
-                self.pages,
-                self.clock,
-                self.changed,
-                self.failures,
-            )
+            ranks = tuple(self.global_ranks[rank] for _, rank in order)
+            nodes = number_nodes([self.nodes[rank] for _, rank in order])
+            worlds[color] = World(f"{self.name}/{sequence}.{color}", ranks, nodes, *shared)
         return worlds
 
     @property
@@ -273,7 +265,4 @@ class World:
 
     def records(self) -> list[RankRecord]:
         """One record of each rank of the root world. Needs no lock."""
-        return [
-            RankRecord(rank) if page is None else page.read()
-            for rank, page in enumerate(self.pages)
-        ]
+        return [page.read() if page else RankRecord(rank) for rank, page in enumerate(self.pages)]
