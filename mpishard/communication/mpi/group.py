@@ -167,10 +167,7 @@ class Group:
         """Whether every other rank has answered the LEAVE. Never blocks."""
         if not self._left and self._leaving is not None:
             self._left = (
-                self._leaving.test()
-                or self._answered_leave
-                or self._met_leave()
-                or CUT_OFF in self._noticed.values()  # which answers no LEAVE
+                self._leaving.test() or self._answered_leave or self._met_leave() or self.is_cut_off
             )
         return self._left
 

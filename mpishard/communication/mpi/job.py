@@ -107,15 +107,14 @@ class Job:
         """The rings of this rank, and its rows of data; None if its node has no memory for them."""
         if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
             return None
-        node = comm.Split(self.nodes[self.rank], self.rank)
-        sources, ranks = settings.arena_sources(), node.Get_size()
-        memory = at_once(share_memory(self.mpi, node, comm, Rings.nbytes(ranks), sources))
+        own, sources = self.nodes[self.rank], settings.arena_sources()
+        first, ranks = self.nodes.index(own), self.nodes.count(own)
+        memory = at_once(share_memory(self.mpi, comm, first, Rings.nbytes(ranks), sources))
         rows = None
         if memory is not None:
             nbytes = RowChannel.nbytes(Rings.pairs(ranks))
-            rows = at_once(share_memory(self.mpi, node, comm, nbytes, sources))
-        local_rank = node.Get_rank()
-        node.Free()
+            rows = at_once(share_memory(self.mpi, comm, first, nbytes, sources))
+        local_rank = self.nodes[: self.rank].count(own)
         return None if memory is None else Rings(memory, rows, local_rank)
 
     def take_ring(self) -> Ring:
