@@ -402,3 +402,25 @@ def test_sums_of_subtrees_are_sums_of_the_tree(count):
 def test_an_aligned_node_sends_one_sum():
     for first, size in ((0, 1), (4, 4), (8, 8), (6, 2)):
         assert len(complete_subtrees(range(first, first + size), 16)) == 1
+
+
+@in_worlds(1, 2, 3, 4)
+def test_an_arena_has_a_vector_for_each_rank_of_a_node(backend):
+    arena = backend.allocate_arena(1003, np.float64)
+    for number in range(2):
+        arena.mine[:] = np.arange(1003) * (backend.rank + 1) + number
+        arena.fence().wait()
+        for rank in backend.peers:
+            assert (arena.of(rank) == np.arange(1003) * (rank + 1) + number).all()
+        total = np.arange(1003) * sum(range(1, backend.world_size + 1))
+        total = total + number * backend.world_size
+        part = slice(100, 901)
+        mine = ShardLayout(801, backend.world_size).slice(backend.rank)
+        piece = np.empty(mine.stop - mine.start)
+        arena.reduce_into(piece, part).wait()
+        assert (piece == total[part][mine]).all()
+        arena.part(100, 801).reduce_into(arena.mine[part][mine]).wait()
+        assert (arena.mine[part][mine] == total[part][mine]).all()
+        backend.traffic.reset()
+        arena.fence().wait()
+        assert backend.traffic.total_bytes == 0, "on a node nothing is sent"
