@@ -372,7 +372,7 @@ def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["barrier", "split", "allocate_shared", *IN_ROUNDS])
+@pytest.mark.parametrize("name", ["barrier", "allocate_shared", *IN_ROUNDS])
 def test_an_alarm_of_the_script(backend, make_world, name):
     """It strikes wherever the rank is just then; the others are late, or wait."""
     call = {**COLLECTIVES, **IN_ROUNDS}[name]

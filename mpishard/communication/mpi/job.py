@@ -246,11 +246,13 @@ class Job:
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            for group in groups:
-                group.departures()
+            if sum(group.learns_of_cut_off() for group in groups):
+                break
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+        if sum(group.keeps_arrays() for group in groups):
+            return  # a rank was cut off, and answers nothing any more
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
                 f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, called "
