@@ -1,13 +1,17 @@
-"""A collective that an exception interrupts on one thread-rank, and that the script catches."""
+"""A collective that an exception interrupts on one rank, and that the script catches."""
 
+import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from mpishard import run_in_threads
+from mpishard import MPICommunicationBackend, run_in_threads
 from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.communication.contract.work import CollectiveWork, Waitable
+from mpishard.communication.mpi.messages import MessageChannel
+from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.threads.world import Rendezvous
 from mpishard.errors import CommunicationError, PeerError
 
@@ -213,3 +217,188 @@ def test_a_struck_call_that_had_no_number_can_be_made_again(monkeypatch):
         return float(backend.all_reduce(np.ones(1))[0])
 
     assert run_in_threads(2, body) == [2.0] * 2
+
+
+# ------------------------------------------------------------------------------------- under MPI
+
+ROUND = 1024
+"""Bytes of a round in these worlds, so that larger arrays take several."""
+LARGE = 5 * ROUND // 8
+
+IN_ROUNDS = {
+    "all_reduce": lambda b: b.all_reduce(np.ones(LARGE)),
+    "reduce_scatter": lambda b: b.reduce_scatter(np.ones(LARGE)),
+    "all_gather": lambda b: b.all_gather(np.ones(LARGE)),
+    "broadcast": lambda b: b.broadcast(np.ones(LARGE) if b.rank == 0 else None),
+    "scatter": lambda b: b.scatter(np.ones(LARGE) if b.rank == 0 else None),
+    "gather": lambda b: b.gather(np.ones(LARGE)),
+    "all_to_all": lambda b: b.all_to_all([np.ones(LARGE)] * b.world_size),
+}
+
+
+@pytest.fixture(params=["rows", "messages", "two nodes"])
+def make_world(request, backend, monkeypatch):
+    """A function that makes a world of these ranks, whose rounds are short."""
+    if backend.world_size == 1:
+        pytest.skip("a world of one goes on")
+    monkeypatch.setenv("MPISHARD_ARENA", "off" if request.param == "messages" else "auto")
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2" if request.param == "two nodes" else "1")
+    monkeypatch.setattr(RowChannel, "ROW_BYTES", ROUND)
+    monkeypatch.setattr(MessageChannel, "ROUND_BYTES", ROUND)
+
+    def make():
+        own = MPICommunicationBackend(backend._comm)
+        own.initialize()
+        assert isinstance(own._group.channel, RowChannel) == (request.param == "rows")
+        return own
+
+    return make
+
+
+class Struck(Waitable):
+    """What is tested when the exception comes."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def test(self):
+        raise self.error
+
+
+def counted(steps, waits):
+    """The same steps; ``waits`` grows by each."""
+    try:
+        while True:
+            waits.append(next(steps))
+            yield waits[-1]
+    except StopIteration as stop:
+        return stop.value
+
+
+def struck_steps(steps, number, error, *, inside):
+    """The same steps, of which one raises: after the n-th wait, or in the one after that."""
+    for _ in range(number):
+        yield next(steps)
+    if not inside:
+        next(steps)
+        yield Struck(error)
+    elif number:
+        steps.throw(error)
+    raise error
+
+
+@pytest.fixture
+def change_steps(monkeypatch):
+    """Let the next collective of this rank take what a function makes of its steps."""
+    original = CollectiveWork.__init__
+
+    def arm(change):
+        def changed(work, driver, steps, *arguments):
+            monkeypatch.setattr(CollectiveWork, "__init__", original)
+            original(work, driver, change(steps), *arguments)
+
+        monkeypatch.setattr(CollectiveWork, "__init__", changed)
+
+    return arm
+
+
+def assert_ended(own, odd, what, name, call):
+    """That every rank's next call raises, and says what became of the world."""
+    ended = after(own, call)
+    if own.rank == odd:
+        assert type(ended) is CommunicationError
+        assert f"rank {odd} was cut off by {what} in collective " in str(ended)
+        assert f", {name}(" in str(ended)
+    else:
+        assert type(ended) is PeerError
+        assert ended.rank == odd
+        assert f"rank {odd} was cut off in a collective by an exception" in str(ended)
+    for again in (call, COLLECTIVES["barrier"], COLLECTIVES["all_reduce"]):
+        with pytest.raises(CommunicationError) as caught:
+            again(own)
+        assert str(caught.value) == str(ended)
+
+
+ERRORS = [KeyboardInterrupt(), MemoryError("4 GiB"), AlarmError("10 s")]
+
+
+@pytest.mark.mpi
+@pytest.mark.dealt
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "waiting"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [*COLLECTIVES.items(), *IN_ROUNDS.items()],
+    ids=[*COLLECTIVES, *(f"{name}, in rounds" for name in IN_ROUNDS)],
+)
+def test_the_world_ends_on_every_process(backend, make_world, change_steps, name, call, inside):
+    """Before the header, while ranks wait for headers, at fences and between rounds."""
+    own, odd = make_world(), backend.world_size - 1
+    waits = []
+    change_steps(lambda steps: counted(steps, waits))
+    call(own)
+    own.shutdown()
+    count = int(backend.all_gather(np.array([len(waits)]))[odd])
+    assert count > (0 if call is COLLECTIVES[name] else 1)
+    if name == "split":
+        count = 2  # all have come then, and it blocks: nobody could be told
+    last = count if inside else count - 1
+    points = sorted({0, min(1, last), min(2, last), last})
+    for number, error in zip(points, ERRORS * 2, strict=False):
+        own = make_world()
+        own.barrier()
+        if own.rank == odd:
+            change_steps(
+                lambda steps, number=number, error=error: struck_steps(
+                    steps, number, error, inside=inside
+                )
+            )
+            with pytest.raises(type(error)):
+                call(own)
+        assert_ended(own, odd, type(error).__name__, name, call)
+        own.shutdown()
+    assert backend.all_reduce(np.ones(1))[0] == backend.world_size
+
+
+@pytest.mark.mpi
+def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
+    own = make_world()
+    if own.rank == 0:
+        change_steps(lambda steps: struck_steps(steps, 0, KeyboardInterrupt(), inside=False))
+        with pytest.raises(KeyboardInterrupt):
+            own.all_reduce(np.ones(6))
+    else:
+        assert "rank 0 was cut off" in str(after(own, COLLECTIVES["all_reduce"]))
+    own.shutdown()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["barrier", "allocate_shared", *IN_ROUNDS])
+def test_an_alarm_of_the_script(backend, make_world, name):
+    """It strikes wherever the rank is just then; between two calls it does no harm."""
+    call = {**COLLECTIVES, **IN_ROUNDS}[name]
+
+    def ring(*_):
+        raise AlarmError
+
+    def end_of(own, seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            try:
+                call(own)
+            except AlarmError:
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+            except CommunicationError as error:
+                return error
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for number, seconds in enumerate((0.0003, 0.001, 0.003, 0.01)):
+            own, odd = make_world(), number % backend.world_size
+            own.barrier()
+            error = end_of(own, seconds if own.rank == odd else 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert f"rank {odd} was cut off " in str(error)
+            own.shutdown()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,7 +5,6 @@ import pickle
 import numpy as np
 import pytest
 
-from mpishard.communication.mpi import group
 from mpishard.errors import CommunicationError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.movement import MovementChecks
@@ -92,11 +91,11 @@ def test_messages_of_the_users_do_not_meet_ours(path, mpi, backend):
 def test_that_groups_have_run_out_is_said(mpi, backend, monkeypatch):
     kept = [backend.split(0) for _ in range(2)]
 
-    def refuse(comm):
+    def refuse():
         raise mpi.Exception(mpi.ERR_OTHER)
 
     with monkeypatch.context() as patch:
-        patch.setattr(group, "_duplicate", refuse)
+        patch.setattr(backend._job, "tidy", refuse)
         with pytest.raises(CommunicationError, match=r"is in 3 of them.*shutdown\(\) on groups"):
             backend.split(0)
     # The world is as it was.

@@ -159,7 +159,7 @@ class MPICommunicationBackend(CommunicationBackend):
             with job.wait(lambda: IN_INIT):
                 rings = self._comm.allgather(job.take_ring())
                 with job.making_group():
-                    self._group = self._make_group(self._comm.Dup(), rings)
+                    self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
             self._sequence, self._called = 0, None
             self._pending.clear()
         group = self._group
@@ -173,10 +173,10 @@ class MPICommunicationBackend(CommunicationBackend):
                 self.status.note_shared_memory(library_files())
             hooks.install(self)
 
-    def _make_group(self, comm: Any, rings: Sequence[Ring]) -> Group:
+    def _make_group(self, comm: Any, data: Any, rings: Sequence[Ring]) -> Group:
         assert self._job is not None
         exchange, rows = self._job.open_rings(rings, self._nodes, self._rank)
-        return Group(self._mpi, comm, self._reducer, exchange, rows)
+        return Group(self._mpi, comm, data, self._reducer, exchange, rows)
 
     def _on_shutdown(self) -> None:
         job, group = self._joined()
@@ -382,26 +382,29 @@ class MPICommunicationBackend(CommunicationBackend):
         except BaseException:
             job.put_back_ring(ring)
             raise
-        # MPI_Comm_split blocks: collectives issued before must not need this rank any more.
-        yield Condition(lambda: self._pending[0].call is call)
         wishes = headers.integers(4)
         colors = sorted({c for c, *_ in wishes if c >= 0})
         members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
-        with self._blocked_in(call), job.making_group():
+        mine = self._mpi.UNDEFINED if color is None else colors.index(color)
+        place = 0 if color is None else members.index((key, self._rank))
+        # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
+        # rank may be missing that an exception has cut off in its wait for the headers.
+        yield Condition(lambda: self._pending[0].call is call)
+        with job.making_group():
             job.tidy()
-            comm = group.comm.Split(
-                self._mpi.UNDEFINED if color is None else colors.index(color),
-                0 if color is None else members.index((key, self._rank)),
-            )
-        if color is None:
-            return None
+        yield group.exchange.fence()
+        with self._blocked_in(call), job.making_group():
+            comm = group.comm.Split(mine, place)
+            if color is None:
+                return None
+            data, request = comm.Idup()
+        yield group.keep(request, comm, data)
         child = MPICommunicationBackend(comm)
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
-        with self._blocked_in(call), job.making_group():
-            child._group = child._make_group(comm, rings)
+        child._group = child._make_group(comm, data, rings)
         return child
 
     @in_turn
@@ -410,20 +413,14 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.open(call)
         # Requests on the communicator of data: all that was issued before is through then.
         yield from self._collectives.turn(call)
-        node = group.data
-        if self.node_count > 1:
-            yield Condition(lambda: self._pending[0].call is call)
-            with self._blocked_in(call), self._joined()[0].making_group():
-                node = group.comm.Split(self._nodes[self._rank], self._rank)
-        steps = share_memory(self._mpi, node, group.data, nbytes, settings.arena_sources())
+        sources = settings.arena_sources()
+        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes, sources)
         while True:
             try:
                 request = next(steps)
             except StopIteration as stop:
-                if node is not group.data:
-                    node.Free()
                 return stop.value
-            yield group.keep(request)
+            yield group.keep(request, steps)  # and its buffers
 
     # ---------------------------------------------------------------------------- point to point
 

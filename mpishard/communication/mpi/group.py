@@ -61,9 +61,9 @@ class Group:
     ----------
     mpi : module
         ``mpi4py.MPI``.
-    comm : mpi4py.MPI.Intracomm
-        A communicator that belongs to this group alone. It carries messages, and headers if there
-        are no rings.
+    comm, data : mpi4py.MPI.Intracomm
+        Communicators that belong to this group alone. ``comm`` carries messages, and headers if
+        there are no rings; ``data`` the data of collectives.
     reducer : TreeReducer
         Combines contributions.
     rings : RingExchange, optional
@@ -76,6 +76,7 @@ class Group:
         self,
         mpi: Any,
         comm: Any,
+        data: Any,
         reducer: TreeReducer,
         rings: RingExchange | None = None,
         rows: tuple[Any, list[int]] | None = None,
@@ -84,7 +85,7 @@ class Group:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.data: Any = _duplicate(comm)
+        self.data = data
         self.in_flight: set[Pending] = set()
         self.exchange: Exchange = rings or MessageExchange(mpi, comm, self.data, self.in_flight)
         self.messages = MessageChannel(mpi, self.data, self.in_flight, reducer)
@@ -100,6 +101,8 @@ class Group:
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
+        self.is_cut_off = False
+        """Whether a rank was cut off in a collective, as all are told: it answers no LEAVE."""
         self._answered_leave = False
         self.unanswered: Call | None = None
         """The first collective that others left without, and that nobody here waited for."""
@@ -136,8 +139,6 @@ class Group:
         """Whether every rank left in good order: the communicators are of no more use."""
         if not self._left or self._leave_call is None or self._leaving is None:
             return False
-        if not self._leaving.test():  # a rank was cut off, and sent no header
-            return False
         calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
         return all(call.kind is Kind.LEAVE for call in calls)
 
@@ -153,7 +154,7 @@ class Group:
             return
         for receive in tuple(self.expected):
             receive.withdraw()
-        if self._answered_leave or (self.broken and self.exchange.unread):
+        if self.is_cut_off or self._answered_leave or (self.broken and self.exchange.unread):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True
             return
@@ -165,10 +166,7 @@ class Group:
         """Whether every other rank has answered the LEAVE. Never blocks."""
         if not self._left and self._leaving is not None:
             self._left = (
-                self._leaving.test()
-                or self._answered_leave
-                or self._met_leave()
-                or CUT_OFF in self._noticed.values()  # which answers no LEAVE
+                self._leaving.test() or self._answered_leave or self._met_leave() or self.is_cut_off
             )
         return self._left
 
@@ -206,6 +204,7 @@ class Group:
             self.comm.Recv([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
             self.taken[rank] += 1
             self._noticed[rank] = int(notice[0])
+            self.is_cut_off |= int(notice[0]) == CUT_OFF
         return self._noticed
 
     def stir(self) -> None:
@@ -230,6 +229,17 @@ class Group:
         for comm in (self.data, self.comm):
             comm.Free()
         return True
+
+    def learns_of_cut_off(self) -> bool:
+        """Read the notices; return whether a rank was cut off in a collective."""
+        self.departures()
+        return self.is_cut_off
+
+    def keeps_arrays(self) -> bool:
+        """Whether a rank was cut off here: then keep what MPI may still read and write."""
+        if self.is_cut_off and self.in_flight:
+            _abandoned.append(self)
+        return self.is_cut_off
 
     def abandon(self) -> None:
         """Give up communicators of which not all ranks are left. Ranks that wait there are told.
@@ -277,11 +287,3 @@ class Group:
             return False
         messages = [request for request in self.in_flight if isinstance(request, Message)]
         return sum(not request.test() for request in messages) == 0
-
-
-def _duplicate(comm: Any) -> Any:
-    """A duplicate of ``comm``. Collective; waits without holding the processor."""
-    duplicate, request = comm.Idup()
-    while not request.Test():
-        yield_processor()
-    return duplicate

@@ -107,15 +107,14 @@ class Job:
         """The rings of this rank, and its rows of data; None if its node has no memory for them."""
         if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
             return None
-        node = comm.Split(self.nodes[self.rank], self.rank)
-        sources, ranks = settings.arena_sources(), node.Get_size()
-        memory = at_once(share_memory(self.mpi, node, comm, Rings.nbytes(ranks), sources))
+        own, sources = self.nodes[self.rank], settings.arena_sources()
+        first, ranks = self.nodes.index(own), self.nodes.count(own)
+        memory = at_once(share_memory(self.mpi, comm, first, Rings.nbytes(ranks), sources))
         rows = None
         if memory is not None:
             nbytes = RowChannel.nbytes(Rings.pairs(ranks))
-            rows = at_once(share_memory(self.mpi, node, comm, nbytes, sources))
-        local_rank = node.Get_rank()
-        node.Free()
+            rows = at_once(share_memory(self.mpi, comm, first, nbytes, sources))
+        local_rank = self.nodes[: self.rank].count(own)
         return None if memory is None else Rings(memory, rows, local_rank)
 
     def take_ring(self) -> Ring:
@@ -247,11 +246,13 @@ class Job:
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            for group in groups:
-                group.departures()
+            if sum(group.learns_of_cut_off() for group in groups):
+                break
             if time.monotonic() - start > _NOTICE_SECONDS:
                 for group in groups:
                     group.notify()
+        if sum(group.keeps_arrays() for group in groups):
+            return  # a rank was cut off, and answers nothing any more
         for call in (group.unanswered for group in groups if group.unanswered):
             say(
                 f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, called "
@@ -292,6 +293,7 @@ class Job:
         """Tell the ranks of every world that this one was cut off in a collective."""
         for group in self._groups:
             if not group.is_leaving:
+                group.is_cut_off = True
                 group.send_notice(CUT_OFF)
 
     def call_off(self) -> None:

@@ -147,19 +147,21 @@ Requests = Generator[Any, None, Any]
 
 
 def share_memory(
-    mpi: Any, node: Any, world: Any, nbytes: int, sources: tuple[str, ...]
+    mpi: Any, comm: Any, first: int, nbytes: int, sources: tuple[str, ...]
 ) -> Requests:
     """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
-    Collective over ``world``, of which ``node`` holds this rank's node. Its pages belong to the
-    rank that first writes them.
+    Collective over ``comm``, and nothing in it blocks. Its pages belong to the rank that first
+    writes them.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
-    node, world : mpi4py.MPI.Intracomm
-        Ranks that share, and all ranks.
+    comm : mpi4py.MPI.Intracomm
+        All ranks.
+    first : int
+        The first rank of this rank's node.
     nbytes : int
         1 or more.
     sources : tuple of str
@@ -177,14 +179,14 @@ def share_memory(
         no memory left: then the next source would not do either.
     """
     for source in sources:
-        memory, error = yield from _SOURCES[source](node, nbytes)
+        memory, error = yield from _SOURCES[source](comm, first, nbytes)
         verdict = np.array([_verdict(memory, error)], np.int32)
         worst = np.empty_like(verdict)
-        yield world.Iallreduce(verdict, worst, op=mpi.MAX)
+        yield comm.Iallreduce(verdict, worst, op=mpi.MAX)
         if worst[0] == _GOOD:
-            if node.Get_rank() == 0:
+            if comm.Get_rank() == first:
                 memory[:_NONCE_BYTES] = 0
-            yield node.Ibarrier()
+            yield comm.Ibarrier()
             return memory
         if worst[0] == _EXHAUSTED:
             if verdict[0] == _EXHAUSTED:
@@ -217,7 +219,7 @@ def _verdict(memory: Array | None, error: OSError | None) -> int:
     return _EXHAUSTED if exhausted else _FAILED
 
 
-def _from_memfd(node: Any, nbytes: int) -> Requests:
+def _from_memfd(comm: Any, first: int, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         if not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "this system has no memfd")
@@ -225,10 +227,10 @@ def _from_memfd(node: Any, nbytes: int) -> Requests:
         os.ftruncate(handle, nbytes)
         return handle, f"/proc/{os.getpid()}/fd/{handle}"
 
-    return _map(node, nbytes, create)
+    return _map(comm, first, nbytes, create)
 
 
-def _from_file(node: Any, nbytes: int) -> Requests:
+def _from_file(comm: Any, first: int, nbytes: int) -> Requests:
     def create() -> tuple[int, str]:
         import fcntl
 
@@ -246,24 +248,25 @@ def _from_file(node: Any, nbytes: int) -> Requests:
             raise
         return handle, path
 
-    return _map(node, nbytes, create)
+    return _map(comm, first, nbytes, create)
 
 
-_SOURCES: dict[str, Callable[[Any, int], Requests]] = {
+_SOURCES: dict[str, Callable[[Any, int, int], Requests]] = {
     "memfd": _from_memfd,
     "file": _from_file,
 }
 
 
-def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Requests:
-    """Map on all ranks of ``node`` the file that ``create`` makes on its first.
+def _map(comm: Any, first: int, nbytes: int, create: Callable[[], tuple[int, str]]) -> Requests:
+    """Map on all ranks of a node the file that ``create`` makes on its ``first``.
 
     The file's first bytes say which it is: a path means another file in another container.
     Returns the memory, or None and why.
     """
     handle, memory, error = -1, None, None
-    is_first = node.Get_rank() == 0
+    is_first = comm.Get_rank() == first
     message = np.zeros(_NONCE_BYTES + _PATH_BYTES, np.uint8)
+    messages = np.empty((comm.Get_size(), message.size), np.uint8)
     if is_first:
         try:
             handle, path = create()
@@ -273,7 +276,8 @@ def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Reque
             message[: len(text)] = np.frombuffer(text, np.uint8)
         except OSError as reason:
             error = reason
-    yield node.Ibcast(message, 0)
+    yield comm.Iallgather(message, messages)
+    message = messages[first]
     nonce, text = message[:_NONCE_BYTES].tobytes(), message[_NONCE_BYTES:].tobytes()
     path = text.rstrip(b"\0").decode()
     if path:
@@ -287,7 +291,7 @@ def _map(node: Any, nbytes: int, create: Callable[[], tuple[int, str]]) -> Reque
             error = reason
         except ValueError:
             pass  # another file, and shorter
-    yield node.Ibarrier()
+    yield comm.Ibarrier()
     if handle >= 0:
         os.close(handle)
     if is_first and path.startswith(str(_FOLDER)):
