@@ -60,6 +60,9 @@ _IN_SHRINK = "in shrink() for the other ranks that are left"
 _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
 """The worlds of this process, and those split from them."""
 
+_cut_off: list[object] = []
+"""Tracebacks of exceptions that cut a collective off: MPI may use the arrays of their frames."""
+
 
 class MPICommunicationBackend(CommunicationBackend):
     """One process as one rank of an MPI world.
@@ -243,6 +246,8 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _break(self, where: str, error: BaseException) -> None:
         super()._break(where, error)
+        # A request that was just posted may be known to nobody, and its arrays held by nothing.
+        _cut_off.append(error.__traceback__)
         if self._job is not None and self._session.broken is not None:
             self._job.break_worlds(self._session.broken)
 

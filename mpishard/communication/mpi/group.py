@@ -109,7 +109,7 @@ class Group:
         self._leaving: Posted | PostedMessage | None = None
         self._leave_call: Call | None = None
         self._left = False
-        self._notified = False
+        self._notified = 0  # ranks, the first ones
         self._noticed: dict[int, int] = {}
         # Messages that this rank sent to each, and took from each: user's and notices.
         self.sent = np.zeros(self.world_size, np.int64)
@@ -185,15 +185,14 @@ class Group:
 
     def send_notice(self, last: int) -> None:
         """Tell the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
-        if self._notified:
-            return
-        self._notified = True
         notice = np.array([last], np.int64)
-        for rank in range(self.world_size):
+        # An exception may strike here, too; then the next call goes on from there.
+        for rank in range(self._notified, self.world_size):
             if rank != self.rank:
                 request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
-                self.sent[rank] += 1
                 Message(request, self.in_flight, notice)
+                self.sent[rank] += 1
+            self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
         """The ranks that sent a notice, each with its last collective, or `CUT_OFF`."""
