@@ -58,7 +58,8 @@ class IdleWork(CollectiveWork):
     """A collective that does nothing until it is waited for, or one that was issued after it."""
 
     def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:
-        super().__init__(backend, steps, call)
+        super().__init__(backend, steps, None)
+        self.call = call
         self.arrays: tuple[Any, ...] = ()
         self._issue = issue
         self._real: Work | None = None
