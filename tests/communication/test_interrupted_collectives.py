@@ -52,8 +52,8 @@ def strike(monkeypatch):
     return arm
 
 
-def after(backend, call):
-    """What ``call`` raises, which must come within a second."""
+def after(backend, call, limit=1):
+    """What ``call`` raises, which must come within a second, or within ``limit``."""
 
     def repeatedly():
         for _ in range(2):  # the first may be complete on this rank
@@ -62,7 +62,7 @@ def after(backend, call):
     started = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         repeatedly()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < limit
     return caught.value
 
 
@@ -303,8 +303,10 @@ def change_steps(monkeypatch):
 
 
 def assert_ended(own, odd, what, name, call):
-    """That every rank's next call raises, and says what became of the world."""
-    ended = after(own, call)
+    """That every rank's next call raises, and says what became of the world; return its seconds."""
+    started = time.monotonic()
+    ended = after(own, call, BUSY_SECONDS)
+    seconds = time.monotonic() - started
     if own.rank == odd:
         assert type(ended) is CommunicationError
         assert f"rank {odd} was cut off by {what} in collective " in str(ended)
@@ -317,7 +319,11 @@ def assert_ended(own, odd, what, name, call):
         with pytest.raises(CommunicationError) as caught:
             again(own)
         assert str(caught.value) == str(ended)
+    return seconds
 
+
+BUSY_SECONDS = 5
+"""The most that it may take on a machine that is busy with other jobs; a second is the promise."""
 
 ERRORS = [KeyboardInterrupt(), MemoryError("4 GiB"), AlarmError("10 s")]
 
@@ -343,6 +349,7 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, name
         count = 2  # all have come then, and it blocks: nobody could be told
     last = count if inside else count - 1
     points = sorted({0, min(1, last), min(2, last), last})
+    took = []
     for number, error in zip(points, ERRORS * 2, strict=False):
         own = make_world()
         own.barrier()
@@ -354,8 +361,9 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, name
             )
             with pytest.raises(type(error)):
                 call(own)
-        assert_ended(own, odd, type(error).__name__, name, call)
+        took.append(assert_ended(own, odd, type(error).__name__, name, call))
         own.shutdown()
+    assert min(took) < 1, took
     assert backend.all_reduce(np.ones(1))[0] == backend.world_size
 
 
@@ -367,7 +375,7 @@ def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
         with pytest.raises(KeyboardInterrupt):
             own.all_reduce(np.ones(6))
     else:
-        assert "rank 0 was cut off" in str(after(own, COLLECTIVES["all_reduce"]))
+        assert "rank 0 was cut off" in str(after(own, COLLECTIVES["all_reduce"], BUSY_SECONDS))
     own.shutdown()
 
 
