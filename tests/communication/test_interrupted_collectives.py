@@ -327,7 +327,7 @@ def assert_ended(own, odd, what, name, call):
     return seconds
 
 
-BUSY_SECONDS = 20
+BUSY_SECONDS = 5
 """The most that it may take on a machine that is busy with other jobs; a second is the promise."""
 
 STRUCK = {**COLLECTIVES, **{f"{name}, in rounds": call for name, call in IN_ROUNDS.items()}}
@@ -368,7 +368,7 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, case
                 call(own)
         took.append(assert_ended(own, odd, type(error).__name__, name, call))
         own.shutdown()
-    assert min(took) < 3, took
+    assert min(took) < 1, took
     assert backend.all_reduce(np.ones(1))[0] == backend.world_size
 
 
