@@ -18,7 +18,7 @@ def main() -> None:
     if is_heard:
         signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     from mpishard import cli
-    from mpishard.cli.notice import notice
+    from mpishard.cli.run.notice import notice
 
     if is_heard:
         signal.signal(signal.SIGUSR1, notice.receive)

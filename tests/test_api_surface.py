@@ -5,7 +5,7 @@ hierarchy has, these are left out on purpose:
 
 * ``_ensure_sharding_initialized``: wrapping deals the parameters, so there is no later moment;
 * ``_offload_gradients_to_cpu``, ``_offload_params_to_cpu``, ``_begin_cpu_offload_scope``: where
-  memory lies is the stores' business (mpishard/models/offload.py), chosen by the configuration;
+  memory lies is the business of mpishard/models/stores/offload.py, chosen by the configuration;
 * ``_get_authoritative_parameter_source``, ``_wrapped_model_internal``: the engine's parameter store
   and ``wrapped_model``;
 * ``_num_ops``, ``INumericOperations``: a dtype;

@@ -11,7 +11,7 @@ import mpishard
 
 PACKAGE = Path(mpishard.__file__).parent
 THE_ONE = "settings.py"
-A_PROGRAM_OF_ITS_OWN = "cli/rank_agent.py"
+A_PROGRAM_OF_ITS_OWN = "cli/run/rank_agent.py"
 """Runs before each rank, without the package: its argument names a variable of the launcher."""
 
 OF_THE_ENVIRONMENT = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, copy_into, require_plain
-from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry

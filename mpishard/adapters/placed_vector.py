@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, require_plain
-from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import StructureOnlyError
-from mpishard.models.placed_program import IPlaceableModel
+from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["PlacedVectorModel"]

@@ -5,10 +5,16 @@ A checkpoint is a directory: one safetensors file for each rank that wrote somet
 so whoever loads it reads the regions that it needs.
 """
 
-from mpishard.checkpoint.content import StagingBuffer
-from mpishard.checkpoint.exchange import CheckpointForm, consolidate, convert
-from mpishard.checkpoint.folder import CheckpointFolder
-from mpishard.checkpoint.inspection import (
+from mpishard.checkpoint.exchange.convert import CheckpointForm, consolidate, convert
+from mpishard.checkpoint.format.folder import CheckpointFolder
+from mpishard.checkpoint.format.manifest import Manifest
+from mpishard.checkpoint.format.protocol import (
+    Checkpointable,
+    CheckpointableOptimizer,
+    CheckpointState,
+    Pieces,
+)
+from mpishard.checkpoint.loading.inspection import (
     CheckpointProblem,
     CheckpointReport,
     check,
@@ -16,18 +22,12 @@ from mpishard.checkpoint.inspection import (
     find_problems,
     load_arrays,
 )
-from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.pending import PendingSave
-from mpishard.checkpoint.protocol import (
-    Checkpointable,
-    CheckpointableOptimizer,
-    CheckpointState,
-    Pieces,
-)
-from mpishard.checkpoint.reader import CheckpointReader
-from mpishard.checkpoint.resume import newest_valid
-from mpishard.checkpoint.snapshot import load, reserve, save, save_async
-from mpishard.checkpoint.writer import write_checkpoint
+from mpishard.checkpoint.loading.reader import CheckpointReader
+from mpishard.checkpoint.loading.resume import newest_valid
+from mpishard.checkpoint.saving.content import StagingBuffer
+from mpishard.checkpoint.saving.pending import PendingSave
+from mpishard.checkpoint.saving.snapshot import load, reserve, save, save_async
+from mpishard.checkpoint.saving.writer import write_checkpoint
 
 __all__ = [
     "CheckpointFolder",

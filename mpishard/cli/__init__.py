@@ -20,7 +20,10 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "checkpoint": {},
     "trace": {},
 }
-"""The modules of the commands, in the order of the help, and how each takes its arguments."""
+"""The commands, in the order of the help, and how each takes its arguments."""
+
+_FOLDERS = {"run", "doctor", "verify", "bench"}
+"""Commands that are folders; the others are modules."""
 
 
 class _Commands(TyperGroup):
@@ -32,7 +35,10 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _COMMANDS and self.commands[cmd_name] is None:
-            found = getattr(importlib.import_module(f"mpishard.cli.{cmd_name}"), cmd_name)
+            module = f"mpishard.cli.{cmd_name}"
+            if cmd_name in _FOLDERS:
+                module += ".command"
+            found = getattr(importlib.import_module(module), cmd_name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             if isinstance(found, typer.Typer):
                 holder.add_typer(found, name=cmd_name)

@@ -24,12 +24,12 @@ from mpishard.checkpoint import (
     CheckpointReport,
     describe,
 )
-from mpishard.checkpoint.folder import LATEST, Entry
-from mpishard.checkpoint.inspection import problems_in
-from mpishard.checkpoint.manifest import MANIFEST
-from mpishard.checkpoint.metadata import spelled
-from mpishard.checkpoint.reader import find_checkpoint, find_single
-from mpishard.checkpoint.resume import newest_first
+from mpishard.checkpoint.format.folder import LATEST, Entry
+from mpishard.checkpoint.format.manifest import MANIFEST
+from mpishard.checkpoint.format.metadata import spelled
+from mpishard.checkpoint.loading.inspection import problems_in
+from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
+from mpishard.checkpoint.loading.resume import newest_first
 from mpishard.cli.tables import show
 from mpishard.cli.wording import bytes_text, counted, parse_bytes
 

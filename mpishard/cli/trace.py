@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mpishard.cli.prepared_job import prepare_job
-from mpishard.cli.run import HostsOption, RanksOption, ScriptArgument
+from mpishard.cli.run.command import HostsOption, RanksOption, ScriptArgument
+from mpishard.cli.run.prepared_job import prepare_job
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.observe import (

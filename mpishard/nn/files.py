@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint.plain import PlainModelFiles
+from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.nn.composites import Sequential
 from mpishard.nn.feature_linear import FeatureLinear
 from mpishard.nn.layer import Layer

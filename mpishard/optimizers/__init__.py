@@ -1,29 +1,22 @@
 """Update rules, schedules, and the sharded optimizer wrappers."""
 
-from mpishard.optimizers.adagrad import Adagrad
-from mpishard.optimizers.adam import Adam
-from mpishard.optimizers.adamw import AdamW
-from mpishard.optimizers.algorithm_options import (
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.evaluation import DatasetResult
+from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
+from mpishard.optimizers.rules.adagrad import Adagrad
+from mpishard.optimizers.rules.adam import Adam
+from mpishard.optimizers.rules.adamw import AdamW
+from mpishard.optimizers.rules.algorithm_options import (
     AdamOptimizerOptions,
     OptimizationAlgorithmOptions,
 )
-from mpishard.optimizers.data import OptimizationInputData
-from mpishard.optimizers.ddp import DDPOptimizer
-from mpishard.optimizers.evaluation import DatasetResult
-from mpishard.optimizers.fsdp import FSDPOptimizer
-from mpishard.optimizers.lamb import LAMB
-from mpishard.optimizers.lion import Lion
-from mpishard.optimizers.mesh import (
-    HybridShardedOptimizer,
-    PipelineParallelOptimizer,
-    TensorParallelOptimizer,
-)
-from mpishard.optimizers.optimizer import Optimizer
-from mpishard.optimizers.options import Segment, no_decay_on_biases_and_norms
-from mpishard.optimizers.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.result import FitDetectionResult, FitType, OptimizationResult
-from mpishard.optimizers.rmsprop import RMSprop
-from mpishard.optimizers.schedules import (
+from mpishard.optimizers.rules.lamb import LAMB
+from mpishard.optimizers.rules.lion import Lion
+from mpishard.optimizers.rules.options import Segment, no_decay_on_biases_and_norms
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rules.rmsprop import RMSprop
+from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.rules.schedules import (
     Constant,
     Cosine,
     Exponential,
@@ -31,9 +24,16 @@ from mpishard.optimizers.schedules import (
     StepDecay,
     WarmUp,
 )
-from mpishard.optimizers.sgd import SGD
-from mpishard.optimizers.sharded import ShardedOptimizerBase
-from mpishard.optimizers.zero import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
+from mpishard.optimizers.rules.sgd import SGD
+from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.ddp import DDPOptimizer
+from mpishard.optimizers.sharded.fsdp import FSDPOptimizer
+from mpishard.optimizers.sharded.mesh import (
+    HybridShardedOptimizer,
+    PipelineParallelOptimizer,
+    TensorParallelOptimizer,
+)
+from mpishard.optimizers.sharded.zero import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 
 __all__ = [
     "LAMB",

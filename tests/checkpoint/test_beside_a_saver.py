@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint.reader import CheckpointReader
+from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.errors import CheckpointError
 from mpishard.testing.worlds import in_worlds
 

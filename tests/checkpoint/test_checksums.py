@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.checkpoint import disk, tensor_file
-from mpishard.checkpoint.checksums import ChecksumThread
-from mpishard.checkpoint.tensor_file import TensorFile
+from mpishard.checkpoint.format import disk, tensor_file
+from mpishard.checkpoint.format.checksums import ChecksumThread
+from mpishard.checkpoint.format.tensor_file import TensorFile
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 16), st.integers(0, 2))

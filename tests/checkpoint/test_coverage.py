@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpishard.checkpoint.coverage import check_coverage
+from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.errors import CheckpointError
 from mpishard.sharding import Region, whole_box
 from mpishard.sharding.regions import blocks_of, box_within

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import mpishard as ms
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint import disk, sources
+from mpishard.checkpoint.exchange import sources
+from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

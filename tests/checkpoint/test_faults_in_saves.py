@@ -16,7 +16,8 @@ from interruptions import ACTIONS, OPERATIONS, Interruption, operate
 from places import Place
 
 from mpishard import run_in_threads
-from mpishard.checkpoint import disk, pending
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.saving import pending
 from mpishard.errors import CollectiveTimeoutError, PeerError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))

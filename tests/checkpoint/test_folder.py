@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint import CheckpointFolder, StagingBuffer, disk, newest_valid
-from mpishard.checkpoint.snapshot import begin_save
+from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.saving.snapshot import begin_save
 from mpishard.errors import CheckpointError, PeerError
 from mpishard.sharding import Region
 
@@ -353,7 +354,7 @@ def test_a_manifest_that_nobody_could_read_is_not_written(
 ) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, fakes, 1)
-    monkeypatch.setattr(checkpoint.manifest, "_LONGEST", 3000)
+    monkeypatch.setattr("mpishard.checkpoint.format.manifest._LONGEST", 3000)
     model = fakes.Model(None, fakes.values(2))
     with pytest.raises(CheckpointError, match=r"manifest takes \d+ bytes, and 3000 are the most"):
         begin_save(lambda: folder.target(2), model, metadata={"long": "x" * 3000}).wait()
@@ -396,7 +397,10 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.pending, "share_path", lambda _, path: path / "nowhere")
+        lost = "mpishard.checkpoint.saving.pending.share_path"
+        patch.setattr(lost, lambda _, path: path / "nowhere")
+            "mpishard.checkpoint.saving.pending.share_path", lambda _, path: path / "nowhere"
+        )
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
         )

@@ -13,7 +13,7 @@ import pytest
 from spawned_jobs import MPIEXEC, environment_of_a_job, needs_mpiexec
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint.consensus import share_path, share_text, together
+from mpishard.checkpoint.format.consensus import share_path, share_text, together
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.errors import CheckpointError
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import mpishard as ms
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import Manifest
-from mpishard.checkpoint.sources import open_source
+from mpishard.checkpoint.exchange.sources import open_source
 
 INF, NAN = math.inf, math.nan
 ODD = {"best": INF, "scores": [1.5, NAN, [-INF, 2]], "deep": {"array": np.array([1.0, NAN])}}

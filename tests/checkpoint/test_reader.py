@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
-from mpishard.checkpoint.manifest import FileRecord, KindRecord, PieceRecord
+from mpishard.checkpoint.format.manifest import FileRecord, KindRecord, PieceRecord
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Region
 
@@ -272,9 +272,9 @@ def test_a_swapped_file(path: Path) -> None:
 
 def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many blocks each rank reads some, and together they find each that has changed."""
-    monkeypatch.setattr(checkpoint.tensor_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("mpishard.checkpoint.format.tensor_file.BLOCK_BYTES", 64)
     monkeypatch.setattr(checkpoint.mapped_file, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(checkpoint.manifest, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("mpishard.checkpoint.format.manifest.BLOCK_BYTES", 64)
     vector = np.arange(1000.0)
     entry = ParameterEntry("w", (1000,), 0)
     arrays = {"parameters": [(Region.whole("w", (1000,)), vector)]}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, compilation
-from mpishard.checkpoint import StagingBuffer, content, streaming
+from mpishard.checkpoint import StagingBuffer
+from mpishard.checkpoint.format import streaming
+from mpishard.checkpoint.saving import content
 
 DTYPES = ["uint8", "float16", ml_dtypes.bfloat16, "int32", "float32", "float64", "int64", "bool"]
 

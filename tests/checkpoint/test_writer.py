@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from mpishard import as_distributed, checkpoint, nn, run_in_threads
-from mpishard.checkpoint import CheckpointReader, disk, pending, write_checkpoint
+from mpishard.checkpoint import CheckpointReader, write_checkpoint
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.saving import pending
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Placement, Region
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mpishard.checkpoint import disk
-from mpishard.cli import app, bench_checkpoint
-from mpishard.cli.bench_checkpoint import CheckpointBenchmark, CheckpointResult, checkpoint_table
+from mpishard.checkpoint.format import disk
+from mpishard.cli import app
+from mpishard.cli.bench import checkpoint as bench_checkpoint
+from mpishard.cli.bench.checkpoint import CheckpointBenchmark, CheckpointResult, checkpoint_table
 
 
 def bench(*arguments: Any) -> Result:

@@ -11,18 +11,16 @@ import pytest
 from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
-from mpishard.cli import (
-    app,
-    doctor,
-    doctor_host,
-    doctor_numpy,
-    doctor_packages,
-    doctor_probe,
-    doctor_shm,
-)
-from mpishard.cli.doctor_finding import Finding, Verdict, examined
-from mpishard.cli.doctor_probe import Answer, ask, python_command
-from mpishard.cli.doctor_report import as_json, show_findings, summary
+from mpishard.cli import app
+from mpishard.cli.doctor import command as doctor
+from mpishard.cli.doctor import host as doctor_host
+from mpishard.cli.doctor import numpy_blas as doctor_numpy
+from mpishard.cli.doctor import packages as doctor_packages
+from mpishard.cli.doctor import probe as doctor_probe
+from mpishard.cli.doctor import shm as doctor_shm
+from mpishard.cli.doctor.finding import Finding, Verdict, examined
+from mpishard.cli.doctor.probe import Answer, ask, python_command
+from mpishard.cli.doctor.report import as_json, show_findings, summary
 
 OK, NOTE, PROBLEM = Verdict
 

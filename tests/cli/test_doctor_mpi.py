@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 from spawned_jobs import outside_launchers
 
-from mpishard.cli import (
-    doctor_causes,
-    doctor_gpu,
-    doctor_host,
-    doctor_job,
-    doctor_mpi,
-    doctor_shm,
-    doctor_slurm,
-)
-from mpishard.cli.doctor_causes import why_it_failed
-from mpishard.cli.doctor_finding import Verdict
-from mpishard.cli.doctor_mpi import MPIInstallation, look_at_mpi
-from mpishard.cli.doctor_probe import Answer, answer_line, ask, python_command
-from mpishard.cli.launcher import Launcher, MPIFamily, MPILibrary
+from mpishard.cli.doctor import causes as doctor_causes
+from mpishard.cli.doctor import gpu as doctor_gpu
+from mpishard.cli.doctor import host as doctor_host
+from mpishard.cli.doctor import job as doctor_job
+from mpishard.cli.doctor import mpi as doctor_mpi
+from mpishard.cli.doctor import shm as doctor_shm
+from mpishard.cli.doctor import slurm as doctor_slurm
+from mpishard.cli.doctor.causes import why_it_failed
+from mpishard.cli.doctor.finding import Verdict
+from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
+from mpishard.cli.doctor.probe import Answer, answer_line, ask, python_command
+from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
 from mpishard.communication.mpi import node_memory as arena
 
 OK, NOTE, PROBLEM = Verdict
@@ -332,7 +330,8 @@ def asnumpy(array): return array
 """
 TRY_ALL = """
 import sys, cupy
-from mpishard.cli import doctor_cuda_rank, doctor_gpu
+from mpishard.cli.doctor import cuda_rank as doctor_cuda_rank
+from mpishard.cli.doctor import gpu as doctor_gpu
 for operation in doctor_gpu._OPERATIONS:
     sys.argv[1:] = [operation]
     doctor_cuda_rank.main()

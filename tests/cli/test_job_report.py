@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpishard import settings
-from mpishard.cli.job_report import JobEnd, Verdict, interrupted
-from mpishard.cli.rank_logs import RankLogs
-from mpishard.cli.rank_processes import RankProcess
+from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
+from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.status import RankState, StatusPage

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli.hosts import Host
-from mpishard.cli.launcher import (
+from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.launcher import (
     Launcher,
     MPIFamily,
     MPILibrary,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli import rank_agent, supervisor
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.rank_processes import can_be_watched
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli.run import rank_agent, supervisor
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.rank_processes import can_be_watched
+from mpishard.cli.run.supervisor import Supervisor
 
 pytestmark = [
     pytest.mark.spawned,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli import lost_hosts
-from mpishard.cli.hosts import Host
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.lost_hosts import allocated_hosts, find_lost_hosts
+from mpishard.cli.run import lost_hosts
+from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.lost_hosts import allocated_hosts, find_lost_hosts
 
 MPICH = Launcher(Path("/opt/mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
 OPEN_MPI = Launcher(Path("/opt/mpiexec"), MPILibrary("Open MPI v5.0.11"))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli import rank_agent
-from mpishard.cli import supervisor as module
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.notice import Notice
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli.run import rank_agent
+from mpishard.cli.run import supervisor as module
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.notice import Notice
+from mpishard.cli.run.supervisor import Supervisor
 
 PROGRAM = """
 import signal, sys
@@ -29,7 +29,7 @@ try:
     main()
 except SystemExit:
     pass
-from mpishard.cli.notice import notice
+from mpishard.cli.run.notice import notice
 print("given:", notice.is_given)
 signal.raise_signal(signal.SIGUSR1)
 """

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mpishard.cli import rank_agent
+from mpishard.cli.run import rank_agent
 
 pytestmark = [
     pytest.mark.spawned,

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from mpishard.cli.rank_processes import RankProcess, RankProcesses, can_be_watched
+from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
 
 pytestmark = pytest.mark.skipif(not can_be_watched(), reason="needs Linux 5.3")
 

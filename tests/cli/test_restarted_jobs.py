@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli.launcher import MPIFamily, launcher_family
+from mpishard.cli.run.launcher import MPIFamily, launcher_family
 
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.spawned

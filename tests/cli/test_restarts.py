@@ -7,12 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from mpishard import settings
-from mpishard.cli import app, prepared_job
-from mpishard.cli.hosts import Host
-from mpishard.cli.job_report import Outcome, Verdict
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.restarts import Restarts
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli import app
+from mpishard.cli.run import prepared_job
+from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.restarts import Restarts
+from mpishard.cli.run.supervisor import Supervisor
 
 HOSTS = [Host("a", 2), Host("b", 2)]
 ROOT = "after 1 restart; root cause, in the first start: "

@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mpishard import settings
-from mpishard.cli import app, prepared_job
-from mpishard.cli.job_report import Outcome, Verdict
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli import app
+from mpishard.cli.run import prepared_job
+from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.supervisor import Supervisor
 
 # The package's `run` is the command.
 

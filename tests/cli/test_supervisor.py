@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpishard.cli import supervisor as module
-from mpishard.cli.launcher import Launcher, MPILibrary
-from mpishard.cli.notice import Notice
-from mpishard.cli.supervisor import Supervisor
+from mpishard.cli.run import supervisor as module
+from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.notice import Notice
+from mpishard.cli.run.supervisor import Supervisor
 from mpishard.communication.contract.status import StatusPage
 
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
-from mpishard.cli.verify_job import VerifyJob, relative_error
-from mpishard.cli.verify_mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
-from mpishard.cli.verify_rank import Comparison, compare
-from mpishard.cli.verify_reference import require_layers, settle_schedules, train_alone
-from mpishard.cli.verify_report import Verdict, default_tolerance
-from mpishard.cli.verify_rules import RULES
-from mpishard.cli.verify_target import Problem, TargetError, build_problem, load_factory
+from mpishard.cli.verify.job import VerifyJob, relative_error
+from mpishard.cli.verify.mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
+from mpishard.cli.verify.rank import Comparison, compare
+from mpishard.cli.verify.reference import require_layers, settle_schedules, train_alone
+from mpishard.cli.verify.report import Verdict, default_tolerance
+from mpishard.cli.verify.rules import RULES
+from mpishard.cli.verify.target import Problem, TargetError, build_problem, load_factory
 from mpishard.distributed import DistributedStrategy
 from mpishard.testing.worlds import in_worlds
 
@@ -232,7 +232,7 @@ def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh:
 
 def test_a_fault_of_one_schedule_is_found(monkeypatch: Any) -> None:
     """Gradients of the copies of a tied parameter that nobody adds up."""
-    from mpishard.models.mesh_program import MeshProgram
+    from mpishard.models.programs.mesh_program import MeshProgram
 
     monkeypatch.setattr(MeshProgram, "_meet_in_ties", lambda self: {})
     flags = {"--schedule": "1f1b"}

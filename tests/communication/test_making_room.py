@@ -12,7 +12,7 @@ from mpishard.communication.failure import preemption as making_room
 from mpishard.communication.failure.preemption import PreemptionNotice
 from mpishard.communication.failure.watchdog import is_free
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
-from mpishard.optimizers.preemption import Preemption
+from mpishard.optimizers.loop.preemption import Preemption
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def no_handler(monkeypatch):
 @pytest.fixture
 def order(monkeypatch):
     monkeypatch.setattr(
-        "mpishard.optimizers.preemption.preemption_notice", made := PreemptionNotice()
+        "mpishard.optimizers.loop.preemption.preemption_notice", made := PreemptionNotice()
     )
     yield made
     atexit.unregister(made.report_if_ignored)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.cli.launcher import Launcher, MPILibrary
+from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.threads import backend as memory
 from mpishard.errors import (

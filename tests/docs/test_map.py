@@ -30,11 +30,11 @@ def test_every_room_is_on_the_map() -> None:
     assert rooms.keys() == {p.stem for p in paths if not p.name.startswith("__")}
 
 
-def test_every_file_on_the_map_is_in_its_room() -> None:
+def test_every_file_on_the_map_is_in_its_room_or_a_chapter_of_it() -> None:
     rooms = rooms_of(PAGE.split("```")[1])
     assert sum(len(files) for files in rooms.values()) > 80
     absent = [f"{r}/{n}" for r, files in rooms.items() for n in files
-              if not (PACKAGE / r / n).is_file()]  # fmt: skip
+              if not any((PACKAGE / r).rglob(n))]  # fmt: skip
     assert not absent
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from mpishard import nn
 from mpishard.communication import run_in_threads
-from mpishard.models import gradient_store, sharded_gradients
-from mpishard.models.engine import Engine
-from mpishard.models.replicas import Replicas
-from mpishard.models.round import Round
+from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.replicas import Replicas
+from mpishard.models.engine.round import Round
+from mpishard.models.stores import gradient_store, sharded_gradients
 from mpishard.optimizers import LAMB
-from mpishard.optimizers.sharded import ShardedOptimizerBase
+from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.sharding import ShardingConfiguration
 
 pytestmark = pytest.mark.usefixtures("messages_only")

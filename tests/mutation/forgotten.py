@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint import consensus
+from mpishard.checkpoint.format import consensus
 from mpishard.layout import ShardLayout
 
 

@@ -95,7 +95,7 @@ def find_sites() -> tuple[Site, ...]:
     """All sites, file by file."""
     found = []
     for room in ROOMS:
-        for path in sorted((PACKAGE / room).glob("*.py")):
+        for path in sorted((PACKAGE / room).rglob("*.py")):
             tree = ast.parse(path.read_text())
             names = dict(_functions(tree))
             for index, (node, name) in enumerate(_site_nodes(tree)):

@@ -18,7 +18,7 @@ import pytest
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
 from mpishard.communication.contract.work import CollectiveWork
 from mpishard.devices import Device
-from mpishard.models import offload
+from mpishard.models.stores import offload
 
 PATHS = {
     "arena": {"MPISHARD_ARENA": "auto", "MPISHARD_VIRTUAL_NODES": "1"},

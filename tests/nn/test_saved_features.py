@@ -11,7 +11,7 @@ import pytest
 
 import mpishard as ms
 from mpishard import checkpoint
-from mpishard.checkpoint.plain import named_bytes
+from mpishard.checkpoint.exchange.plain import named_bytes
 from mpishard.communication.threads.run import run_in_threads
 from mpishard.errors import CheckpointError, StructureOnlyError
 from mpishard.nn import (

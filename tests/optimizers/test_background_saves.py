@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.checkpoint import CheckpointFolder, content, disk, newest_valid
+from mpishard.checkpoint import CheckpointFolder, newest_valid
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.saving import content
 from mpishard.errors import CheckpointError, NonFiniteLossError
 
 SAMPLES = 40

@@ -25,7 +25,7 @@ from mpishard.optimizers import (
     UpdateContext,
     WarmUp,
 )
-from mpishard.optimizers import compiled as module
+from mpishard.optimizers.rules import compiled as module
 
 LENGTH = 1_001  # not a multiple of any vector's length
 STEPS = 12
@@ -142,7 +142,7 @@ def test_loops_say_what_the_passes_do_without_numba(monkeypatch, rule, dtype):
 
     monkeypatch.setenv("MPISHARD_NUMBA", "off")
     expected = train(rule, dtype, length=97)
-    monkeypatch.setattr("mpishard.optimizers.optimizer.run_compiled", interpreted)
+    monkeypatch.setattr("mpishard.optimizers.rules.rule.run_compiled", interpreted)
     for a, b in zip(expected, train(rule, dtype, length=97), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.optimizers.state_bytes import StateBytes, gather_state
-from mpishard.optimizers.stopping import BestParameters
+from mpishard.optimizers.loop.stopping import BestParameters
+from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
 from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
 
 ENTRIES = [

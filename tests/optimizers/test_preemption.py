@@ -10,8 +10,8 @@ import pytest
 
 import mpishard as ms
 from mpishard.errors import NonFiniteLossError, Preempted
-from mpishard.optimizers import preemption
-from mpishard.optimizers.preemption import PREEMPTING_SIGNALS, Preemption
+from mpishard.optimizers.loop import preemption
+from mpishard.optimizers.loop.preemption import PREEMPTING_SIGNALS, Preemption
 
 SAMPLES, BATCH = 24, 8
 

@@ -9,7 +9,7 @@ import mpishard as ms
 from mpishard.checkpoint import CheckpointFolder
 from mpishard.errors import CheckpointError
 from mpishard.nn import MSE, Dropout, Linear, Model, Sequential, Tanh
-from mpishard.optimizers import saving
+from mpishard.optimizers.loop import saving
 from mpishard.testing.worlds import in_worlds
 
 STEPS = 500 if os.environ.get("MPISHARD_TEST_FULL") else 20

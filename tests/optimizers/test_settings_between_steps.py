@@ -8,7 +8,7 @@ import pytest
 import mpishard as ms
 from mpishard.errors import ShardingError
 from mpishard.optimizers import SGD, AdamW, Constant
-from mpishard.optimizers.optimizer import Optimizer
+from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.testing.worlds import in_worlds
 
 X = np.random.default_rng(0).standard_normal((6, 3))

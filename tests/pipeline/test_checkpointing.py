@@ -8,7 +8,7 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads
 from mpishard.models import HybridShardedModel
-from mpishard.models.chain import LayerChain
+from mpishard.models.programs.chain import LayerChain
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.pipeline import ActivationCheckpointConfig as Config
 from mpishard.pipeline import RecomputeStrategy

@@ -16,7 +16,7 @@ import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it choos
 import numpy as np
 import pytest
 
-from mpishard.checkpoint import disk
+from mpishard.checkpoint.format import disk
 from mpishard.errors import NotInitializedError, PeerError
 
 STEPS, EVERY = 12, 3

@@ -14,7 +14,7 @@ import pytest
 from spawned_jobs import ROOT, environment_of_a_job
 
 from mpishard import run_in_threads
-from mpishard.cli.launcher import loaded_library
+from mpishard.cli.run.launcher import loaded_library
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 MPIEXEC = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")

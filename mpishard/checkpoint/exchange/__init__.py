@@ -1,0 +1,1 @@
+"""Conversion of checkpoints to and from other programs' files."""

@@ -1,0 +1,320 @@
+"""Checkpoints for other programs, and other programs' files as checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import as_flag, as_integer, check_path
+from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
+from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS
+from mpishard.checkpoint.format.metadata import spelled
+from mpishard.checkpoint.format.target import Target
+from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
+from mpishard.checkpoint.saving.content import Content, RankFile, assemble
+from mpishard.checkpoint.saving.pending import require_room
+from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = ["MAXIMUM_SHARD_BYTES", "CheckpointForm", "consolidate", "convert"]
+
+MAXIMUM_SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in one file of a sharded directory, unless told otherwise."""
+
+ProgressCallback = Callable[[int, int], object]
+"""Called with the bytes that are done and those of all tensors."""
+
+_SUFFIX = ".safetensors"
+_ROOM = 1 << 20  # bytes, for headers and a manifest
+# What Hugging Face's loaders ask for; the tensors are the same whoever reads them.
+_FORMAT = {"format": "pt"}
+
+
+class CheckpointForm(StrEnum):
+    """How tensors lie on disk."""
+
+    CHECKPOINT = "checkpoint"
+    """A directory that `load` reads: safetensors files and ``manifest.json``."""
+    SAFETENSORS = "safetensors"
+    """One safetensors file with the parameters by name, in their global shapes."""
+    HF = "hf"
+    """A directory of such files, with ``model.safetensors.index.json``."""
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    optimizer: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Write a checkpoint as one safetensors file: the parameters by name, in their global shapes.
+
+    It is read and written a few MiB at a time, and each block's checksum compared. The header
+    keeps what the checkpoint knew beside its tensors; with ``optimizer`` `convert` makes the same
+    checkpoint of it again.
+
+    Parameters
+    ----------
+    path : path
+        The checkpoint, or a folder of them, of which the newest is taken.
+    target : path
+        The file to make.
+    optimizer : bool
+        Whether the other kinds are written too, as ``<kind>/<parameter>``: an optimizer's states
+        as ``optimizer/<state>/<parameter>``.
+    progress : callable, optional
+        Called with the bytes that are written and those of all tensors.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one, and a target that does not end with ".safetensors".
+    FileExistsError
+        Where there is something at ``target``.
+    FileNotFoundError, CheckpointError
+        As `CheckpointReader`, and where there is not enough room. Nothing is then left behind.
+    """
+    is_full = as_flag("optimizer", optimizer)
+    place = _fresh(target)
+    if place.path.suffix != _SUFFIX:
+        raise ValueError(f"one file is written: its name ends with {_SUFFIX}, got {target}")
+    with open_source(path) as source:
+        if not source.is_checkpoint:
+            raise CheckpointError(f"{source.path} is no checkpoint; convert reads other forms")
+        chosen = source if is_full else _without_states(source)
+        return _write(place, _observed(chosen, progress), CheckpointForm.SAFETENSORS)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    form: CheckpointForm | str | None = None,
+    *,
+    maximum_shard_bytes: int = MAXIMUM_SHARD_BYTES,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Write parameters in another form: a checkpoint, one safetensors file, or several.
+
+    A checkpoint that is made of other files holds parameters alone, named as there, and loads
+    into any model that has them; one that is made of a checkpoint holds all that was in it, in
+    one file. Tensors are read and written a few MiB at a time.
+
+    Parameters
+    ----------
+    source : path
+        A checkpoint or a folder of them, a safetensors file, or a directory of such files with an
+        index, as Hugging Face's libraries write it.
+    target : path
+        What to make.
+    form : CheckpointForm or str, optional
+        "checkpoint", "safetensors" or "hf". By default "safetensors" where ``target`` ends so, else
+        "hf" of a checkpoint, and a checkpoint of other files.
+    maximum_shard_bytes : int
+        Of the tensors in one file of "hf"; a larger tensor has one of its own.
+    progress : callable, optional
+        Called with the bytes that are written and those of all tensors.
+
+    Returns
+    -------
+    Path
+        What was made.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one, and another form.
+    FileExistsError
+        Where there is something at ``target``.
+    FileNotFoundError
+        Where there is nothing to read.
+    CheckpointError
+        Where it is malformed, incomplete, or holds what the target cannot, and where there is not
+        enough room. Nothing is then left behind.
+    """
+    wanted = None if form is None else CheckpointForm(form)
+    if as_integer("maximum_shard_bytes", maximum_shard_bytes) < 1:
+        raise ValueError(f"maximum_shard_bytes must be at least 1, got {maximum_shard_bytes}")
+    place = _fresh(target)
+    with open_source(source) as found:
+        if wanted is None:
+            others = CheckpointForm.HF if found.is_checkpoint else CheckpointForm.CHECKPOINT
+            is_file = place.path.suffix == _SUFFIX
+            wanted = CheckpointForm.SAFETENSORS if is_file else others
+        chosen = found if wanted is CheckpointForm.CHECKPOINT else _without_states(found)
+        return _write(place, _observed(chosen, progress), wanted, maximum_shard_bytes)
+
+
+def _fresh(target: str | os.PathLike[str]) -> Target:
+    check_path("the path to write", target)
+    _require_nothing_at(target)
+    return Target(target)
+
+
+def _require_nothing_at(target: str | os.PathLike[str]) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"there is something at {target} already: remove it, or choose another name"
+        )
+
+
+def _without_states(source: TensorSource) -> TensorSource:
+    metadata = {key: source.metadata[key] for key in ("model", "user")} | {"optimizer": None}
+    parameters = {PARAMETERS: source.tensors[PARAMETERS]}
+    return replace(source, tensors=parameters, metadata=metadata)
+
+
+def _observed(source: TensorSource, progress: ProgressCallback | None) -> TensorSource:
+    """The same, that tells how far its blocks have been taken."""
+    if progress is None:
+        return source
+    total = _size(source)
+    done = 0
+
+    def observed(tensor: LazyTensor) -> Iterator[np.ndarray[Any, Any]]:
+        nonlocal done
+        for block in tensor.blocks():
+            yield block
+            done += block.nbytes
+            progress(done, total)
+
+    def watched(tensor: LazyTensor) -> LazyTensor:
+        return replace(tensor, blocks=lambda: observed(tensor))
+
+    tensors = {
+        kind: {name: watched(tensor) for name, tensor in given.items()}
+        for kind, given in source.tensors.items()
+    }
+    return replace(source, tensors=tensors)
+
+
+def _size(source: TensorSource) -> int:
+    return sum(tensor.nbytes for given in source.tensors.values() for tensor in given.values())
+
+
+def _write(
+    place: Target,
+    source: TensorSource,
+    form: CheckpointForm,
+    maximum_shard_bytes: int = MAXIMUM_SHARD_BYTES,
+) -> Path:
+    directory = place.make_temporary()
+    try:
+        require_room(directory, _size(source) + _ROOM)
+        if form is CheckpointForm.SAFETENSORS:
+            file = directory / "whole.safetensors"
+            _whole_file(source).write(file)
+            _require_nothing_at(place.path)  # again, for a file is replaced without a word
+            disk.rename(file, place.path)
+            disk.sync_directory(place.path.parent)
+            disk.remove_tree(directory)
+        else:
+            if form is CheckpointForm.HF:
+                _write_shards(source, directory, maximum_shard_bytes)
+            else:
+                _write_checkpoint(source, directory)
+            place.put(directory)
+    except BaseException:
+        disk.remove_tree(directory)
+        raise
+    return place.path
+
+
+def _whole_file(source: TensorSource) -> TensorFile:
+    tensors: dict[str, LazyTensor] = {}
+    kinds = [kind for kind in source.tensors if kind != PARAMETERS]
+    for name in source.tensors[PARAMETERS]:
+        if any(name.startswith(f"{kind}/") for kind in kinds):
+            raise CheckpointError(
+                f"{source.path}: the parameter name {name!r} begins as those of another kind of "
+                f"tensor ({', '.join(kinds)}), and in one file nobody could tell them apart. "
+                "Leave out the optimizer, or rename the parameter"
+            )
+    for kind, given in source.tensors.items():
+        for name, tensor in given.items():
+            key = name if kind == PARAMETERS else f"{kind}/{name}"
+            if key in tensors:
+                raise CheckpointError(f"{source.path}: two tensors would have the name {key!r}")
+            tensors[key] = tensor
+    known = {
+        "kinds": kinds,
+        "metadata": spelled(source.metadata),
+        "frozen": sorted(source.frozen),
+    }
+    words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known, allow_nan=False)}
+    choices = choices_in(source.metadata.get("model") or {})
+    if choices:  # as `serialize` of a model says them, so that its `deserialize` takes the file
+        words[CHOICES_HEADER] = json.dumps(choices, sort_keys=True)
+    return TensorFile(tensors, words)
+
+
+def _write_shards(source: TensorSource, directory: Path, maximum_bytes: int) -> None:
+    parameters = source.tensors[PARAMETERS]
+    shards: list[dict[str, LazyTensor]] = [{}]
+    filled = 0
+    for name, tensor in parameters.items():
+        if shards[-1] and filled + tensor.nbytes > maximum_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}{_SUFFIX}"
+        TensorFile(shard, _FORMAT).write(directory / name)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in parameters.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    disk.write_file(directory / f"model{INDEX}", [json.dumps(index, indent=2).encode() + b"\n"])
+
+
+def _write_checkpoint(source: TensorSource, directory: Path) -> None:
+    entries: list[ParameterEntry] = []
+    for name, tensor in source.tensors[PARAMETERS].items():
+        start = entries[-1].stop if entries else 0
+        entries.append(
+            ParameterEntry(name, tensor.shape, start, trainable=name not in source.frozen)
+        )
+    if not entries:
+        raise CheckpointError(f"{source.path} holds no tensors")
+    pieces: dict[str, list[tuple[Region, Any]]] = {}
+    for kind, given in source.tensors.items():
+        _require_one_dtype(source.path, kind, given)
+        pieces[kind] = [
+            (Region.whole(name, tensor.shape), replace(tensor, shape=(tensor.size,)))
+            for name, tensor in given.items()
+            if tensor.size
+        ]
+    file = RankFile(0, pieces)
+    file.write(directory)
+    dtype = source.tensors[PARAMETERS][entries[0].name].dtype
+    content = Content(entries, dtype, {}, source.metadata)
+    identity = directory.name.rsplit(".", 2)[1]
+    manifest = assemble(identity, 1, content, [json.loads(json.dumps(file.record()))])
+    disk.write_file(directory / MANIFEST, [manifest.to_bytes()])
+
+
+def _require_one_dtype(path: Path, kind: str, tensors: Mapping[str, LazyTensor]) -> None:
+    first: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(tensor.dtype.name, name)
+    if len(first) > 1:
+        named = ", ".join(f"{name!r} has {dtype}" for dtype, name in first.items())
+        raise CheckpointError(
+            f"{path}: {named}; the {kind} of a checkpoint have one dtype, as those of a model"
+        )

@@ -1,0 +1,202 @@
+"""Files and bytes for a model that lies whole in one process."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, copy_into, to_host
+from mpishard.checkpoint.format.protocol import Pieces
+from mpishard.checkpoint.format.tensor_bytes import bytes_of, metadata_of, tensors_of
+from mpishard.checkpoint.saving.snapshot import load, save
+from mpishard.contracts import ICheckpointableModel, PathLike
+from mpishard.sharding import ParameterEntry, Placement
+
+__all__ = [
+    "CHOICES_HEADER",
+    "PlainModelFiles",
+    "choices_in",
+    "choices_of",
+    "metadata_with",
+    "named_bytes",
+    "packed_vector",
+]
+
+CHOICES_HEADER = "mpishard.choices"
+"""Key, in a file's metadata, of a model's choices as JSON."""
+
+
+class PlainModelFiles(ICheckpointableModel):
+    """Serialisation of a flat vector that a subclass gives as `_flat_vector`.
+
+    What else belongs to the model a subclass says in `choices`; of most models that is nothing.
+    """
+
+    @abstractmethod
+    def _flat_vector(self) -> Array:
+        """The vector itself, shape (n,), not a copy."""
+
+    @abstractmethod
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        """Name, shape and start of each parameter."""
+
+    def choices(self) -> dict[str, Any]:
+        """What is saved beside the parameters, as JSON knows it; empty for a model as made."""
+        return {}
+
+    def check_choices(self, choices: Mapping[str, Any]) -> None:
+        """Refuse `choices` of another model that this one could not take.
+
+        Raises
+        ------
+        ValueError
+            Saying which.
+        """
+        if choices:
+            raise ValueError(
+                f"what was saved goes with {sorted(choices)}, which this {type(self).__name__} "
+                "does not know: load it into a model of the class that saved it"
+            )
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        """Be as `choices` says, which `check_choices` has seen; as made where it says nothing."""
+
+    def serialize(self) -> bytes:
+        """The named parameters in safetensors format, and `choices` in its header."""
+        vector = to_host(self._flat_vector())
+        return named_bytes(self.checkpoint_parameters(), vector, self.choices())
+
+    def deserialize(self, data: bytes) -> None:
+        """Take parameters and choices from what `serialize` gave, also of a sharded model.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is something else, or of another model; nothing has changed then.
+        """
+        vector = self._flat_vector()
+        arrays, choices = tensors_of(data), choices_of(data)
+        values = packed_vector(arrays, self.checkpoint_parameters(), vector.dtype)
+        self.check_choices(choices)
+        copy_into(vector, values)
+        self.take_choices(choices)
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the parameters to a checkpoint directory.
+
+        Raises
+        ------
+        ValueError
+            For a blank path.
+        OSError
+            Where it cannot be written, a PermissionError where that is why; what was there is
+            as it was.
+        """
+        save(path, self)
+
+    def load_model(self, path: PathLike) -> None:
+        """Take parameters from a checkpoint of any world size and strategy; needs no MPI.
+
+        Raises
+        ------
+        ValueError
+            For a blank path.
+        FileNotFoundError
+            Where nothing is there.
+        CheckpointError
+            Where it is torn or of another model, an OSError; nothing has changed then.
+        """
+        load(path, self)
+
+    @property
+    def checkpoint_backend(self) -> None:
+        """None: one process writes and reads."""
+        return
+
+    @property
+    def checkpoint_dtype(self) -> np.dtype[Any]:
+        """The dtype of what is written."""
+        dtype: np.dtype[Any] = self._flat_vector().dtype
+        return dtype
+
+    def arrays_to_write(self) -> Pieces:
+        """All parameters."""
+        placement = Placement.whole(self.checkpoint_parameters())
+        return {"parameters": placement.cut([(0, self._flat_vector())])}
+
+    def arrays_to_read(self) -> Pieces:
+        """All parameters, to be overwritten."""
+        return self.arrays_to_write()
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """The model's `choices`."""
+        return metadata_with(self.choices())
+
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse choices that are another model's."""
+        self.check_choices(choices_in(metadata))
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Take the choices; of parameters nothing is cached."""
+        self.take_choices(choices_in(metadata))
+
+
+def metadata_with(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's metadata say of a model's choices: nothing, where there are none."""
+    return {"choices": dict(choices)} if choices else {}
+
+
+def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices in a checkpoint's metadata."""
+    return dict(metadata.get("choices", {}))
+
+
+def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, Array]:
+    """Views of a flat vector by name, shaped."""
+    result = {}
+    for record in records:
+        stop = record.start + int(np.prod(record.shape, dtype=np.int64))
+        result[record.name] = vector[record.start : stop].reshape(record.shape)
+    return result
+
+
+def named_bytes(
+    records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
+) -> bytes:
+    """A flat vector of the host as named arrays in safetensors format, and choices as JSON."""
+    metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
+    return bytes_of(named_arrays(records, vector), metadata)
+
+
+def choices_of(data: bytes) -> dict[str, Any]:
+    """The choices in what `named_bytes` gave, of which `tensors_of` has read the arrays."""
+    return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
+
+
+def packed_vector(
+    arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: np.dtype[Any]
+) -> Array:
+    """The flat vector of named arrays.
+
+    Raises
+    ------
+    ValueError
+        Where names or shapes differ from the records'.
+    """
+    expected = {record.name: tuple(record.shape) for record in records}
+    given = {name: tuple(array.shape) for name, array in arrays.items()}
+    wrong = sorted(n for n in expected | given if expected.get(n) != given.get(n))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} parameters do not fit the model, first {name!r}: expected shape "
+            f"{expected.get(name, 'none')}, got {given.get(name, 'none')}"
+        )
+    vector = np.empty(sum(array.size for array in arrays.values()), dtype)
+    for name, view in named_arrays(records, vector).items():
+        view[...] = arrays[name]
+    return vector

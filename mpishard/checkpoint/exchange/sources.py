@@ -1,0 +1,259 @@
+"""What tensors are read from, to be written in another form: checkpoints and safetensors files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import safetensors
+
+from mpishard.arguments import check_path
+from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
+from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
+from mpishard.checkpoint.format.metadata import unspelled
+from mpishard.checkpoint.format.tensor_file import DTYPES_OF_FILES, LazyTensor
+from mpishard.checkpoint.loading.reader import CheckpointReader
+from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
+
+__all__ = ["CHECKPOINT_HEADER", "INDEX", "NOTHING_BESIDE", "TensorSource", "open_source"]
+
+CHECKPOINT_HEADER = "mpishard.checkpoint"
+"""Key, in a file's metadata, of what a checkpoint knows beside its tensors, as JSON."""
+
+INDEX = ".safetensors.index.json"
+"""How the name of the table of contents of a sharded directory ends."""
+
+NOTHING_BESIDE: Mapping[str, Any] = {"model": {}, "optimizer": None, "user": {}}
+"""What a checkpoint says beside its tensors, where nobody knows anything."""
+
+_SINGLE = "model.safetensors"
+_BLOCK_BYTES = 16 << 20
+_LONGEST_INDEX = 1 << 28  # bytes
+_NAMED = 5  # names that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Tensors by kind and name, of which the blocks are read when they are asked for.
+
+    Parameters
+    ----------
+    path : Path
+        Where they lie.
+    is_checkpoint : bool
+        Whether a checkpoint's directory, and not safetensors files of any origin.
+    tensors : mapping of str to mapping of str to LazyTensor
+        Kind -> parameter's name -> tensor; "parameters" is among the kinds.
+    metadata : mapping
+        What a checkpoint says of its model, optimizer and so on.
+    frozen : frozenset of str
+        The parameters that were not trained.
+    """
+
+    path: Path
+    is_checkpoint: bool
+    tensors: Mapping[str, Mapping[str, LazyTensor]]
+    metadata: Mapping[str, Any] = field(default_factory=lambda: dict(NOTHING_BESIDE))
+    frozen: frozenset[str] = frozenset()
+
+
+@contextmanager
+def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
+    """What lies at ``path``, whatever its form; the files are open meanwhile.
+
+    Parameters
+    ----------
+    path : path
+        A checkpoint or a folder of them, a safetensors file, or a directory of such files with an
+        index, as Hugging Face's libraries write it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    FileNotFoundError
+        Where nothing of this is there.
+    CheckpointError
+        Where it is malformed or incomplete.
+    """
+    check_path("the path to read", path)
+    place = Path(path)
+    with ExitStack() as stack:
+        if place.is_file():
+            yield _file_source(place, stack)
+            return
+        indexes = sorted(place.glob(f"*{INDEX}")) if place.is_dir() else []
+        if len(indexes) > 1:
+            names = ", ".join(index.name for index in indexes)
+            raise CheckpointError(f"{place} holds several indexes: {names}; one is needed")
+        if indexes:
+            yield _sharded_source(place, indexes[0], stack)
+        elif (place / _SINGLE).is_file():
+            yield _file_source(place / _SINGLE, stack)
+        else:
+            yield _checkpoint_source(stack.enter_context(CheckpointReader(place)))
+
+
+def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
+    tensors = {
+        kind: {
+            entry.name: LazyTensor(
+                dtype, entry.shape, partial(_blocks_of_region, reader, kind, entry.name,
+                                            entry.shape, dtype)
+            )
+            for entry in reader.held(kind)
+        }
+        for kind, dtype in reader.kinds.items()
+    }  # fmt: skip
+    if PARAMETERS not in tensors:
+        raise CheckpointError(f"{reader.path} holds {sorted(tensors)}, and no {PARAMETERS}")
+    frozen = frozenset(entry.name for entry in reader.parameters if not entry.trainable)
+    return TensorSource(reader.path, True, tensors, {**NOTHING_BESIDE, **reader.metadata}, frozen)
+
+
+def _blocks_of_region(
+    reader: CheckpointReader, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Iterator[np.ndarray[Any, Any]]:
+    whole = Region.whole(name, shape)
+    step = max(1, _BLOCK_BYTES // dtype.itemsize)
+    for start in range(0, whole.length, step):
+        part = Region(name, whole.box, start, min(start + step, whole.length))
+        block = np.empty(part.length, dtype)
+        reader.read(kind, part, block)
+        yield block
+
+
+def _file_source(file: Path, stack: ExitStack) -> TensorSource:
+    opened = _open(file, stack)
+    words = opened.metadata() or {}
+    tensors = {name: _tensor_of(opened, file, name) for name in opened.offset_keys()}
+    if CHECKPOINT_HEADER in words:
+        return _former_checkpoint(file, tensors, words[CHECKPOINT_HEADER])
+    metadata = dict(NOTHING_BESIDE)
+    if CHOICES_HEADER in words:
+        choices = _json_object(file, CHOICES_HEADER, words[CHOICES_HEADER])
+        metadata["model"] = {"choices": choices}
+    return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
+
+
+def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str) -> TensorSource:
+    """A file that a checkpoint was written to: its tensors' names say of which kind they are."""
+    known = _json_object(file, CHECKPOINT_HEADER, words)
+    kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
+    if not (
+        _is_names(kinds)
+        and _is_names(frozen)
+        and isinstance(metadata, dict)
+        and isinstance(metadata.get("user"), dict)
+    ):
+        raise CheckpointError(f"{file}: its header's {CHECKPOINT_HEADER!r} is malformed")
+    metadata = {**NOTHING_BESIDE, **unspelled(metadata)}
+    by_kind: dict[str, dict[str, LazyTensor]] = {PARAMETERS: {}, **{kind: {} for kind in kinds}}
+    for key, tensor in tensors.items():
+        kind = next((kind for kind in kinds if key.startswith(f"{kind}/")), PARAMETERS)
+        by_kind[kind][key if kind == PARAMETERS else key.removeprefix(f"{kind}/")] = tensor
+    return TensorSource(file, False, by_kind, metadata, frozenset(frozen))
+
+
+def _is_names(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSource:
+    if index.stat().st_size > _LONGEST_INDEX:
+        raise CheckpointError(f"{index} has more than {_LONGEST_INDEX} bytes")
+    document = _json_object(index, "the index", index.read_bytes())
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not _is_names(list(weight_map.values())):
+        raise CheckpointError(f"{index} has no weight_map of names to files")
+    for name, file in weight_map.items():
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: {name!r} is said to be in {file!r}, which is no name of a safetensors "
+                "file beside the index"
+            )
+    missing = sorted(f for f in set(weight_map.values()) if not (directory / f).is_file())
+    if missing:
+        raise CheckpointError(f"{directory} lacks {_listed(missing)}, which {index.name} names")
+    found: dict[str, LazyTensor] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        opened = _open(directory / file, stack)
+        here = set(opened.offset_keys())
+        mapped = {name for name, place in weight_map.items() if place == file}
+        if here - mapped:
+            raise CheckpointError(
+                f"{directory / file} holds {_listed(sorted(here - mapped))}, which {index.name} "
+                "says to be elsewhere or nowhere"
+            )
+        if mapped - here:
+            raise CheckpointError(
+                f"{directory / file} does not hold {_listed(sorted(mapped - here))}, which "
+                f"{index.name} says to be there"
+            )
+        found |= {name: _tensor_of(opened, directory / file, name) for name in mapped}
+    return TensorSource(directory, False, {PARAMETERS: {name: found[name] for name in weight_map}})
+
+
+def _open(file: Path, stack: ExitStack) -> Any:
+    try:
+        return stack.enter_context(safetensors.safe_open(file, "np"))
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file} is no safetensors file, or a torn one: {error}") from error
+
+
+def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
+    part = opened.get_slice(name)
+    if part.get_dtype() not in DTYPES_OF_FILES:
+        raise CheckpointError(
+            f"{file}: {name!r} has dtype {part.get_dtype()}; {', '.join(DTYPES_OF_FILES)} are read"
+        )
+    dtype, shape = DTYPES_OF_FILES[part.get_dtype()], tuple(part.get_shape())
+    if len(shape) > MOST_DIMS:
+        raise CheckpointError(f"{file}: {name!r} has {len(shape)} dims; {MOST_DIMS} are the most")
+    return LazyTensor(dtype, shape, partial(_blocks_of_file, opened, name, shape, dtype))
+
+
+def _blocks_of_file(
+    opened: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Iterator[np.ndarray[Any, Any]]:
+    if not shape:
+        yield opened.get_tensor(name).reshape(1)
+        return
+    row = math.prod(shape[1:]) * dtype.itemsize
+    step = max(1, _BLOCK_BYTES // max(1, row))
+    rows = opened.get_slice(name)
+    for start in range(0, shape[0] if row else 0, step):
+        yield rows[start : min(start + step, shape[0])].reshape(-1)
+
+
+def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = sorted(name for name, count in counts.items() if count > 1)
+            raise ValueError(f"{_listed(twice)} stand there twice")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=distinct)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {what} is malformed: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: {what} is a JSON {type(found).__name__}, not an object")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")

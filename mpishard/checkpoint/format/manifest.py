@@ -1,0 +1,395 @@
+"""The table of contents of a checkpoint: which file holds which region of which tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.format.coverage import check_coverage
+from mpishard.checkpoint.format.metadata import spelled, unspelled
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.communication.contract.call import DTYPES
+from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = [
+    "MANIFEST",
+    "MOST_DIMS",
+    "PARAMETERS",
+    "FileRecord",
+    "KindRecord",
+    "Manifest",
+    "PieceRecord",
+    "file_name",
+    "tensor_key",
+]
+
+MANIFEST = "manifest.json"
+"""Name of the file in a checkpoint's directory, written last."""
+
+PARAMETERS = "parameters"
+"""The kind that every checkpoint has."""
+
+_OPTIMIZER = "optimizer/"
+
+MOST_DIMS = 32
+"""Dims of a tensor; NumPy knows no more than 64, or 32 before its version 2."""
+
+_FORMAT = "mpishard checkpoint"
+_VERSION = 3
+_LONGEST = 1 << 28  # bytes
+_MOST_BYTES = 1 << 63  # of an array, and of anything that is counted
+_FILE = re.compile(r"rank\d{5,}\.safetensors")
+_DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def tensor_key(kind: str, region: Region) -> str:
+    """What a piece is called in the header of its file."""
+    return f"{kind}@{region}"
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRecord:
+    """A region's values, 1-D, lie in ``file`` from byte ``offset`` on."""
+
+    file: str
+    offset: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class KindRecord:
+    """One array for each parameter: their dtype, and the pieces of each by the parameter's name."""
+
+    dtype: np.dtype[Any]
+    pieces: Mapping[str, tuple[PieceRecord, ...]]
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any], pieces: Iterable[PieceRecord]) -> KindRecord:
+        """Pieces of any parameters, in any order."""
+        found: dict[str, list[PieceRecord]] = {}
+        for piece in pieces:
+            found.setdefault(piece.region.name, []).append(piece)
+        return cls(dtype, {name: tuple(given) for name, given in found.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Length in bytes of a file, and the CRC-32 of each of its blocks of `BLOCK_BYTES`."""
+
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds and where.
+
+    Parameters
+    ----------
+    identity : str
+        Drawn at random for each save.
+    sequence : int
+        Which save it is, of those in the same folder: the newest has the highest.
+    dtype : dtype
+        Of the parameters.
+    parameters : tuple of ParameterEntry
+        The parameters along the flat vector.
+    arrays : mapping of str to KindRecord
+        The arrays, by kind.
+    files : mapping of str to FileRecord
+        The files beside the manifest, by name.
+    metadata : mapping
+        What else was saved, as JSON knows it.
+
+    Raises
+    ------
+    CheckpointError
+        Where the parameters leave gaps, or are larger than an array can be, the pieces of a kind
+        do not hold each element of each parameter exactly once (of an optimizer's kind: none of
+        frozen parameters), or a piece lies in no file that is listed, or beyond its end.
+    """
+
+    identity: str
+    sequence: int
+    dtype: np.dtype[Any]
+    parameters: tuple[ParameterEntry, ...]
+    arrays: Mapping[str, KindRecord]
+    files: Mapping[str, FileRecord]
+    metadata: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sequence < _MOST_BYTES:
+            raise CheckpointError(f"it is save number {self.sequence}")
+        position, names = 0, set()
+        for entry in self.parameters:
+            if entry.name in names:
+                raise CheckpointError(f"parameter {entry.name!r} stands twice among the parameters")
+            names.add(entry.name)
+            _check_shape(entry)
+            if entry.start != position:
+                raise CheckpointError(
+                    f"parameter {entry.name!r} starts at element {entry.start}; the one before "
+                    f"it ends at {position}"
+                )
+            position = entry.stop
+        # An optimizer's state alone says that there is no model with it.
+        if PARAMETERS not in self.arrays and self.metadata.get("model", "") is not None:
+            raise CheckpointError(f"there are no {PARAMETERS} among the arrays {[*self.arrays]}")
+        if PARAMETERS in self.arrays and self.arrays[PARAMETERS].dtype != self.dtype:
+            raise CheckpointError(
+                f"the model's dtype is {self.dtype.name}, its parameters came as "
+                f"{self.arrays[PARAMETERS].dtype.name}"
+            )
+        for name, file in self.files.items():
+            if not _FILE.fullmatch(name):
+                raise CheckpointError(f"{name!r} is not the name of a file beside the manifest")
+            if len(file.checksums) != -(-file.nbytes // BLOCK_BYTES):
+                raise CheckpointError(
+                    f"{name} of {file.nbytes} bytes has {len(file.checksums)} checksums"
+                )
+        for kind in self.arrays:
+            self._check_pieces(kind)
+
+    def _check_pieces(self, kind: str) -> None:
+        pieces = self.arrays[kind].pieces
+        held = {entry.name: entry for entry in self.held(kind)}
+        for name in pieces:
+            if name not in held:
+                raise CheckpointError(
+                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is no "
+                    "parameter, or a frozen one"
+                )
+        for name, entry in held.items():
+            given = pieces.get(name, ())
+            check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
+            for piece in given:
+                self._check_place(kind, piece)
+
+    def _check_place(self, kind: str, piece: PieceRecord) -> None:
+        if piece.file not in self.files:
+            raise CheckpointError(f"{kind}: {piece.file} is not among the files")
+        held = self.files[piece.file].nbytes
+        stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
+        if not 0 <= piece.offset <= stop <= held:
+            raise CheckpointError(
+                f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
+                f"{piece.file}, which has {held}"
+            )
+
+    def held(self, kind: str) -> list[ParameterEntry]:
+        """The parameters of which there is a kind: all; those with an optimizer's state."""
+        has_all = not kind.startswith(_OPTIMIZER)
+        return [entry for entry in self.parameters if has_all or entry.trainable]
+
+    @property
+    def length(self) -> int:
+        """Length of the flat vector."""
+        return self.parameters[-1].stop if self.parameters else 0
+
+    def tensors_by_file(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """For each file, by `tensor_key`: the bytes, start and stop, at which its tensors lie."""
+        tensors: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in self.files}
+        for kind, record in self.arrays.items():
+            for given in record.pieces.values():
+                for piece in given:
+                    stop = piece.offset + piece.region.length * record.dtype.itemsize
+                    key = tensor_key(kind, piece.region)
+                    tensors[piece.file][key] = piece.offset, stop
+        return tensors
+
+    def torn_files(self, directory: Path) -> list[str]:
+        """What is wrong with the lengths of the files in ``directory``, in words."""
+        torn = []
+        for name, record in self.files.items():
+            file = directory / name
+            if not file.is_file():
+                torn.append(f"{name} is missing")
+            elif file.stat().st_size != record.nbytes:
+                torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
+        return torn
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``.
+
+        Raises
+        ------
+        CheckpointError
+            Where it is longer than any that is read again.
+        """
+        content = self.to_json().encode()
+        if len(content) > _LONGEST:
+            raise CheckpointError(
+                f"the manifest takes {len(content)} bytes, and {_LONGEST} are the most that is "
+                "read again: save less metadata, or on fewer ranks"
+            )
+        return content
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        content = {
+            "identity": self.identity,
+            "sequence": self.sequence,
+            "dtype": self.dtype.name,
+            "length": self.length,
+            PARAMETERS: [
+                {"name": e.name, "shape": list(e.shape), "start": e.start}
+                | ({} if e.trainable else {"frozen": True})
+                for e in self.parameters
+            ],
+            "arrays": {
+                kind: {
+                    "dtype": record.dtype.name,
+                    "pieces": [
+                        {
+                            "file": p.file,
+                            "offset": p.offset,
+                            "tensor": p.region.name,
+                            "box": p.region.box,
+                            "start": p.region.start,
+                            "stop": p.region.stop,
+                        }
+                        for given in record.pieces.values()
+                        for p in given
+                    ],
+                }
+                for kind, record in self.arrays.items()
+            },
+            "files": {
+                name: {"bytes": file.nbytes, "crc32": list(file.checksums)}
+                for name, file in self.files.items()
+            },
+            "metadata": spelled(self.metadata),
+        }
+        # On one line, which C writes: with thousands of pieces that is ten times as fast.
+        text = json.dumps(content, allow_nan=False)
+        crc32 = zlib.crc32(text.encode())
+        return (
+            f'{{"format": "{_FORMAT}", "version": {_VERSION}, "crc32": {crc32},\n'
+            f'"content": {text}}}\n'
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of the checkpoint in ``directory``.
+
+        Raises
+        ------
+        OSError
+            Where it cannot be read.
+        CheckpointError
+            As `from_json`; also where it is no file, or too long to be a manifest.
+        """
+        file = directory / MANIFEST
+        # A pipe would be waited for, and of /dev/zero there is no end.
+        if not file.is_file():
+            raise CheckpointError("it is no file")
+        nbytes = file.stat().st_size
+        if nbytes > _LONGEST:
+            raise CheckpointError(f"it has {nbytes} bytes; {_LONGEST} are the most")
+        try:
+            return cls.from_json(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"it is not JSON: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that `to_json` wrote.
+
+        Raises
+        ------
+        CheckpointError
+            Where the text is no manifest, is torn or changed, or comes from another version.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"it is not JSON: {type(error).__name__}: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise CheckpointError(f"it does not say that its format is {_FORMAT!r}")
+        if document.get("version") != _VERSION:
+            raise CheckpointError(
+                f"it has version {document.get('version')!r}; this mpishard reads version "
+                f"{_VERSION}, and a newer one may read it"
+            )
+        try:
+            content = document["content"]
+            # What was written is what JSON makes of it again: the text itself is not searched for.
+            if zlib.crc32(json.dumps(content).encode()) != document["crc32"]:
+                raise CheckpointError("its content does not have the checksum that it names")
+            manifest = cls._from_document(content)
+            length = content["length"]
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise CheckpointError(f"it is malformed: {type(error).__name__}: {error}") from None
+        if manifest.length != length:
+            raise CheckpointError(
+                f"its parameters have {manifest.length} elements, and it says {length}"
+            )
+        return manifest
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any]) -> Manifest:
+        return cls(
+            identity=str(document["identity"]),
+            sequence=int(document["sequence"]),
+            dtype=_DTYPES[document["dtype"]],
+            parameters=tuple(
+                ParameterEntry(
+                    str(e["name"]),
+                    tuple(int(dim) for dim in e["shape"]),
+                    int(e["start"]),
+                    trainable=not e.get("frozen", False),
+                )
+                for e in document[PARAMETERS]
+            ),
+            arrays={
+                str(kind): KindRecord.of(
+                    _DTYPES[record["dtype"]], [_piece_of(piece) for piece in record["pieces"]]
+                )
+                for kind, record in document["arrays"].items()
+            },
+            files={
+                str(name): FileRecord(int(file["bytes"]), tuple(int(crc) for crc in file["crc32"]))
+                for name, file in document["files"].items()
+            },
+            metadata=dict(unspelled(document["metadata"])),
+        )
+
+
+def _check_shape(entry: ParameterEntry) -> None:
+    """Refuse what no array has, so that whoever makes one need not ask."""
+    nbytes = 8 * math.prod(max(1, size) for size in entry.shape)  # NumPy counts no dim as 0
+    if any(size < 0 for size in entry.shape) or len(entry.shape) > MOST_DIMS:
+        raise CheckpointError(
+            f"parameter {entry.name!r} has the shape {entry.shape}; {MOST_DIMS} dims of 0 or more "
+            "are the most"
+        )
+    if nbytes >= _MOST_BYTES:
+        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is no array's size")
+
+
+def _piece_of(document: Mapping[str, Any]) -> PieceRecord:
+    box = tuple((int(low), int(high)) for low, high in document["box"])
+    region = Region(str(document["tensor"]), box, int(document["start"]), int(document["stop"]))
+    return PieceRecord(str(document["file"]), int(document["offset"]), region)

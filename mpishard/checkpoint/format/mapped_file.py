@@ -1,0 +1,182 @@
+"""A file of a checkpoint, mapped into memory, of which nothing is used that was changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.format.manifest import FileRecord, PieceRecord
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.errors import CheckpointError
+
+__all__ = ["MappedFile", "PieceValues", "checksum_at", "header_difference"]
+
+_READ_BYTES = 1 << 18  # fits the L2 cache
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class MappedFile:
+    """One file, of which each block is compared with its checksum before it is first used.
+
+    Parameters
+    ----------
+    file : Path
+        What to map.
+    record : FileRecord
+        What the manifest says of its length and blocks.
+    tensors : mapping of str to (int, int)
+        What the manifest says of the bytes at which its tensors lie, by `tensor_key`.
+    was_replaced : callable
+        Whether another checkpoint lies in its place by now.
+
+    Raises
+    ------
+    OSError, ValueError
+        Where it cannot be mapped, or is not as long.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        record: FileRecord,
+        tensors: Mapping[str, tuple[int, int]],
+        was_replaced: Callable[[], bool],
+    ) -> None:
+        self._file = file
+        self._record = record
+        self._tensors = tensors
+        self._was_replaced = was_replaced
+        self._descriptor = os.open(file, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        with open(self._descriptor, "rb", closefd=False) as stream:
+            self._content: Bytes = np.memmap(stream, np.uint8, "r")
+        if self._content.size != record.nbytes:
+            raise ValueError(f"it has {self._content.size} bytes, not {record.nbytes}")
+        self._verified = np.zeros(self.block_count, bool)
+        self._is_as_listed = False
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks."""
+        return len(self._record.checksums)
+
+    def verify(self, first: int, stop: int, what: str = "") -> None:
+        """Compare blocks that nobody compared yet."""
+        for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
+            low = block * BLOCK_BYTES
+            length = min(BLOCK_BYTES, self._content.size - low)
+            try:
+                found = checksum_at(self._descriptor, low, length)
+            except OSError as error:
+                raise CheckpointError(f"{self._file}: {error}") from error
+            if found != self._record.checksums[block]:
+                of = f", of {what}," if what else ""
+                why = (
+                    "the checkpoint was replaced while it was read"
+                    if self._was_replaced()
+                    else "the disk, or somebody, changed them"
+                )
+                raise CheckpointError(
+                    f"{self._file}: bytes {low} to {low + length}"
+                    f"{of} do not have the checksum that they were written with; {why}"
+                )
+            self._verified[block] = True
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        self._close()
+
+    def check_header(self) -> None:
+        """Refuse a file that does not say of its tensors what the manifest says of them, once."""
+        if self._is_as_listed:
+            return
+        self.verify(0, 1, "the header")
+        why = header_difference(self._content, self._tensors)
+        if why:
+            raise CheckpointError(f"{self._file}: {why}")
+        self._is_as_listed = True
+
+    def part(self, start: int, stop: int, what: str) -> Bytes:
+        """Bytes ``start`` to ``stop``, a view."""
+        self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
+        self.check_header()
+        return self._content[start:stop]
+
+
+def checksum_at(descriptor: int, start: int, length: int) -> int:
+    """CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
+
+    They are read, and not looked at through a map, where a disk that fails, or a file that
+    somebody cuts, would end the process with SIGBUS.
+
+    Raises
+    ------
+    OSError
+        Where they cannot be read, or are not there.
+    """
+    buffer = memoryview(bytearray(min(length, _READ_BYTES)))
+    crc, done = 0, 0
+    while done < length:
+        count = os.preadv(descriptor, [buffer[: length - done]], start + done)
+        if not count:
+            raise OSError(f"it ends at byte {start + done}")
+        crc, done = zlib.crc32(buffer[:count], crc), done + count
+    return crc
+
+
+def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) -> str:
+    """Where the header of a file says other things than the manifest, in words; "" where not.
+
+    Parameters
+    ----------
+    content : array of uint8
+        All bytes of the file.
+    tensors : mapping of str to (int, int)
+        What the manifest says, as for `MappedFile`.
+    """
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    # A header that says that it is as long as the file is not read into memory.
+    expected = min((low for low, _ in tensors.values()), default=content.size)
+    if start != expected:
+        return f"its header ends at byte {start}, and its tensors begin at {expected}"
+    found = {}
+    try:
+        for key, entry in json.loads(content[8:start].tobytes().decode()).items():
+            if key != "__metadata__":
+                low, high = entry["data_offsets"]
+                found[key] = start + low, start + high
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
+    for key in [*tensors, *found]:
+        if found.get(key) != tensors.get(key):
+            return (
+                f"its header and the manifest differ: {key} lies in bytes {found.get(key)} by the "
+                f"one, {tensors.get(key)} by the other"
+            )
+    return ""
+
+
+class PieceValues:
+    """The values of a piece, which are read where they are sliced."""
+
+    def __init__(
+        self, file: MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str
+    ) -> None:
+        self._file = file
+        self._offset = piece.offset
+        self._dtype = dtype
+        self._what = f"{kind} of {piece.region.name}"
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        low, high = (
+            self._offset + index * self._dtype.itemsize for index in (part.start, part.stop)
+        )
+        return self._file.part(low, high, self._what).view(self._dtype)

@@ -1,0 +1,184 @@
+"""A file of named tensors in safetensors format, with a checksum for each block.
+
+The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little
+end first; the header, JSON, padded with spaces; the arrays, one after the other, without gaps.
+It is written here because the library's writer tells neither where an array lies nor what the
+bytes add up to, and lets no other thread run meanwhile. The library reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.checksums import ChecksumThread
+from mpishard.errors import CheckpointError
+from mpishard.sharding.table import check_name
+
+__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile"]
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of a file that share a checksum; the last block may be shorter."""
+
+_PART_BYTES = 4 << 20  # what is given to the system at once
+_ALIGNMENT = 64  # bytes; where the arrays begin, so that a memory map of them is aligned
+
+_DTYPES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "float16": "F16",
+    "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+}  # fmt: skip
+
+DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
+    code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _DTYPES.items()
+}
+"""What the format calls the dtypes that a checkpoint can hold."""
+
+# By the dtype itself: NumPy makes up its name anew each time, in microseconds.
+_CODES = {dtype: code for code, dtype in DTYPES_OF_FILES.items()}
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is not in memory.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of its elements.
+    shape : tuple of int
+        Its shape.
+    blocks : callable
+        Gives its elements in row-major order: 1-D contiguous arrays, one after the other.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[np.ndarray[Any, Any]]]
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+
+Tensor = np.ndarray[Any, Any] | LazyTensor
+"""What a file is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    key: str
+    tensor: Tensor
+    start: int
+    """Where it lies behind the header."""
+
+    def contents(self) -> Iterator[Bytes]:
+        if isinstance(self.tensor, LazyTensor):
+            for block in self.tensor.blocks():
+                yield block.view(np.uint8)
+        else:
+            yield self.tensor.view(np.uint8)
+
+
+class TensorFile:
+    """What will be one file: where each array lies is known before anything is written.
+
+    Parameters
+    ----------
+    tensors : mapping of str to array or LazyTensor
+        Arrays are 1-D, contiguous, in host memory.
+    metadata : mapping of str to str
+        For the header.
+
+    Raises
+    ------
+    CheckpointError
+        For a dtype that the format does not have, and for a name that it cannot hold.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        self._entries: list[_Entry] = []
+        start = 0
+        # Wide elements first: then each array is aligned to its own.
+        for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            self._entries.append(_Entry(key, tensor, start))
+            start += tensor.nbytes
+        self._header = self._make_header(metadata)
+        self.nbytes: int = len(self._header) + start
+        """Length of the file."""
+        self.checksums: list[int] = []
+        """CRC-32 of each block, once it is written."""
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where in the file each array begins, in bytes."""
+        return {entry.key: len(self._header) + entry.start for entry in self._entries}
+
+    def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
+        """Write it, durably, and note the `checksums`.
+
+        ``check`` is called before each part, and may raise: then no more is written.
+
+        Raises
+        ------
+        OSError
+            Where the file is there already or cannot be written.
+        """
+        # Arrays are in memory anyway; of what is read as it is written little may wait there.
+        is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
+        with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
+            parts = self._parts() if check is None else _checked(self._parts(), check)
+            disk.write_file(file, thread.watch(parts))
+        self.checksums = thread.checksums
+
+    def _make_header(self, metadata: Mapping[str, str]) -> bytes:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        for entry in self._entries:
+            try:
+                check_name(entry.key, "tensor")
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
+            code = _CODES.get(entry.tensor.dtype)
+            if code is None:
+                raise CheckpointError(
+                    f"{entry.key} has dtype {entry.tensor.dtype}, which no safetensors file holds; "
+                    f"it holds {', '.join(_DTYPES)}"
+                )
+            header[entry.key] = {
+                "dtype": code,
+                "shape": list(entry.tensor.shape),
+                "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    def _parts(self) -> Iterator[memoryview]:
+        """The content, a few MiB at a time."""
+        yield memoryview(self._header)
+        for entry in self._entries:
+            for content in entry.contents():
+                for start in range(0, content.size, _PART_BYTES):
+                    yield content[start : start + _PART_BYTES].data
+
+
+def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    for part in parts:
+        check()
+        yield part

@@ -1,0 +1,243 @@
+"""Looking into checkpoints without a model, ranks or MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, FileRecord, Manifest
+from mpishard.checkpoint.format.mapped_file import checksum_at, header_difference
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
+from mpishard.checkpoint.loading.resume import open_whole
+from mpishard.errors import CheckpointError
+
+__all__ = [
+    "CheckpointProblem",
+    "CheckpointReport",
+    "check",
+    "describe",
+    "find_problems",
+    "load_arrays",
+    "problems_in",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """What a checkpoint holds, as `check` and `describe` found it.
+
+    Parameters
+    ----------
+    path : Path
+        The directory.
+    parameter_count : int
+        Elements of all parameters.
+    shapes : mapping of str to tuple
+        Shape of each parameter, in order.
+    kinds : mapping of str to str
+        dtype of each array per parameter: "parameters", an optimizer's state.
+    files : mapping of str to int
+        Bytes of each file.
+    metadata : mapping
+        What was saved beside the arrays.
+    """
+
+    path: Path
+    parameter_count: int
+    shapes: Mapping[str, tuple[int, ...]]
+    kinds: Mapping[str, str]
+    files: Mapping[str, int]
+    metadata: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        vectors = ", ".join(f"{kind} ({dtype})" for kind, dtype in self.kinds.items())
+        return (
+            f"{self.path} is whole: {self.parameter_count:,} elements in {len(self.shapes)} "
+            f"parameters; {vectors}; {len(self.files)} files, {sum(self.files.values()):,} bytes"
+        )
+
+
+def check(path: str | os.PathLike[str]) -> CheckpointReport:
+    """Read all of a checkpoint, compare its checksums, and say what it holds.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is no checkpoint.
+    CheckpointError
+        Where it is torn, corrupt or of a newer version.
+    """
+    with CheckpointReader(path) as reader:
+        reader.verify()
+        return _report(reader)
+
+
+def describe(path: str | os.PathLike[str]) -> CheckpointReport:
+    """Say what a checkpoint holds: of its files only the lengths are compared.
+
+    Raises
+    ------
+    FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
+    with CheckpointReader(path) as reader:
+        return _report(reader)
+
+
+def _report(reader: CheckpointReader) -> CheckpointReport:
+    return CheckpointReport(
+        path=reader.path,
+        parameter_count=reader.length,
+        shapes={entry.name: entry.shape for entry in reader.parameters},
+        kinds={kind: dtype.name for kind, dtype in reader.kinds.items()},
+        files=reader.file_sizes,
+        metadata=reader.metadata,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointProblem:
+    """Something in a checkpoint that is not as it was written.
+
+    Parameters
+    ----------
+    file : str
+        Name of the file.
+    tensors : tuple of str
+        What lies there: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
+    reason : str
+        What is wrong.
+    """
+
+    file: str
+    tensors: tuple[str, ...]
+    reason: str
+
+
+def find_problems(
+    path: str | os.PathLike[str], progress: Callable[[int, int], object] | None = None
+) -> list[CheckpointProblem]:
+    """Read all of a checkpoint, compare its checksums, and list whatever is wrong.
+
+    Parameters
+    ----------
+    path : path
+        The directory, or a folder of checkpoints, of which the newest is read.
+    progress : callable, optional
+        Called with the bytes that are read and those of all files.
+
+    Returns
+    -------
+    list of CheckpointProblem
+        Empty where every byte is as it was written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    FileNotFoundError
+        Where there is no checkpoint.
+    """
+    return problems_in(find_checkpoint(path), progress)
+
+
+def problems_in(
+    directory: Path, progress: Callable[[int, int], object] | None = None
+) -> list[CheckpointProblem]:
+    """As `find_problems`, of what ought to be a single checkpoint and may lack its manifest."""
+    try:
+        if not os.path.lexists(directory / MANIFEST):
+            return [CheckpointProblem(MANIFEST, (), "it is missing")]
+        manifest = Manifest.read(directory)
+    except OSError as error:  # a CheckpointError is one
+        return [CheckpointProblem(MANIFEST, (), str(error))]
+    total = sum(record.nbytes for record in manifest.files.values())
+    problems, done, listed = [], 0, manifest.tensors_by_file()
+    for name, record in manifest.files.items():
+        for low, high, reason in _read_through(directory / name, record, listed[name]):
+            if reason:
+                tensors = tuple(_tensors_in(manifest, name, low, high))
+                problems.append(CheckpointProblem(name, tensors, reason))
+            done += high - low
+            if progress is not None:
+                progress(done, total)
+    return problems
+
+
+def _read_through(
+    file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[int, int, str]]:
+    """Ranges of bytes, one after the other, and what is wrong with each, if anything."""
+    try:
+        if not file.is_file() and file.exists():
+            yield 0, record.nbytes, "it is no file"
+            return
+        held = file.stat().st_size
+        if held != record.nbytes:
+            yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
+            return
+        descriptor = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        yield 0, record.nbytes, "it is missing"
+        return
+    except OSError as error:
+        yield 0, record.nbytes, f"it cannot be read: {error}"
+        return
+    try:
+        for block, expected in enumerate(record.checksums):
+            low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, record.nbytes)
+            words = f"bytes {low} to {high} do not have the checksum that they were written with"
+            try:
+                is_right = checksum_at(descriptor, low, high - low) == expected
+            except OSError as error:
+                is_right, words = False, f"bytes {low} to {high} cannot be read: {error}"
+            yield low, high, "" if is_right else words
+            if block == 0 and is_right:
+                yield 0, 0, header_difference(np.memmap(file, np.uint8, "r"), tensors)
+    finally:
+        os.close(descriptor)
+
+
+def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:
+    """What has elements among the bytes ``low`` to ``high`` of a file."""
+    for kind, record in manifest.arrays.items():
+        for name, pieces in record.pieces.items():
+            size = record.dtype.itemsize
+            if any(
+                piece.file == file
+                and piece.offset < high
+                and low < piece.offset + piece.region.length * size
+                for piece in pieces
+            ):
+                yield f"{kind} of {name}"
+
+
+def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """The parameters of a checkpoint, by name.
+
+    Returns
+    -------
+    dict of str to array
+        New NumPy arrays in the parameters' shapes, in the model's order.
+
+    Raises
+    ------
+    FileNotFoundError, CheckpointError
+        As `CheckpointReader`; also where an optimizer was saved without its model.
+    """
+
+    def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:
+        if PARAMETERS not in reader.kinds:
+            held = sorted(reader.kinds)
+            raise CheckpointError(f"{reader.path} holds {held}, and no {PARAMETERS}")
+        return {e.name: reader.read_whole(PARAMETERS, e) for e in reader.parameters}
+
+    reader, arrays = open_whole(lambda: path, None, read)
+    reader.close()
+    return arrays

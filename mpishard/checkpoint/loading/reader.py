@@ -1,0 +1,338 @@
+"""Reading any region of a checkpoint, whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.arguments import check_path
+from mpishard.arrays import Array
+from mpishard.checkpoint.format.coverage import check_region
+from mpishard.checkpoint.format.folder import newest_of
+from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
+from mpishard.checkpoint.format.mapped_file import MappedFile, PieceValues
+from mpishard.checkpoint.format.overlap import overlaps
+from mpishard.checkpoint.format.target import previous_of
+from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
+from mpishard.sharding.table import ParameterEntry
+
+__all__ = ["CheckpointReader", "find_checkpoint", "find_single"]
+
+_NAMED = 10  # differences, or neighbours, that a message lists
+
+
+class CheckpointReader:
+    """A checkpoint that is open for reading. Not collective: each rank opens its own.
+
+    Opening reads the manifest and compares the files' lengths; arrays stay on disk until `read`.
+    Use as a context manager, or `close`.
+
+    Parameters
+    ----------
+    path : path
+        The directory, or a `CheckpointFolder`, of which the newest is opened. Where it is missing
+        because a save was killed between two renames, the one that was being replaced is.
+
+    Raises
+    ------
+    ValueError
+        For a blank path.
+    FileNotFoundError
+        Where there is no checkpoint; the message lists what is there instead.
+    CheckpointError
+        Where it is torn, corrupt or of a newer version.
+
+    Attributes
+    ----------
+    path : Path
+        The directory that is read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = find_checkpoint(path)
+        manifest = self.path / MANIFEST
+        try:
+            self._manifest = Manifest.read(self.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot use {manifest}: {error}") from error
+        self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
+        self._tensors = self._manifest.tensors_by_file()
+        self._files: dict[str, MappedFile] = {}
+        self._check_sizes()
+
+    @property
+    def identity(self) -> str:
+        """A random name of the save that wrote the checkpoint."""
+        return self._manifest.identity
+
+    @property
+    def parameters(self) -> tuple[ParameterEntry, ...]:
+        """The parameters along the flat vector."""
+        return self._manifest.parameters
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the parameters."""
+        return self._manifest.dtype
+
+    @property
+    def length(self) -> int:
+        """Elements of all parameters."""
+        return self._manifest.length
+
+    @property
+    def kinds(self) -> dict[str, np.dtype[Any]]:
+        """What it holds an array of for each parameter, and the dtypes."""
+        return {kind: record.dtype for kind, record in self._manifest.arrays.items()}
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was saved beside the arrays."""
+        return self._manifest.metadata
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file, by name."""
+        return {name: file.nbytes for name, file in self._manifest.files.items()}
+
+    def held(self, kind: str) -> list[ParameterEntry]:
+        """The parameters that it holds a kind of: all, but no optimizer's state of frozen ones."""
+        return self._manifest.held(kind)
+
+    def read(self, kind: str, region: Region, out: Array) -> None:
+        """Fill ``out`` with a region of a parameter, or of an optimizer's state of it.
+
+        Of the files only the blocks that it takes are read, and their checksums compared, once.
+
+        Parameters
+        ----------
+        kind : str
+            One of `kinds`.
+        region : Region
+            What to read. It need not be a region that was written.
+        out : Array
+            Shape (region.length,), of the kind's dtype; in host or GPU memory.
+
+        Raises
+        ------
+        ValueError
+            As `check_readable`.
+        CheckpointError
+            Where a file cannot be read, or has changed since it was written.
+        """
+        self.check_readable(kind, region, out)
+        record = self._manifest.arrays[kind]
+        for piece in record.pieces[region.name]:
+            found = list(overlaps(piece.region, region))
+            if found:
+                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
+                for overlap in found:
+                    overlap.copy(values, out)
+
+    def verify_region(self, kind: str, region: Region) -> None:
+        """Compare the checksums of what `read` would take.
+
+        Raises
+        ------
+        CheckpointError
+            As `read`.
+        """
+        record = self._manifest.arrays[kind]
+        for piece in record.pieces[region.name]:
+            for overlap in overlaps(piece.region, region):
+                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
+                values[overlap.source_span]
+
+    def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
+        """A new array of a parameter's shape, filled as by `read`."""
+        flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)
+        if flat.size:
+            self.read(kind, Region.whole(entry.name, entry.shape), flat)
+        return flat.reshape(entry.shape)
+
+    def check_readable(self, kind: str, region: Region, out: Array) -> None:
+        """Raise what `read` would raise for these arguments, and read nothing.
+
+        Raises
+        ------
+        ValueError
+            Where the checkpoint has no such kind or parameter, the region is no part of it or was
+            frozen, or ``out`` is not as long or has another dtype.
+        """
+        if kind not in self._manifest.arrays:
+            raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")
+        if out.shape != (region.length,):
+            raise ValueError(
+                f"{kind}: out must have shape ({region.length},) for {region}, got {out.shape}"
+            )
+        dtype = self._manifest.arrays[kind].dtype
+        if out.dtype != dtype:
+            raise ValueError(
+                f"{kind}: the checkpoint {self.path} has dtype {dtype.name}, out has "
+                f"{out.dtype.name}"
+            )
+        if region.name not in self._shapes:
+            raise ValueError(f"{self.path} holds no parameter {region.name!r}")
+        try:
+            check_region(region, self._shapes[region.name])
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
+        if region.name not in self._manifest.arrays[kind].pieces:
+            raise ValueError(
+                f"{self.path} holds no {kind} of {region.name}, which was frozen when it was saved"
+            )
+
+    def require(self, parameters: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+        """Refuse a model that the checkpoint does not fit.
+
+        Parameters
+        ----------
+        parameters : sequence of ParameterEntry
+            The model's.
+        dtype : dtype
+            The model's.
+
+        Raises
+        ------
+        CheckpointError
+            Where names, shapes or dtype differ; the message lists the differences.
+        """
+        saved = {entry.name: entry for entry in self.parameters}
+        wanted = {entry.name: entry for entry in parameters}
+        differences = [
+            f"{name}: {entry.shape} in the checkpoint, not in the model"
+            for name, entry in saved.items()
+            if name not in wanted
+        ]
+        for name, entry in wanted.items():
+            if name not in saved:
+                differences.append(f"{name}: {entry.shape} in the model, not in the checkpoint")
+            elif saved[name].shape != entry.shape:
+                differences.append(
+                    f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
+                )
+        if self.dtype != dtype:
+            differences.insert(
+                0,
+                f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
+            )
+        if differences:
+            more = len(differences) - _NAMED
+            lines = differences[:_NAMED] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError(
+                f"the checkpoint {self.path} does not fit the model:\n  " + "\n  ".join(lines)
+            )
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Read every file and compare its checksums.
+
+        Parameters
+        ----------
+        part, parts : int
+            Of all blocks, the share that is read: ranks deal them among themselves.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the first block of each file that has changed since it was written.
+        """
+        self._check_sizes()
+        changed = []
+        for name in self._manifest.files:
+            file = self._open(name)
+            count = file.block_count
+            try:
+                file.verify(part * count // parts, (part + 1) * count // parts)
+                if part == 0:
+                    file.check_header()
+            except CheckpointError as error:
+                changed.append(str(error))
+        if changed:
+            raise CheckpointError("; ".join(changed))
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent; a later `read` opens them again."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_sizes(self) -> None:
+        torn = self._manifest.torn_files(self.path)
+        if torn:
+            raise CheckpointError(f"{self.path} is torn: {'; '.join(torn)}")
+
+    def _open(self, name: str) -> MappedFile:
+        if name not in self._files:
+            try:
+                self._files[name] = MappedFile(
+                    self.path / name, self._manifest.files[name], self._tensors[name],
+                    self.was_replaced,
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+        return self._files[name]
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint lies at `path` by now."""
+        try:
+            return Manifest.read(self.path).identity != self.identity
+        except (OSError, ValueError):
+            return True
+
+
+def find_single(path: str | os.PathLike[str]) -> Path | None:
+    """The directory of the single checkpoint ``path``; None where it may be a folder of them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no path, or a blank one.
+    CheckpointError
+        For a file.
+    """
+    check_path("the path of a checkpoint", path)
+    target = Path(path).resolve()
+    for directory in (target, previous_of(target)):
+        if (directory / MANIFEST).is_file():
+            return directory
+        if directory.is_dir():
+            return None
+        if directory.exists():
+            raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
+    return None
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
+    found = find_single(path)
+    target = Path(path).resolve()
+    if found is None:
+        found = newest_of(target)
+    if found is not None:
+        return found
+    if target.is_dir():
+        place, what = target, f"{target} holds no {MANIFEST}"
+    else:
+        place, what = target.parent, f"there is no checkpoint {target}"
+    names = sorted(entry.name for entry in place.iterdir()) if place.is_dir() else None
+    if names is None:
+        raise FileNotFoundError(f"{what}; {place} does not exist")
+    listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    raise FileNotFoundError(f"{what}; {place} holds: {listed or 'nothing'}")

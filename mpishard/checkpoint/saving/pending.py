@@ -1,0 +1,308 @@
+"""A save under way: each rank's thread writes its file, rank 0's commits when all have."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.consensus import (
+    GatheredTexts,
+    all_texts,
+    begin_all_gather,
+    share_path,
+    share_text,
+    together,
+)
+from mpishard.checkpoint.format.manifest import MANIFEST
+from mpishard.checkpoint.format.metadata import as_json
+from mpishard.checkpoint.format.target import Target
+from mpishard.checkpoint.saving.content import Content, RankFile, StagingBuffer, assemble, on_host
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.errors import CheckpointError
+
+__all__ = ["PendingSave", "require_room"]
+
+_JOIN_SECONDS = 0.05
+_ABANDON_SECONDS = 2.0
+_YIELD_SECONDS = 0.001
+_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _State(IntEnum):
+    WORKING = 0
+    DONE = 1
+    FAILED = 2
+
+
+class PendingSave:
+    """A checkpoint that is being written. `poll` and `wait` are collective.
+
+    Each rank writes its pieces into one file of a directory beside the target, in a thread that
+    communicates nothing. When all have, rank 0's thread checks that they are complete, writes the
+    manifest, and puts the directory in its place. What the ranks must know of each other they say
+    in one `poll` and hear in the next, so that all go on, and raise, at the same call.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend or None
+        The ranks that write together; None for a single process.
+    make_target : callable
+        Called on rank 0: where it goes.
+    content : Content
+        What to write.
+    staging : StagingBuffer, optional
+        Takes a copy of host arrays, which may then change before the save is done.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a blank path, or arrays that cannot be written.
+    CheckpointError
+        Where the target holds something else, or there is not enough room. All ranks raise what
+        one of them raises.
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend | None,
+        make_target: Callable[[], Target],
+        content: Content,
+        staging: StagingBuffer | None = None,
+    ) -> None:
+        self._backend = backend
+        self._rank = 0 if backend is None else backend.rank
+        self._content = content
+        self._target: Target | None = None
+        self._error: BaseException | None = None
+        self._ended: BaseException | None = None
+        self._state = _State.WORKING
+        self._record = ""
+        self._records: GatheredTexts | None = None
+        self._is_done = False
+        self._is_abandoned = threading.Event()
+        self._staging = staging
+        directory: Path | None = None
+        is_staged = False
+        try:
+            with together(backend):
+                pieces = on_host(content.arrays, staging)
+                is_staged = True
+                self._file = RankFile(self._rank, pieces)
+                if self._rank == 0:
+                    # Training changes lists while this one is written.
+                    self._content = replace(content, metadata=as_json(content.metadata))
+            sizes = np.array([self._file.nbytes])
+            self._nbytes = int((sizes if backend is None else backend.all_gather(sizes)).sum())
+            with together(backend):
+                if self._rank == 0:
+                    self._target = make_target()
+                    with _telling_room(self._target.path, self._nbytes):
+                        directory = self._target.make_temporary()
+                    require_room(directory, self._nbytes)
+            shared = share_path(backend, directory)
+            assert shared is not None
+            self._directory = shared
+        except BaseException:
+            if directory is not None:
+                disk.remove_tree(directory)
+            if staging is not None and is_staged:
+                staging.give_back()
+            raise
+        self._thread = self._start(self._write)
+        self._steps = self._advance()
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is whole and in its place. Communicates nothing."""
+        return self._is_done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write, which `wait` raises on all. Communicates nothing."""
+        return self._state is _State.FAILED
+
+    def poll(self) -> bool:
+        """Go on where all ranks can; return whether it is done. Collective, once a step.
+
+        It does not wait for the others to come to it. What a rank says at one poll all hear at the
+        next, so that all go on, and raise, at the same one.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, where any of them could not write, now and whenever it is called again.
+            What was there before is as it was, unless it says that the checkpoint is in its place.
+        """
+        if self._ended is not None:
+            raise self._ended
+        try:
+            next(self._steps, None)
+        except BaseException as error:
+            self._ended = error
+            if not isinstance(error, CheckpointError):
+                # The ranks that are left may save again, and this save must not come in between.
+                self.abandon()
+            raise
+        return self._is_done
+
+    def wait(self) -> None:
+        """Return when it is done. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            As `poll`.
+        """
+        # The ranks meet all the while: a slow disk is no rank that hangs.
+        while not self.poll():
+            self._thread.join(_JOIN_SECONDS)
+
+    def abandon(self) -> None:
+        """Write no more, because this rank cannot go on with the others. Communicates nothing.
+
+        Where it is just taking its place it may still become a checkpoint. What is left of it
+        otherwise is none, and the next save in its place removes it.
+        """
+        self._is_abandoned.set()
+        self._thread.join(_ABANDON_SECONDS)
+
+    # ------------------------------------------------------------------------------- in a thread
+
+    def _start(self, body: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            # Whoever starts a thread waits until it runs, and then for Python's lock, which it
+            # has: for milliseconds, if it computed now.
+            time.sleep(_YIELD_SECONDS)
+            try:
+                body()
+            except BaseException as error:  # noqa: BLE001 - poll() raises it, on all ranks
+                self._error = error
+                self._state = _State.FAILED
+            else:
+                self._state = _State.DONE
+
+        thread = threading.Thread(target=run, name="mpishard-checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self) -> None:
+        try:
+            if not (self._file.is_empty or self._directory.is_dir()):
+                raise CheckpointError(
+                    f"the directory {self._directory}, which rank 0 made, is not there; a "
+                    "checkpoint must be on a file system that all ranks share"
+                )
+            with _telling_room(self._directory, self._file.nbytes):
+                self._file.write(self._directory, self._check_wanted)
+            self._record = json.dumps(self._file.record())
+        except FileNotFoundError as error:
+            raise self._gone() from error
+        finally:
+            if self._staging is not None:
+                self._staging.give_back()
+
+    def _gone(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._directory} was removed while this was written: does another job, or another "
+            "save, write to the same place? One at a time may"
+        )
+
+    def _check_wanted(self) -> None:
+        if self._is_abandoned.is_set():
+            raise CheckpointError("the run has ended while it was written")
+
+    def _commit(self, records: Sequence[str]) -> None:
+        assert self._target is not None
+        identity = self._directory.name.rsplit(".", 2)[1]
+        manifest = assemble(
+            identity, self._target.sequence, self._content, map(json.loads, records)
+        )
+        if not self._directory.is_dir():
+            raise self._gone()
+        with _telling_room(self._directory, self._nbytes):
+            disk.write_file(self._directory / MANIFEST, [manifest.to_bytes()])
+            self._check_wanted()
+            self._target.put(self._directory)
+
+    # ---------------------------------------------------------------------------------- together
+
+    def _advance(self) -> Iterator[None]:
+        """What the ranks do together, one part of it at each poll. Collective."""
+        yield from self._meet()
+        self._records = records = GatheredTexts(self._backend, self._record)
+        if self._rank == 0:
+            self._state = _State.WORKING
+        yield from self._meet()
+        records.wait()
+        self._is_done = True
+
+    def _meet(self) -> Iterator[None]:
+        """Poll until no rank works, and raise where one has failed. Collective."""
+        states = [int(_State.WORKING)]
+        while _State.WORKING in states:
+            self._commit_where_heard()
+            said = begin_all_gather(self._backend, np.array([int(self._state)]))
+            yield
+            states = said().tolist()
+        if _State.FAILED in states:
+            self._fail()
+
+    def _commit_where_heard(self) -> None:
+        """Let rank 0's thread commit, as soon as what the others wrote has come."""
+        if self._rank == 0 and self._records is not None and self._records.done:
+            self._thread = self._start(partial(self._commit, self._records.wait()))
+            self._records = None
+
+    def _fail(self) -> None:
+        """Raise on every rank what any of them says. Collective."""
+        text = ""
+        if self._error is not None:
+            own = self._error
+            words = str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
+            text = f"rank {self._rank}: {words}"
+        failures = all_texts(self._backend, text)
+        state = f"no checkpoint was written in {self._directory.parent}, and what was there is as "
+        state += "it was"
+        if self._target is not None:
+            if self._target.is_put:
+                state = f"the checkpoint {self._target.path} is whole and in its place, but not all"
+                state += " was done that belongs to it"
+            disk.remove_tree(self._directory)
+        state = share_text(self._backend, state)
+        raise CheckpointError("; ".join([state, *failures])) from self._error
+
+
+def require_room(directory: Path, needed: int) -> None:
+    """Refuse to write ``needed`` bytes where there is no room for them."""
+    if needed > disk.free_bytes(directory):
+        raise _no_room(directory, needed, "there is not enough room")
+
+
+@contextmanager
+def _telling_room(directory: Path, needed: int) -> Iterator[None]:
+    """Say how many bytes are needed and free, where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _IS_FULL:
+            raise _no_room(directory, needed, str(error)) from error
+        raise
+
+
+def _no_room(directory: Path, needed: int, why: str) -> CheckpointError:
+    free = disk.free_bytes(directory)
+    return CheckpointError(
+        f"{why}: {needed:,} bytes are needed and {free:,} are free in {directory.parent}; free "
+        "some, or save elsewhere"
+    )

@@ -1,0 +1,1 @@
+"""``mpishard bench``: benchmarks of collectives, training steps and checkpoints."""

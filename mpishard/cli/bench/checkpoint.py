@@ -1,0 +1,255 @@
+"""``mpishard bench checkpoint``: saving, saving while training, and loading, beside the disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mpishard import checkpoint, nn
+from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.consensus import share_path, together
+from mpishard.checkpoint.format.manifest import file_name
+from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.wording import bytes_text, counted
+from mpishard.communication import CommunicationBackend
+from mpishard.distributed import as_distributed
+from mpishard.observe import Timing
+from mpishard.optimizers import AdamW
+
+__all__ = ["CheckpointBenchmark", "CheckpointResult", "checkpoint_table"]
+
+_WIDTH = 1024
+_STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
+_KINDS = 3  # parameters, and AdamW's two moments
+_ITEM = 4  # bytes
+_PART = 8 << 20  # bytes that are written and read at once, where nothing else is done
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointResult:
+    """What was measured in one way.
+
+    Parameters
+    ----------
+    way : str
+        What was timed.
+    seconds : tuple of float
+        Of each repeat, those of the slowest rank.
+    nbytes : int
+        Of all ranks' files; 0 where the time is of something else.
+    other : str
+        The way that it is compared with, in the same repeat; empty: with none.
+    """
+
+    way: str
+    seconds: tuple[float, ...]
+    nbytes: int = 0
+    other: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBenchmark:
+    """An MLP in float32 with AdamW under FSDP, whose checkpoint has a given size.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of one rank's file, about.
+    repeats : int
+        How often each is timed.
+    folder : Path
+        On the file system to measure.
+    """
+
+    nbytes: int
+    repeats: int
+    folder: Path
+
+    def layers(self, world_size: int) -> int:
+        """Layers of 1024 x 1024 that make up the size."""
+        elements = self.nbytes * world_size // (_KINDS * _ITEM)
+        return max(1, round(elements / (_WIDTH * _WIDTH + _WIDTH)))
+
+    def run(self, backend: CommunicationBackend) -> list[CheckpointResult]:
+        """Measure, each way in turn. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            Where there is not enough room.
+        """
+        made = None
+        with together(backend):
+            if backend.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                made = Path(tempfile.mkdtemp(prefix="mpishard-bench-", dir=self.folder))
+        folder = share_path(backend, made)
+        assert folder is not None
+        try:
+            return _Run(self, backend, folder).results()
+        finally:
+            if backend.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Run:
+    """The model, and what is done with it, on one rank."""
+
+    def __init__(
+        self, benchmark: CheckpointBenchmark, backend: CommunicationBackend, folder: Path
+    ) -> None:
+        self._benchmark = benchmark
+        self._backend = backend
+        self._folder = folder
+        plain = nn.MLP([_WIDTH] * (benchmark.layers(backend.world_size) + 1), dtype="float32")
+        self._model = as_distributed(plain, backend, "fsdp")
+        self._optimizer = as_distributed(AdamW(1e-3), backend, "fsdp")
+        self._staging = checkpoint.StagingBuffer()
+        self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
+        self._product = np.empty_like(self._square)
+        self._totals = np.zeros(3)  # loss, weight, squared norm of the gradient
+        self._seconds: dict[str, list[float]] = {}
+
+    def results(self) -> list[CheckpointResult]:
+        saved = self._folder / "saved"
+        self._save(saved)  # memory is touched, and files are there to be read
+        file = saved / file_name(self._backend.rank)
+        content = np.fromfile(file, np.uint8)
+        sizes = self._backend.all_gather(np.array([content.size]))
+        total = int(sizes.sum())
+        plain = self._folder / f"plain{self._backend.rank}"
+        self._timed("memory for copies", self._reserve)
+        for repeat in range(self._benchmark.repeats):
+            self._timed("write + fsync", lambda: _write(plain, content))
+            plain.unlink()
+            path = self._folder / f"save{repeat}"
+            self._timed("save", partial(self._save, path))
+            self._remove(path)
+            self._save_beside_steps(self._folder / f"async{repeat}")
+            self._timed("read", lambda: _read(file, content))
+            self._timed("load", lambda: checkpoint.load(saved, self._model, self._optimizer))
+        others = {
+            "write + fsync": (total, ""),
+            "save": (total, "write + fsync"),
+            "memory for copies": (0, ""),
+            "save_async, call": (0, "save"),
+            "save_async, polls": (0, "save"),
+            "save_async, stall": (0, "save"),
+            "save_async, until it is done": (total, "save"),
+            "step alone": (0, ""),
+            "step beside a save": (0, "step alone"),
+            "read": (total, ""),
+            "load": (total, "read"),
+        }
+        return [
+            CheckpointResult(way, tuple(self._seconds[way]), *about)
+            for way, about in others.items()
+        ]
+
+    def _reserve(self) -> None:
+        checkpoint.reserve(self._staging, self._model, self._optimizer)
+
+    def _save(self, path: Path) -> None:
+        checkpoint.save(path, self._model, self._optimizer)
+
+    def _save_beside_steps(self, path: Path) -> None:
+        self._backend.barrier()
+        alone = float(np.median([self._step() for _ in range(10)]))
+        self._backend.barrier()
+        begun = time.perf_counter()
+        pending = checkpoint.save_async(path, self._model, self._optimizer, staging=self._staging)
+        called = time.perf_counter() - begun
+        polled, steps = 0.0, []
+        while not pending.done:
+            steps.append(self._step())
+            before = time.perf_counter()
+            pending.poll()
+            polled += time.perf_counter() - before
+        took = time.perf_counter() - begun
+        self._remove(path)
+        self._note("save_async, call", called)
+        self._note("save_async, polls", polled)
+        self._note("save_async, stall", called + polled)
+        self._note("save_async, until it is done", took)
+        self._note("step alone", alone)
+        self._note("step beside a save", float(np.median(steps)))
+
+    def _step(self) -> float:
+        """What a layer computes, and the small reduction that ends each step; timed. Collective."""
+        begun = time.perf_counter()
+        np.matmul(self._square, self._square, out=self._product)
+        np.maximum(self._product, 0.0, out=self._product)
+        self._backend.all_reduce(self._totals)
+        return time.perf_counter() - begun
+
+    def _timed(self, way: str, body: Callable[[], object]) -> None:
+        self._backend.barrier()
+        begun = time.perf_counter()
+        body()
+        self._note(way, time.perf_counter() - begun)
+
+    def _note(self, way: str, seconds: float) -> None:
+        """Note the slowest rank's time. Collective."""
+        slowest = float(self._backend.all_gather(np.array([seconds])).max())
+        self._seconds.setdefault(way, []).append(slowest)
+
+    def _remove(self, path: Path) -> None:
+        self._backend.barrier()
+        if self._backend.rank == 0:
+            shutil.rmtree(path)
+        self._backend.barrier()
+
+
+def _write(file: Path, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    parts = range(0, content.size, _PART)
+    disk.write_file(file, (content[start : start + _PART].data for start in parts))
+
+
+def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    with file.open("rb", buffering=0) as opened:
+        for start in range(0, out.size, _PART):
+            opened.readinto(out[start : start + _PART].data)
+
+
+def checkpoint_table(
+    benchmark: CheckpointBenchmark, results: list[CheckpointResult], world_size: int
+) -> Table:
+    """The results as a table; a ratio is the median over repeats, in each of which both were."""
+    total = next(result.nbytes for result in results if result.nbytes)
+    title = (
+        f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
+        f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
+    )
+    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"))
+    seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
+    for result in results:
+        timing = Timing(result.seconds)
+        table.add_row(
+            result.way,
+            *timing_cells(timing),
+            f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
+            _ratio(result, seconds),
+            result.other,
+        )
+    table.caption = "read and load: from the system's cache. stall: what training waits, in all"
+    table.caption_justify = "left"
+    return table
+
+
+def _ratio(result: CheckpointResult, seconds: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    if not result.other:
+        return ""
+    return f"{np.median(seconds[result.way] / seconds[result.other]):.2f}"

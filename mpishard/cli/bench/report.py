@@ -1,0 +1,74 @@
+"""What benchmarks write down: JSON, with the machine that they ran on."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import threadpoolctl
+
+from mpishard.cli.run.launcher import usable_cores
+
+__all__ = ["describe_machine", "write_json"]
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write what was measured, with the machine that it was measured on.
+
+    A number that is not finite, as of what was not taken, becomes null: JSON knows no NaN.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = _finite({"machine": describe_machine(), **result})
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, and the versions that decide about speed."""
+    blas = threadpoolctl.threadpool_info()
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_bytes": _memory(),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("mpishard", "numpy", "mpi4py")},
+        "blas": [f"{i['internal_api']} {i['version']} {i.get('architecture')}" for i in blas],
+        "blas_threads": [i["num_threads"] for i in blas],
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _memory() -> int | None:
+    try:
+        first = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return None
+    return int(first.split()[1]) * 1024
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""``mpishard doctor``: checks of this installation, with a command that mends what is wrong."""

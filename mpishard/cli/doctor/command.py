@@ -1,0 +1,66 @@
+"""``mpishard doctor``: whether this installation is sound, and what mends it where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from mpishard import settings
+from mpishard.cli.doctor.finding import Finding, Verdict, examined
+from mpishard.cli.doctor.gpu import look_at_gpus
+from mpishard.cli.doctor.host import look_at_host
+from mpishard.cli.doctor.job import look_at_a_job
+from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
+from mpishard.cli.doctor.numpy_blas import look_at_numpy
+from mpishard.cli.doctor.packages import look_at_packages
+from mpishard.cli.doctor.report import as_json, show_findings
+from mpishard.cli.doctor.shm import look_at_shared_memory
+from mpishard.cli.doctor.slurm import look_at_slurm
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    json_wanted: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of lines.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure nothing, and start no job of two ranks.")
+    ] = False,
+) -> None:
+    """Report on this environment: what is there, what is wrong, and the line that mends it.
+
+    Looks at Python, cores and memory, NumPy and its BLAS, MPI and its launcher, shared memory,
+    GPUs, SLURM; measures matrix products; and starts two ranks that talk. It changes nothing.
+
+    --json prints {"schema": 1, "problems": N, "notes": N, "findings": [...]}. Each finding has a
+    name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
+    and mend: the line that mends it, or null.
+
+    The exit code is 1 where there is a problem, and 0 otherwise.
+    """
+    if (settings.launched_rank() or 0) > 0 and settings.launched_world_size() != 1:
+        return  # under a launcher, one rank speaks
+    found = _findings(quick)
+    if json_wanted:
+        findings = list(found)
+        typer.echo(as_json(findings))
+    else:
+        findings = show_findings(found)
+    if any(finding.verdict is Verdict.PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
+def _findings(quick: bool) -> Iterator[Finding]:
+    yield from examined("host", look_at_host)
+    yield from examined("numpy", lambda: look_at_numpy(quick))
+    mpi = MPIInstallation.of_this_python()
+    yield from examined("mpi", lambda: look_at_mpi(mpi))
+    yield from examined("memory", look_at_shared_memory)
+    if not quick:
+        yield from examined("job", lambda: look_at_a_job(mpi))
+    yield from examined("gpu", lambda: look_at_gpus(mpi, quick))
+    yield from examined("slurm", lambda: look_at_slurm(mpi))
+    yield from examined("packages", look_at_packages)

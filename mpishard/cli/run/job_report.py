@@ -1,0 +1,335 @@
+"""Why a job ended, from what its ranks left behind: the exit code, and who went first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpishard import settings
+from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.rank_processes import RankProcess
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import RankState
+
+__all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
+
+_HINTS = {
+    signal.SIGKILL: "; out of memory?",
+    signal.SIGBUS: "; shared memory full?",
+}
+# With which launchers end the ranks that are left: those say nothing of who went first.
+_OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
+_BROKEN = 255
+_MOST_SHOWN = 4
+_SAME_SECONDS = 0.003
+"""Ranks whose ends lie closer to each other may have ended in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """With which code a job ends, and lines for its user; none if all is said already."""
+
+    code: int
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one start of a job ended.
+
+    Parameters
+    ----------
+    verdict : Verdict
+        Its exit code, and what is still to be said.
+    cause : str
+        Why, in one line, even if the ranks have said it themselves.
+    called_init : bool
+        Whether a rank called ``mpishard.init``.
+    seconds : float
+        How long it lasted.
+    logs : Path, optional
+        Where its logs are kept.
+    """
+
+    verdict: Verdict
+    cause: str
+    called_init: bool
+    seconds: float
+    logs: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """What is known of a job that has ended.
+
+    Parameters
+    ----------
+    world_size : int
+        Number of ranks.
+    launcher_code : int
+        Exit code of the launcher.
+    logs : mapping of int to RankLogs
+        The call logs of the ranks, by the launcher's number.
+    ended : sequence of RankProcess
+        The ranks of this machine in the order in which they ended.
+    is_local : bool
+        Whether all ranks ran on this machine.
+    is_hydra : bool
+        Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
+        several signals at once, and 0 for ``os._exit(0)``.
+    launcher_may_break : bool
+        Whether there are several machines: Hydra ends with 255 if a rank is killed then.
+    stopped_for : RankProcess, optional
+        The rank for whose end `mpishard run` ended the others.
+    orphaned : sequence of RankProcess
+        The ranks that were killed because the launcher's process on this machine was gone.
+    program : str
+        The name of the launcher.
+    hosts : sequence of str
+        The machines that the user named, and that the launcher reaches by ssh.
+    survives : bool
+        Whether ranks may outlive each other.
+    """
+
+    world_size: int
+    launcher_code: int
+    logs: Mapping[int, RankLogs]
+    ended: Sequence[RankProcess]
+    is_local: bool = True
+    is_hydra: bool = False
+    launcher_may_break: bool = False
+    stopped_for: RankProcess | None = None
+    orphaned: Sequence[RankProcess] = ()
+    program: str = "mpiexec"
+    hosts: Sequence[str] = ()
+    survives: bool = False
+
+    def judge(self) -> Verdict:
+        """The exit code of the job, and what to say.
+
+        A rank that reported a failure of its own has said all. Otherwise the first rank that went
+        without leaving is named, even if another one has reported that it is gone. If ranks
+        outlive each other, and some came to their end, the job's code is the launcher's, which is
+        theirs.
+        """
+        if self.stopped_for is not None:
+            return self._blame(self.stopped_for)
+        # The launcher may end before a rank that has left: another one ended with a code.
+        orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
+        if orphaned and self._first() is None:
+            ranks = who([process.rank for process in orphaned])
+            line = (
+                f"{ranks} {'was' if len(orphaned) == 1 else 'were'} killed: process "
+                f"{orphaned[0].orphaned_by} of {self.program}, which had started {ranks}, is "
+                "gone (killed, or crashed)"
+            )
+            return Verdict(settings.EXIT_FAILURE, (line,))
+        if not self.called_init:
+            return self._before_all()
+        is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
+        if self.survives and is_good and any(map(self._has_left, self.logs)):
+            return Verdict(self.launcher_code, self._outlived())
+        gone = self._gone()
+        if gone is not None:
+            return self._blame(gone)
+        first = self._first()
+        for log in self.logs.values():
+            if log.state is not RankState.REPORTED:
+                continue
+            # One that found another rank gone ended with 1, and does not know how that went.
+            code = log.code or settings.EXIT_FAILURE
+            if first is None or first.rank == log.rank or code == self.launcher_code:
+                return Verdict(log.code or self.launcher_code or code, self._missing())
+        if first is not None:
+            return self._blame(first)
+        stragglers = [rank for rank in self.logs if not self._has_left(rank)]
+        if stragglers and self.launcher_code == 0 and self.world_size > 1:
+            # Nothing was seen of their end, as on other machines.
+            return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
+        own = next((p.exit_code for p in self.ended if p.exit_code), None)
+        # The launcher's may be those of several ranks at once.
+        code = own if own is not None and own > 0 else self.launcher_code
+        if own is None and self.is_local and self._agrees(signal.SIGKILL) and self.launcher_code:
+            line = "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
+            return Verdict(settings.EXIT_KILLED, (line,))
+        return Verdict(code, self._missing())
+
+    def _outlived(self) -> tuple[str, ...]:
+        """A line for each rank that was lost, if the others went on without it."""
+        lines = []
+        for process in self.ended:
+            log = self.logs.get(process.rank)
+            if log is None or log.state is RankState.LEFT:
+                continue
+            if log.state is RankState.REPORTED:
+                how = "failed, as it reported"
+            else:
+                code = process.exit_code or 0
+                how = f"{_how(code)}{self._where(process, code)}"
+            lines.append(f"{self._who(process)} {how}; the others went on without it")
+        return tuple(lines)
+
+    @property
+    def called_init(self) -> bool:
+        """Whether a rank called ``mpishard.init``."""
+        return bool(self.logs)
+
+    def cause(self, verdict: Verdict) -> str:
+        """Why the job ended, in one line, as `verdict` has it or as ranks have said."""
+        if verdict.lines:
+            return verdict.lines[-1]
+        reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
+        # One that found another rank gone has no code.
+        named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
+        if named:
+            return f"the job ended with code {verdict.code}, as {who(named)} reported"
+        first = self._first()
+        if first is not None and first.exit_code:
+            return f"{self._who(first)} {_how(first.exit_code)}"
+        return f"the job ended with code {verdict.code}"
+
+    def fails(self, process: RankProcess) -> bool:
+        """Whether the end of ``process`` is one that the other ranks were not told of."""
+        if self._has_left(process.rank) and self.world_size > 1:
+            return (process.exit_code or 0) < 0
+        # Nobody waits for a world of one; and who waits for a rank that never came says so.
+        return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
+
+    def _before_all(self) -> Verdict:
+        """Of a job in which no rank has called ``init``, as those of a script without mpishard."""
+        if self.hosts and not self.ended and self.launcher_code == _BROKEN:
+            tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
+            line = (
+                f"no rank was started (exit code {_BROKEN} of {self.program}): can "
+                f"{', '.join(self.hosts)} be reached by {tries}?"
+            )
+            return Verdict(_BROKEN, (line,))
+        first = self._first()
+        if first is None or not self.launcher_code or not first.exit_code:
+            return Verdict(self.launcher_code)
+        # Of a signal the launcher itself speaks; not so that a single rank, which may well have
+        # been in a world of its own, had the exit code of any other.
+        if first.exit_code < 0 and self.world_size > 1:
+            return Verdict(self.launcher_code)
+        return self._blame(first)
+
+    def _gone(self) -> RankProcess | None:
+        """The rank of which another one has reported that it is gone, if its end is known."""
+        reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
+        if not self.is_local or not reported or any(log.code for log in reported):
+            return None
+        ranks = [log.rank for log in reported]
+        failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
+        # It went before the others were ended for it.
+        return failed[0] if failed else None
+
+    def _first(self) -> RankProcess | None:
+        """The rank that failed first, if the launcher's code agrees that it did."""
+        failed = [process for process in self.ended if self.fails(process)]
+        if not failed:
+            return None
+        # MPI_Abort ends the others by a signal, and may end them before the rank that called it.
+        first, code = failed[0], failed[0].exit_code
+        if code is None or code >= 0:
+            return first
+        if not self._agrees(-code):
+            # Hydra breaks if a rank is killed that it is just answering, as it does in init.
+            if self.is_hydra and self.launcher_code == _BROKEN and self._is_in_init(first):
+                return first
+            return next((p for p in failed if p.exit_code == self.launcher_code), None)
+        return first if self.is_local or -code not in _OF_LAUNCHERS else None
+
+    def _agrees(self, number: int) -> bool:
+        """Whether the launcher ended with the signal ``number`` of a rank."""
+        code = self.launcher_code
+        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        if self.is_hydra and code in (number, number | signal.SIGKILL):
+            return True
+        return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
+
+    def _is_in_init(self, process: RankProcess) -> bool:
+        log = self.logs.get(process.rank)
+        return log is not None and log.state is RankState.STARTED
+
+    def _blame(self, process: RankProcess) -> Verdict:
+        code = process.exit_code or 0
+        how = f"{_how(code)}{self._where(process, code)}{self._others(process)}"
+        return Verdict(
+            128 - code if code < 0 else code or settings.EXIT_FAILURE,
+            (f"{self._who(process)} {how}",),
+        )
+
+    def _who(self, process: RankProcess) -> str:
+        log = self.logs.get(process.rank)
+        host = "" if log is None else f" on {log.host}"
+        return f"rank {process.rank} (process {process.pid}{host})"
+
+    def _others(self, process: RankProcess) -> str:
+        if self.world_size == 1:
+            return ""
+        end = process.ended_at
+        failed = [other for other in self.ended if self.fails(other)]
+        alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
+        if end and len(alike) > 1:
+            return f"; {who(alike)} ended at the same time"
+        return "; the others were ended for it" if self.launcher_code else ""
+
+    def _where(self, process: RankProcess, code: int) -> str:
+        log = self.logs.get(process.rank)
+        if self.world_size == 1:  # which writes no calls
+            return ""
+        if log is None:
+            return " before it called mpishard.init()"
+        if log.state is RankState.LEFT:
+            return " after it had left all worlds in good order"
+        silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
+        if log.state is RankState.STARTED:
+            return f"{silently} in mpishard.init()"
+        last = log.last_call
+        if last is None:
+            return f"{silently} before any collective"
+        return f"{silently} {'in' if log.waits_in_last else 'after'} {last}"
+
+    def _missing(self) -> tuple[str, ...]:
+        """Of ranks for which the others waited in ``init`` until they gave up."""
+        if self.launcher_code != settings.EXIT_TIMEOUT:
+            return ()
+        return tuple(
+            f"{self._who(process)} ended with code 0 before it called mpishard.init()"
+            for process in self.ended
+            if process.rank not in self.logs and process.exit_code == 0
+        )
+
+    def _has_left(self, rank: int) -> bool:
+        return rank in self.logs and self.logs[rank].state is RankState.LEFT
+
+
+def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
+    """The end of a job that was sent a signal: with what each rank did last, if none said so."""
+    code = 128 + number.value
+    if any(log.state is RankState.REPORTED for log in logs.values()):
+        return Verdict(code)
+    word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
+    alike: dict[str, list[int]] = {}
+    for log in logs.values():
+        last = log.last_call
+        if last is not None:
+            place = "in" if log.waits_in_last else "after"
+            alike.setdefault(f"{place} {last}", []).append(log.rank)
+    stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
+    if len(stood) > _MOST_SHOWN:
+        stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]
+    return Verdict(code, ("; ".join([f"{word}; the ranks were ended", *stood]),))
+
+
+def _how(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was killed by signal {-code}"
+    return f"was killed by signal {-code} ({number.name}{_HINTS.get(number, '')})"

@@ -1,0 +1,300 @@
+"""The program that starts MPI ranks: the one that belongs to the MPI library that mpi4py loads.
+
+An ``mpiexec`` of another MPI starts N processes that each find themselves alone, in a world of one.
+So the library is asked first, and every candidate on the machine has to say whose it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from mpishard import settings
+from mpishard.cli.run.hosts import Host, slots_are_even
+from mpishard.errors import MPIUnavailableError
+
+__all__ = [
+    "Launcher",
+    "MPIFamily",
+    "MPILibrary",
+    "find_launcher",
+    "launcher_family",
+    "loaded_library",
+    "usable_cores",
+]
+
+_PROBE_SECONDS = 60.0
+
+# Runs in a process of its own: what a broken MPI library does on loading stays there. Nothing is
+# initialised. The memory map tells which of the machine's libraries it was.
+_PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+try:
+    with open("/proc/self/maps") as maps:
+        files = sorted({line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line})
+except OSError:
+    files = []
+print(json.dumps({"version": MPI.Get_library_version(), "files": files}))
+"""
+
+_LIBRARY_FILE = re.compile(r"libmpi(ch|_abi)?\.(so|dylib)")
+
+
+class MPIFamily(StrEnum):
+    """MPI libraries whose launchers take the same options and speak to each other's ranks."""
+
+    MPICH = "MPICH"
+    INTEL = "Intel MPI"
+    OPEN_MPI = "Open MPI"
+
+    @classmethod
+    def of(cls, text: str) -> MPIFamily | None:
+        """The family that names itself in ``text``, a library's or launcher's version message."""
+        # MVAPICH and Cray MPICH are MPICH; Intel's launcher is a Hydra too, so it comes first.
+        if "Intel(R) MPI" in text:
+            return cls.INTEL
+        if re.search(r"Open MPI|OpenRTE|PRRTE", text):
+            return cls.OPEN_MPI
+        if re.search(r"HYDRA|MPICH|MVAPICH", text, re.IGNORECASE):
+            return cls.MPICH
+        return None
+
+    @property
+    def launcher_names(self) -> tuple[str, ...]:
+        """File names of the family's launcher, the likeliest first."""
+        if self is MPIFamily.OPEN_MPI:
+            return ("mpiexec", "mpirun", "mpiexec.openmpi", "orterun")
+        return ("mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpirun")
+
+
+@dataclass(frozen=True, slots=True)
+class MPILibrary:
+    """The MPI library that ``mpi4py`` loads.
+
+    Parameters
+    ----------
+    version : str
+        What ``MPI_Get_library_version`` says.
+    file : Path, optional
+        The shared object; None where the system does not tell.
+    """
+
+    version: str
+    file: Path | None = None
+
+    @property
+    def family(self) -> MPIFamily | None:
+        """Whose launchers can start ranks of this library."""
+        return MPIFamily.of(self.version)
+
+    def __str__(self) -> str:
+        found = re.search(r"\d+(\.\d+)+\w*", self.version)
+        name = self.family or self.version.strip().partition("\n")[0]
+        return f"{name} {found.group()}" if found and self.family else name
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How the ranks of a job are started.
+
+    Parameters
+    ----------
+    program : Path
+        ``mpiexec`` or ``srun``.
+    library : MPILibrary
+        The MPI that the ranks will load.
+    """
+
+    program: Path
+    library: MPILibrary
+
+    @property
+    def is_slurm(self) -> bool:
+        """Whether SLURM starts the ranks and knows their cores."""
+        return self.program.name == "srun"
+
+    @property
+    def is_hydra(self) -> bool:
+        """Whether it is the launcher of MPICH and its kin."""
+        return not self.is_slurm and self.library.family is not MPIFamily.OPEN_MPI
+
+    @property
+    def rank_variable(self) -> str:
+        """The environment variable in which a process that it started finds its rank."""
+        if self.is_slurm:
+            return "SLURM_PROCID"
+        return "PMI_RANK" if self.is_hydra else "OMPI_COMM_WORLD_RANK"
+
+    def command(
+        self,
+        world_size: int,
+        program: Sequence[str],
+        *,
+        hosts: Sequence[Host] = (),
+        variables: Sequence[str] = (),
+        survives: bool = False,
+    ) -> list[str]:
+        """The command line that runs ``program`` on ``world_size`` ranks.
+
+        Parameters
+        ----------
+        world_size : int
+            Number of ranks.
+        program : sequence of str
+            What each rank runs.
+        hosts : sequence of Host
+            Machines to fill one after the other; empty for this one, or for those of the SLURM
+            allocation.
+        variables : sequence of str
+            Environment variables that ranks on other machines must see as well.
+        survives : bool
+            Whether ranks are to outlive each other, which is for Open MPI's own launcher.
+
+        Raises
+        ------
+        ValueError
+            For machines of which SLURM is to fill some more than others; for ranks that outlive
+            each other, of a launcher that lets none.
+        """
+        if survives and (self.is_slurm or self.library.family is not MPIFamily.OPEN_MPI):
+            raise ValueError(
+                f"--on-failure shrink needs Open MPI 5 and its mpiexec, and {self.program} starts "
+                f"ranks of {self.library}, which end together; --on-failure abort is the default"
+            )
+        names = ",".join(host.name for host in hosts)
+        with_slots = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        if self.is_slurm:
+            if hosts and not slots_are_even(hosts):
+                raise ValueError(
+                    f"--hosts {with_slots}: inside SLURM srun deals the ranks to the nodes; give "
+                    "names alone, or an allocation of --ntasks-per-node"
+                )
+            options = ["-n", f"{world_size}", "--export=ALL"]
+            options += ["--kill-on-bad-exit=1", "--quit-on-interrupt"]
+            # Without a number it would take as many nodes as the allocation has.
+            options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
+        elif self.library.family is MPIFamily.OPEN_MPI:
+            # Its default of one core per rank would put all BLAS threads of a rank on that core.
+            options = ["--with-ft", "ulfm"] if survives else []
+            options += ["-n", f"{world_size}", "--bind-to", "none"]
+            if os.geteuid() == 0:
+                options.append("--allow-run-as-root")
+            # It takes a machine for as many ranks as it has slots, of which it counts the cores.
+            options += ["--host", with_slots] if hosts else ["--map-by", ":OVERSUBSCRIBE"]
+            for name in variables:
+                options += ["-x", name]
+        else:
+            options = ["-n", f"{world_size}"]
+            if hosts and slots_are_even(hosts):
+                options += ["-hosts", names, "-ppn", f"{hosts[0].slots}"]
+            elif hosts:
+                options += ["-hosts", with_slots]
+        return [str(self.program), *options, *program]
+
+
+def find_launcher(library: MPILibrary) -> Launcher:
+    """The launcher that belongs to ``library``; ``srun`` inside a SLURM allocation.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where none is found, naming those that belong to another MPI.
+    """
+    srun = shutil.which("srun")
+    if srun is not None and settings.is_slurm_allocation():
+        return Launcher(Path(srun), library)
+    family = library.family
+    if family is None:
+        raise MPIUnavailableError(
+            f"mpi4py loads {library}, whose launcher mpishard does not know: "
+            "start the script with that library's own mpiexec"
+        )
+    strangers = []
+    for candidate in _candidates(library, family):
+        owner = launcher_family(candidate)
+        if owner is family:
+            return Launcher(candidate, library)
+        strangers.append(f"{candidate} ({owner or 'unknown'})")
+    found = f"; found only {', '.join(strangers)}" if strangers else ""
+    raise MPIUnavailableError(
+        f"mpi4py loads {library}, and no mpiexec that belongs to it is on PATH{found}.\n"
+        "Put its bin folder on PATH, or `pip install 'mpishard[mpi]'` into a fresh environment."
+    )
+
+
+def loaded_library() -> MPILibrary:
+    """The library that ``import mpi4py.MPI`` loads in this Python, found without loading it here.
+
+    Raises
+    ------
+    MPIUnavailableError
+        Where mpi4py is missing, or cannot load an MPI library.
+    """
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise MPIUnavailableError(
+            f"loading the MPI library took more than {_PROBE_SECONDS:g} s: `{sys.executable} "
+            "-c 'import mpi4py.MPI'` shows where it hangs"
+        ) from None
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        raise MPIUnavailableError(
+            f"mpi4py cannot be used here: {reason}\n"
+            "`pip install 'mpishard[mpi]'` brings it together with an MPI library."
+        )
+    answer = json.loads(probe.stdout.strip().splitlines()[-1])
+    files = [Path(name) for name in answer["files"] if _LIBRARY_FILE.match(Path(name).name)]
+    return MPILibrary(answer["version"], files[0] if files else None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
+    """Launchers on this machine, nearest to the library first, each once."""
+    # <prefix>/lib/libmpi.so, <prefix>/lib/<platform>/libmpi.so, <prefix>/lib/release/libmpi.so
+    near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
+    on_path = settings.program_folders()
+    seen = set()
+    for folder in [*near, Path(sys.prefix) / "bin", *on_path]:
+        for name in family.launcher_names:
+            candidate = folder / name
+            if candidate not in seen and candidate.is_file() and os.access(candidate, os.X_OK):
+                seen.add(candidate)
+                yield candidate
+
+
+def launcher_family(program: Path) -> MPIFamily | None:
+    """The family that ``program`` says it belongs to; None where it does not run or is unknown."""
+    try:
+        answer = subprocess.run(
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return MPIFamily.of(answer.stdout + answer.stderr)

@@ -1,0 +1,405 @@
+"""A start of a job, to its end: signals go to it, its ranks are watched, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from mpishard import settings
+from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
+from mpishard.cli.run.launcher import Launcher
+from mpishard.cli.run.leftovers import remove_shared_memory
+from mpishard.cli.run.log_folder import CALLS
+from mpishard.cli.run.notice import notice
+from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
+from mpishard.cli.wording import counted
+from mpishard.communication.contract.matching import who
+from mpishard.communication.contract.status import RankState, records_in
+
+__all__ = ["Supervisor"]
+
+_GRACE_SECONDS = 3.5
+"""Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
+
+_SAVE_SECONDS = 25.0
+"""What ranks that save before they end have for it. SLURM kills 30 seconds after SIGTERM."""
+
+_ONE_ORDER_SECONDS = 1.0
+"""Of one order to end a job, SIGTERM may come along several paths: from SLURM, and from srun."""
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_LAUNCHER_SECONDS = 10.0
+"""What the launcher has to end when all its ranks have. Open MPI's at times waits for ever."""
+
+_OTHERS_SECONDS = 3.0
+"""What the others, and the launcher, have to end by themselves when a rank has failed."""
+
+_SAVED = (0, settings.EXIT_PREEMPTED)
+"""Exit codes of a job that had time to save: it may have been at its end."""
+
+_FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
+
+_START_SECONDS = 10.0
+"""For so long the supervisor looks often: most jobs that fail do so in the beginning."""
+
+_FORK_SECONDS, _STARTS_SECONDS = 2.0, 30.0
+"""If ranks are missing, and none has come for so long, the supervisor tries to start a process; and
+gives up."""
+
+_OPEN_MPI_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+
+_JANITOR = """
+trap '' HUP INT TERM QUIT
+read launcher
+read word && exit
+[ "$launcher" ] && { kill -TERM -$launcher; sleep 3; kill -KILL -$launcher; sleep 0.5; }
+rm -rf "$@"
+"""
+"""Waits for the end of `mpishard run`; if that was killed, ends its job and removes its files."""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Runs the launcher of a job, once.
+
+    The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
+    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
+    an empty input instead of being stopped by the first read.
+
+    Parameters
+    ----------
+    name : str
+        The command that speaks, such as ``mpishard run``.
+    launcher : Launcher
+        What starts the ranks.
+    command : sequence of str
+        Its command line.
+    world_size : int
+        Number of ranks.
+    host_count : int
+        Number of machines that the ranks were given; 0 is this one.
+    log_folder : Path, optional
+        Where the call logs of a job that failed are kept.
+    hosts : sequence of str
+        The machines that the user named.
+    received : list of Signals
+        The signals that were to end the job, in any of its starts; also those that come later,
+        until another one is run.
+    survives : bool
+        Whether ranks may outlive each other.
+    """
+
+    name: str
+    launcher: Launcher
+    command: Sequence[str]
+    world_size: int
+    host_count: int
+    log_folder: Path | None = None
+    hosts: Sequence[str] = ()
+    received: list[signal.Signals] = field(default_factory=list)
+    survives: bool = False
+    _folder: Path | None = None
+    _job: subprocess.Popen[bytes] | None = None
+    _processes: RankProcesses | None = None
+    _stopped_for: RankProcess | None = None
+    _has_ended_launcher: bool = False
+    _saves_since: float | None = None
+    _is_ending: bool = False
+    _reason: str = ""
+
+    def run(self, environment: Mapping[str, str]) -> Outcome:
+        """Run the job to its end.
+
+        Its exit code is the one that a rank reported with; else 128 + the signal that this process
+        was sent, or that ended the first rank that failed; else that rank's own code, and 1 if it
+        ended with 0 without a word.
+        """
+        temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
+        folder = temporary if self.log_folder is None else self.log_folder / CALLS
+        folder.mkdir(parents=True, exist_ok=True)
+        # Here Open MPI's launcher puts its files, which it leaves behind if it is killed. The path
+        # is short: there are sockets among them.
+        variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
+        variables["MPISHARD_JOB_FOLDER"] = str(folder)
+        self._folder = folder
+        try:
+            return self._run(variables, folder, (folder, temporary))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
+        self._processes = processes = RankProcesses(folder, self.world_size)
+        self._handle_signals()
+        janitor = subprocess.Popen(
+            ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        started = time.monotonic()
+        self._job = job = subprocess.Popen(
+            self.command,
+            env=environment,
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+            process_group=0,
+        )
+        if janitor.stdin is not None:
+            janitor.stdin.write(b"%d\n" % job.pid)
+            janitor.stdin.flush()
+        if self.received:  # while it started
+            self._signal_job(self.received[-1])
+        if can_be_watched():
+            self._watch(job, processes)
+        code = job.wait()
+        self._job = None
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        processes.wait_for_all()
+        for process in processes.running:  # they would write to the files of the next start
+            process.send(signal.SIGKILL)
+        if self._has_ended_launcher:
+            code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
+        seconds = time.monotonic() - started
+        janitor.communicate(b"the job has ended\n")
+        if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
+            self._not_started(0, f"{self.launcher.program} ended with code {code}")
+        return self._judge(128 - code if code < 0 else code, folder, processes, seconds)
+
+    def _judge(
+        self, launcher_code: int, folder: Path, processes: RankProcesses, seconds: float
+    ) -> Outcome:
+        records = records_in(folder)
+        remove_shared_memory(records)
+        logs = RankLogs.of_job(records)
+        end = JobEnd(
+            self.world_size,
+            launcher_code,
+            logs,
+            processes.ended,
+            is_local=not self.host_count or processes.all_seen,
+            is_hydra=self.launcher.is_hydra,
+            launcher_may_break=self.launcher.is_hydra and self.host_count > 1,
+            stopped_for=self._stopped_for,
+            orphaned=processes.orphaned,
+            program=self.launcher.program.name,
+            hosts=() if self.launcher.is_slurm else self.hosts,
+            survives=self.survives,
+        )
+        verdict = end.judge()
+        if self._reason:
+            verdict = Verdict(settings.EXIT_FAILURE, (self._reason,))
+        has_saved = self._saves_since is not None and verdict.code in _SAVED
+        if self.received and not has_saved:
+            verdict = interrupted(self.received[0], logs)
+        if verdict.code and self.log_folder is not None:
+            for rank, log in logs.items():
+                (self.log_folder / f"rank-{rank}.calls.txt").write_text(
+                    log.text(), encoding="utf-8"
+                )
+        return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
+
+    # ------------------------------------------------------------------------------------ watching
+
+    def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses) -> None:
+        """Wait for the end of ``job``; end it if a rank is gone that the others wait for."""
+        pause = _FIRST_LOOK_SECONDS
+        failed_at = ended_at = 0.0
+        started = looked_at = time.monotonic()
+        waited = 0.0
+        launcher = os.pidfd_open(job.pid)
+        while job.poll() is None:
+            found = processes.look()
+            for process in found if notice.is_given else ():  # the order came before the rank
+                process.send(signal.SIGUSR1)
+            now = time.monotonic()
+            suspect = self._suspect(processes)
+            if suspect is None and not processes.orphaned:
+                failed_at = 0.0
+            elif not failed_at:
+                failed_at = now
+            elif now - failed_at > _OTHERS_SECONDS and not self._is_ending:
+                self._stopped_for = suspect
+                self._end(signal.SIGTERM)
+                self._end_early(processes)
+            if not processes.all_seen or any(rank.is_running() for rank in processes.running):
+                ended_at = 0.0
+            elif not ended_at:
+                ended_at = now
+            elif now - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
+                self._has_ended_launcher = True
+                self._signal_job(signal.SIGKILL)
+            # Seconds in which this process was suspended do not count.
+            waited = 0.0 if found else waited + min(now - looked_at, 2 * _LAST_LOOK_SECONDS)
+            looked_at = now
+            if not (processes.all_seen or self.host_count or self._is_ending):
+                self._look_for_ranks(processes, waited)
+            select.select([launcher], [], [], pause)
+            has_started = now - started > _START_SECONDS
+            pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
+        os.close(launcher)
+
+    def _look_for_ranks(self, processes: RankProcesses, waited: float) -> None:
+        """End the job if ranks of this machine are not started, for ``waited`` seconds by now.
+
+        Hydra tries for ever to start a process that the system does not allow.
+        """
+        why = ""
+        if processes.failed:
+            why = f"the agent of {who(processes.failed)} could not start it"
+        elif waited > _STARTS_SECONDS:
+            why = f"no other has come within {_STARTS_SECONDS:g} s"
+        elif waited > _FORK_SECONDS:
+            try:
+                subprocess.run(["/bin/true"], check=False)
+            except BlockingIOError as error:
+                why = f"the system allows no more processes ({error})"
+        if why:
+            self._not_started(len(processes.ranks), why)
+            self._end(signal.SIGTERM)
+
+    def _not_started(self, count: int, why: str) -> None:
+        self._reason = (
+            f"{count} of {counted(self.world_size, 'rank')} were started: {why}. Does `ulimit -u` "
+            "allow as many processes and threads as the job needs?"
+        )
+
+    def _suspect(self, processes: RankProcesses) -> RankProcess | None:
+        """The first rank that failed, if the others would not be told of it.
+
+        One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
+        Hydra may leave the others to wait. Of ranks that outlive each other, only one that is lost
+        before there is a world of them.
+        """
+        if not processes.ended:
+            return None
+        logs = self._logs()
+        states = {rank: log.state for rank, log in logs.items()}
+        if RankState.REPORTED in states.values():
+            return None
+        for process in processes.ended:
+            log = logs.get(process.rank)
+            if log is not None and (
+                log.state is RankState.LEFT or (self.survives and log.has_begun)
+            ):
+                continue
+            if process.exit_code or process.rank in states:
+                return process
+        return None
+
+    def _end_early(self, processes: RankProcesses) -> None:
+        """End ranks that are not in a world yet: they would report SIGTERM as a failure."""
+        logs = self._logs()
+        for process in processes.running:
+            log = logs.get(process.rank)
+            if log is None or log.state is RankState.STARTED:
+                process.send(signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------------- signals
+
+    def _handle_signals(self) -> None:
+        signal.signal(signal.SIGALRM, self._after_grace)
+        for number in _FORWARDED:
+            # Whoever started us with nohup, or in the background, wants the signal ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._forward)
+        for number, answer in ((signal.SIGQUIT, self._ask), (signal.SIGUSR1, self._give_notice)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, answer)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            savers = self._savers() if self._saves_since is None else []
+            for process in savers:  # Open MPI's launcher would not wait for them
+                process.send(signal.SIGTERM)
+            if savers:
+                self._saves_since = now
+                signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS)
+            if self._saves_since is not None and now - self._saves_since < _ONE_ORDER_SECONDS:
+                return
+        self._end(signal.Signals(number))
+
+    def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
+        """Have the ranks save, and leave, in their own time, as soon as they can.
+
+        Those of this machine: one is enough, as the ranks save together. In a rank that has not
+        imported mpishard yet the signal is blocked, and waits.
+        """
+        notice.is_given = True
+        processes = self._processes
+        if processes is None:
+            return
+        for process in processes.running:
+            process.send(signal.SIGUSR1)
+        if self.host_count and not processes.running:
+            self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
+        elif not self._savers():
+            self._say(
+                "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
+                "job goes on until one is"
+            )
+
+    def _savers(self) -> list[RankProcess]:
+        """The ranks of this machine that now save when they are told to."""
+        if self._processes is None:
+            return []
+        logs = self._logs()
+        return [p for p in self._processes.running if p.rank in logs and logs[p.rank].is_saving]
+
+    def _end(self, number: signal.Signals) -> None:
+        self._signal_job(number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
+        self._is_ending = True
+
+    def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._is_ending:
+            self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
+            self._end(signal.SIGTERM)
+            return
+        self._signal_job(signal.SIGKILL)
+        # Hydra gives each rank a session of its own.
+        for process in self._processes.running if self._processes else ():
+            process.send(signal.SIGKILL)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        """Ask the ranks of this machine what they do. The job goes on."""
+        running = [] if self._processes is None else self._processes.running
+        # A process without a handler, as before init, would end.
+        asked = [process for process in running if process.catches(signal.SIGQUIT)]
+        for process in asked:
+            process.send(signal.SIGQUIT)
+        others = [process for process in running if process not in asked]
+        self._say(
+            f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
+            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
+        )
+
+    def _logs(self) -> dict[int, RankLogs]:
+        if self._folder is None:
+            return {}
+        return RankLogs.of_job(records_in(self._folder, with_calls=False))
+
+    def _signal_job(self, number: signal.Signals) -> None:
+        if self._job is not None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._job.pid, number)
+
+    def _say(self, line: str) -> None:
+        typer.echo(f"{self.name}: {line}", err=True)

@@ -1,0 +1,1 @@
+"""The engine: the one way in which parameters change."""

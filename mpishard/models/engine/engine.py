@@ -1,0 +1,458 @@
+"""The one way in which parameters change."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILossFunction
+from mpishard.errors import NoSampleError
+from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.replicas import Replicas
+from mpishard.models.engine.round import Round
+from mpishard.models.engine.step import StepReport, Update
+from mpishard.models.engine.update_pieces import UpdatePieces
+from mpishard.models.programs.leaves import GradientLeaves
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
+from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.store_layout import Holdings
+from mpishard.nn.cache import KeyValueCache
+from mpishard.nn.layer import Context
+from mpishard.observe import span, step_span
+from mpishard.sharding import ShardingConfiguration, pieces_within
+
+__all__ = ["Engine"]
+
+Rule = Callable[[list[Update], StepReport], None]
+Batch = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
+
+
+class Engine:
+    """Runs the forward and backward passes of a program, reduces, checks, updates, publishes.
+
+    Parameters
+    ----------
+    program : Program
+        What is computed.
+    parameters : ParameterStore
+        Who holds parameters.
+    make_gradients : callable
+        ``make_gradients(holdings)`` makes the store of gradients, anew where units are frozen.
+    policy : Policy
+        What the strategy shards.
+    loss : ILossFunction or None
+        What is minimised; None where a black box knows.
+    config : ShardingConfiguration
+        Choices that may change between steps.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: ParameterStore,
+        make_gradients: Callable[[Holdings], GradientStore],
+        stage: UpdateStage,
+        policy: Policy,
+        loss: ILossFunction | None,
+        config: ShardingConfiguration,
+    ) -> None:
+        self.program = program
+        self.parameters = parameters
+        self.policy = policy
+        self.loss = loss
+        self.step_number = 0
+        self.version = 0
+        self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
+        self._config = config
+        self._make_gradients = make_gradients
+        self.stage = stage
+        self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
+        self.round = Round(config, parameters.backend, program.replicas(config))
+        in_leaves = config.gradient_leaves is not None
+        self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
+        self.freeze(program.frozen)
+
+    def freeze(self, names: frozenset[str]) -> None:
+        """Train what is not among ``names``, which are names of parameters. Collective.
+
+        What is frozen has no optimizer state, counts for no norm, and where a whole unit is, it
+        has no gradient and nothing of it is sent but what must be gathered.
+
+        Raises
+        ------
+        ShardingError
+            In the middle of a round of accumulation.
+        ValueError
+            Where nothing would be left to train.
+        """
+        self.round.require_none("what is trained cannot change")
+        whole = self.program.placement.entries
+        if all(entry.name in names for entry in whole):
+            raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
+        self.program.freeze(names)
+        holdings = replace(self.holdings, frozen=self.program.frozen_units)
+        self.gradients = self._make_gradients(holdings)
+        self.pieces = UpdatePieces.of(self.program, holdings, self.policy, self.leaves)
+
+    @property
+    def holdings(self) -> Holdings:
+        """Units, ranks, and where memory is booked."""
+        return self.parameters.holdings
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        """The ranks that hold the same part of the model, and compute other samples."""
+        return self.parameters.backend
+
+    @property
+    def world(self) -> CommunicationBackend:
+        """All ranks."""
+        return self._config.communication_backend
+
+    def sum_over_owners(self, vector: Array) -> Array:
+        """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
+
+        Over all ranks, of which each brings what it has of the parameters that it updates; what
+        several hold alike counts once.
+        """
+        placement = self.program.placement
+        if not placement.is_whole:
+            counted = {held.entry.name for held in placement.slices if held.is_counted}
+            for place, entry in enumerate(placement.entries):
+                if entry.name not in counted:
+                    vector[place] = 0
+        owners = self.program.owners(self._config, shards_state=self.policy.shards_state)
+        return vector if owners is None else owners.all_reduce(vector)
+
+    def step(
+        self,
+        x: Array,
+        y: Array,
+        rule: Rule,
+        *,
+        sample_start: int | None = None,
+        settings: int = 0,
+    ) -> StepReport:
+        """One synchronised update on this rank's batch; inside `accumulate`, none yet.
+
+        ``sample_start`` is the index of this rank's first sample among those of all ranks and of
+        the round; where it is not given and the program is random, the ranks tell each other how
+        many samples they have; with gradient leaves they always do. ``settings`` is a checksum of
+        what the rule depends on, such as its rate: replicas that are updated with different rates
+        would drift apart unseen.
+
+        Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
+        communicated, and the report tells of its batch.
+
+        Nothing has changed where it raises; only an exception of ``rule`` itself may come late.
+
+        Raises
+        ------
+        ValueError
+            For a batch that does not fit the model, before anything is communicated; on every
+            rank where no rank has a sample that counts, and where ranks of a mesh that compute one
+            batch together were given several.
+        ShardingError
+            On every rank, where the ranks accumulated different numbers of batches; where
+            replicas have drifted apart and the step is to be synchronised; on every rank, where
+            ``settings`` differ.
+        NonFiniteLossError
+            On every rank, where the loss or the gradient is not finite.
+        """
+        self.holdings.device.use()  # of the thread that calls
+        self.program.check_pair(x, y, self.loss)
+        is_local = not self._config.auto_sync_gradients
+        if is_local:
+            self.replicas.require_drifting()
+        else:
+            self.replicas.require_equal("a synchronised step")
+        if self.leaves is not None:
+            self.leaves.require(self._config, accumulates=self.round.accumulates)
+        try:
+            self.program.require_one_batch("step", x, y, everywhere=True)
+            batches = self._batches(x, y, sample_start, is_local=is_local)
+            with step_span(self.step_number + 1):
+                return self._step(batches, rule, settings, is_local=is_local)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _batches(
+        self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
+    ) -> list[Batch]:
+        """What this rank computes, one after the other. Collective, where ranks must be asked."""
+        if self.leaves is not None:
+            return self.leaves.cut(x, y, sample_start)
+        if sample_start is None:
+            asks = self.program.is_random
+            sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
+        return [(x, y, sample_start)]
+
+    def _step(
+        self,
+        batches: Sequence[Batch],
+        rule: Rule,
+        settings: int,
+        *,
+        is_local: bool,
+    ) -> StepReport:
+        round_ = self.round
+        ends = not (round_.accumulates or is_local)
+        for number, (x, y, sample_start) in enumerate(batches, start=1):
+            loss, weight = self._pass(
+                x, y, self.gradients, is_first=not round_.is_open,
+                is_last=ends and number == len(batches), sample_start=sample_start,
+            )  # fmt: skip
+            round_.add(loss, weight)
+        if is_local:
+            return self._local_update(loss, weight, rule)
+        step = self.step_number + 1
+        if round_.accumulates:
+            total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
+            return StepReport(self._mean(total, total_weight), total_weight, None)
+        # Of a replicated gradient, too, each rank takes the norm of its piece alone.
+        counted = self.gradients.owned(self.pieces.counted)
+        if self.leaves is None:
+            message = [round_.loss, round_.weight, squared_norm(counted)]
+            total, total_weight, squared = round_.totals(message, loss, settings, step)
+        else:
+            message = self.leaves.message(round_.parts, counted)
+            total, total_weight, squared = round_.totals(
+                message, round_.loss, settings, step, self.leaves.fold
+            )
+        if total_weight == 0:
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        norm = math.sqrt(squared) / total_weight
+        report = StepReport(self._mean(total, total_weight), total_weight, norm)
+        try:
+            self._change(rule, self.gradients.owned(self.pieces.updated), report)
+        finally:  # a rule that failed here may still read gradients elsewhere
+            self.gradients.finish()
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self._end_round()
+        return report
+
+    def apply(self, gradient: Array, rule: Rule) -> None:
+        """Update with a given gradient of the mean loss instead of computing one.
+
+        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+
+        Raises
+        ------
+        ShardingError
+            Where replicas have drifted apart; in the middle of a round of accumulation.
+        NonFiniteLossError
+            On every rank, where the gradient is not finite.
+        """
+        self.replicas.require_equal("apply_gradients")
+        self.round.require_none("apply_gradients()")
+        placement = self.program.placement
+        trained = [
+            gradient[e.start : e.stop] for e in placement.entries
+            if e.name not in self.program.frozen
+        ]  # fmt: skip
+        norm = math.sqrt(squared_norm(trained))
+        if not math.isfinite(norm):
+            self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
+        pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
+        self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self._end_round()
+
+    def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
+        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
+        pieces = self.pieces.updated
+        parameters = self.parameters.owned(pieces)
+        with self.stage.staged(parameters, gradients) as (own, reduced):
+            updates = [Update(*given) for given in zip(pieces, own, reduced, strict=True)]
+            watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
+            with watched, span("update"):
+                rule(updates, report)
+
+    def _end_round(self) -> None:
+        self.changed()
+        self.round.end()
+        self.step_number += 1
+
+    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
+        """Update this replica with its own gradient; the others are not asked."""
+        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
+        if self.round.accumulates:
+            return StepReport(self._mean(loss, weight), weight, None)
+        total, total_weight = self.round.loss, self.round.weight
+        if total_weight == 0:
+            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
+        gradients = self.gradients.local(self.pieces.updated)
+        squared = squared_norm(gradients)
+        if not (math.isfinite(total) and math.isfinite(squared)):
+            what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
+            self.round.refuse_nonfinite(what, self.step_number + 1)
+        report = StepReport(
+            self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
+        )
+        self._change(rule, gradients, report)
+        self.replicas.drift(total_weight)
+        self._end_round()
+        return report
+
+    def _pass(
+        self,
+        x: Array,
+        y: Array,
+        gradients: GradientStore,
+        *,
+        is_first: bool,
+        is_last: bool,
+        sample_start: int = 0,
+        loss: ILossFunction | None = None,
+    ) -> tuple[float, float]:
+        """One forward and backward pass; this rank's loss sum and weight."""
+        gradients.begin(is_first=is_first, is_last=is_last, defer=self.round.defers)
+        context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
+        total, weight = self.program.train(
+            self.parameters, gradients, x, y, loss or self.loss, context
+        )
+        gradients.settle()
+        return total, weight
+
+    def _mean(self, total: float, weight: float) -> float:
+        """The mean loss; NaN where a black box does not tell its loss, or nothing was weighed."""
+        known = self.program.knows_loss(self.loss) and weight > 0
+        return total / weight if known else math.nan
+
+    @contextmanager
+    def accumulate(self, *, defer: bool = False) -> Iterator[None]:
+        """Inside, `step` adds to the round and does not end it. See `ShardedModelBase`."""
+        try:
+            with self.round.accumulating(defer=defer):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Drop an unfinished round."""
+        self.round.end()
+        self.gradients.abandon()
+        self.parameters.abandon()
+
+    def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
+        """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
+        self.holdings.device.use()
+        self.program.check_pair(x, y, loss or self.loss)
+        holdings = self.gradients.holdings
+        sink = ReplicatedGradients(holdings)
+        everywhere = self.policy.shards_parameters
+        self.program.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
+        with self._leaving_no_unit():
+            total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+            self.program.finish_local(sink)
+        full = sink.vector
+        if self.program.frozen:
+            ranges = [
+                (e.start, e.stop) for e in self.program.entries
+                if e.name not in self.program.frozen
+            ]  # fmt: skip
+            pieces = pieces_within(holdings.pieces(sharded=False), ranges)
+            full = array_namespace(full).zeros(self.program.length, full.dtype)
+            for piece, values in zip(pieces, sink.local(pieces), strict=True):
+                full[piece.start : piece.stop] = values
+        total, weight = self.program.tell(total, weight)
+        full = self.program.assemble(full)
+        if weight:
+            full /= weight
+            total /= weight
+        return total, full
+
+    def predict(self, x: Array) -> Array:
+        """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        self.holdings.device.use()
+        self.program.check(x)
+        self.program.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
+        with self._leaving_no_unit():
+            return self.program.predict(self.parameters, x)
+
+    def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
+        """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
+        self.holdings.device.use()
+        self.program.check_next(x)
+        with self._leaving_no_unit():
+            return self.program.predict_next(self.parameters, x, cache)
+
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of the loss over this rank's batch.
+
+        Without a gradient, but where a black box tells its loss only together with one.
+        """
+        self.holdings.device.use()
+        self.program.check_pair(x, y, self.loss)
+        if not self.policy.shards_parameters and len(x) == 0:
+            return 0.0, 0.0
+        if self.loss is None:
+            total, weight, _ = self.program.forward(
+                self.parameters, x, y, None, Context(training=False)
+            )
+            return total, weight
+        return self.program.measure(self.loss, self.predict(x), self.program.device.put(y))
+
+    def synchronize_replicas(self) -> None:
+        """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
+        if self.replicas.synchronize():
+            self.changed()
+
+    def changed(self) -> None:
+        """Hear that parameters have changed."""
+        self.version += 1
+        self.program.changed(self.parameters)
+
+    def take(self, full: Array) -> None:
+        """Take parameters from the full vector, which is the same on every rank."""
+        self.holdings.device.use()
+        placement = self.program.placement
+        self.parameters.take(lambda start, out: placement.take(full, start, out))
+        self.replicas.are_equal()
+        self.changed()
+
+    def read(self) -> None:
+        """Hear that every rank has written what it holds, as from a file. Collective."""
+        self.parameters.refresh()
+        self.replicas.are_equal()
+        self.changed()
+
+    def continue_as(self, other: Engine) -> None:
+        """Be at the step of ``other``, whose parameters this one has a copy of."""
+        self.step_number = other.step_number
+        self.replicas.drift_as(other.replicas)
+
+    def gather(self) -> Array:
+        """All parameters in layer order, a new array on every rank. Collective."""
+        self.holdings.device.use()
+        with self._leaving_no_unit():
+            return self.program.gather(self.parameters)
+
+    def gather_on(self, root: int) -> Array | None:
+        """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
+        self.holdings.device.use()
+        with self._leaving_no_unit():
+            return self.program.gather_on(
+                self.parameters, root, is_sharded=self.policy.shards_parameters
+            )
+
+    @contextmanager
+    def _leaving_no_unit(self) -> Iterator[None]:
+        """After an error no unit stays unsharded, to be taken for current later on."""
+        try:
+            yield
+        except BaseException:
+            self.parameters.abandon()
+            raise

@@ -1,0 +1,109 @@
+"""Replicas of the parameters that each rank may update alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpishard.errors import ShardingError
+from mpishard.models.engine.policy import Policy
+from mpishard.models.stores.parameter_store import ParameterStore
+
+__all__ = ["ALONE_ON_A_MESH", "Replicas"]
+
+ALONE_ON_A_MESH = (
+    "auto_sync_gradients=False lets each rank update a replica of its own, and here ranks hold "
+    "parts of one; use DDP, or model.accumulate() to synchronise less often"
+)
+"""Why the ranks of a mesh update together."""
+
+
+class Replicas:
+    """How far the ranks' replicas may differ, and how they become equal again.
+
+    Parameters
+    ----------
+    parameters : ParameterStore
+        Who holds them.
+    policy : Policy
+        Where it shards anything, there is nothing that could drift.
+    is_on_mesh : bool
+        Whether a replica is several ranks', none of which can update it alone.
+    """
+
+    def __init__(
+        self, parameters: ParameterStore, policy: Policy, *, is_on_mesh: bool = False
+    ) -> None:
+        self._parameters = parameters
+        self._policy = policy
+        self._is_on_mesh = is_on_mesh
+        self._weight = 0.0  # of the samples used by this rank alone since all were equal
+
+    def require_drifting(self) -> None:
+        """Refuse a strategy whose ranks cannot update alone.
+
+        Raises
+        ------
+        ValueError
+            Where gradients, state or parameters are sharded, or ranks of a mesh hold parts.
+        """
+        if self._is_on_mesh:
+            raise ValueError(ALONE_ON_A_MESH)
+        policy = self._policy
+        if policy.shards_state or policy.shards_gradients or policy.shards_parameters:
+            raise ValueError(
+                "auto_sync_gradients=False lets each rank update a replica of its own, and this "
+                "strategy shards gradients or optimizer state; use DDP, or model.accumulate() to "
+                "synchronise less often"
+            )
+
+    def require_equal(self, purpose: str) -> None:
+        """Refuse what needs the same parameters on all ranks while replicas differ.
+
+        Raises
+        ------
+        ShardingError
+            Where this rank has made updates of its own since the last synchronisation.
+        """
+        if self._weight:
+            raise ShardingError(
+                f"{purpose} needs equal replicas, and rank {self._parameters.backend.rank} has "
+                "made updates of its own (auto_sync_gradients=False): call "
+                "synchronize_gradients() on all ranks first"
+            )
+
+    def drift(self, weight: float) -> None:
+        """Hear that this rank has updated its replica alone, with samples of this weight."""
+        self._weight += weight
+
+    def drift_as(self, other: Replicas) -> None:
+        """Hear that this is a copy of ``other``."""
+        self._weight = other._weight
+
+    def are_equal(self) -> None:
+        """Hear that every rank has taken the same parameters from elsewhere."""
+        self._weight = 0.0
+
+    def synchronize(self) -> bool:
+        """Give every rank the mean of all replicas, weighted by the samples each has used.
+
+        Collective. After one step of plain descent that is the synchronised step.
+
+        Returns
+        -------
+        bool
+            Whether parameters have changed.
+        """
+        backend = self._parameters.backend
+        if self._policy.shards_state:
+            backend.barrier()
+            return False
+        total = float(backend.all_reduce(np.array([self._weight]))[0])
+        if total == 0:
+            return False
+        whole = self._parameters.holdings.pieces(sharded=False)
+        for replica in self._parameters.owned(whole):
+            mine = replica
+            mine *= self._weight / total
+            backend.all_reduce(mine)
+        self._weight = 0.0
+        return True

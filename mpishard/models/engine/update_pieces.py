@@ -1,0 +1,77 @@
+"""Which parts of a rank's own flat vector an update reads, changes, counts and writes down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpishard.models.engine.policy import Policy
+from mpishard.models.programs.leaves import GradientLeaves
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.store_layout import Holdings
+from mpishard.sharding import Piece, pieces_within
+
+__all__ = ["UpdatePieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePieces:
+    """What of its pieces a rank treats how, as long as the same parameters are trained.
+
+    Parameters
+    ----------
+    published : tuple of Piece
+        What this rank owns of the units that have a gradient; where parameters are whole, the
+        others get it after an update.
+    owned : tuple of Piece
+        What is trained of it.
+    updated : tuple of Piece
+        What this rank's rule updates: ``owned``, or where the state is replicated all that is
+        trained.
+    counted : tuple of Piece
+        What of ``owned`` adds to this rank's part of a norm: of what tensor ranks hold alike, one
+        counts it; with gradient leaves, cell by cell.
+    """
+
+    published: tuple[Piece, ...]
+    owned: tuple[Piece, ...]
+    updated: tuple[Piece, ...]
+    counted: tuple[Piece, ...]
+
+    @classmethod
+    def of(
+        cls, program: Program, holdings: Holdings, policy: Policy, leaves: GradientLeaves | None
+    ) -> UpdatePieces:
+        """Those of a program, which says what of it is frozen; ``leaves`` hear of them."""
+        without_gradient = program.frozen_units
+
+        def trained(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            if not program.frozen:
+                return pieces
+            ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
+            return pieces_within(pieces, ranges)
+
+        own, every = (
+            tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
+            for pieces in (holdings.pieces(), holdings.pieces_of_all())
+        )
+        owned = counted = trained(own)
+        if leaves is not None:
+            counted = leaves.count_in(trained(every), owned)
+        elif not program.placement.is_whole:
+            counted = pieces_within(owned, program.placement.counted_ranges)
+        return cls(own, owned, owned if policy.shards_state else trained(every), counted)
+
+    def to_write(self, program: Program) -> tuple[Piece, ...]:
+        """The ``updated`` ones whose state this rank writes to a checkpoint: of replicas, a part.
+
+        Together the ranks write each element once.
+        """
+        owned = {(piece.start, piece.stop) for piece in self.owned}
+        mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
+        if program.placement.is_whole:
+            return mine
+        return tuple(
+            Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
+            for piece in mine
+            for part in pieces_within([piece], program.placement.written_ranges)
+        )

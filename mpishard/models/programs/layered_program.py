@@ -1,0 +1,181 @@
+"""A chain of layers, computed unit by unit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, require_plain
+from mpishard.checkpoint.exchange.plain import PlainModelFiles
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
+from mpishard.devices import HOST
+from mpishard.errors import MissingLossError
+from mpishard.models.programs.chain import HeldLayers, LayerChain
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.gradient_store import GradientStore
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.nn.cache import KeyValueCache
+from mpishard.nn.layer import Context
+from mpishard.sharding import Unit, build_units
+
+__all__ = ["LayeredProgram", "held_whole"]
+
+
+def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
+    """All layers of a model, on a rank whose own flat vector is the model's."""
+    infos = model.get_all_layer_info()
+    table = model.parameter_table
+    return HeldLayers(
+        names=[info.name for info in infos],
+        layers=model.layers,
+        of_layer=[table.layer_entries(info.name) for info in infos],
+        entries=table.entries,
+        units=build_units([info.parameter_count for info in infos], minimum_unit_size),
+        dtype=model.dtype,
+    )
+
+
+class LayeredProgram(Program):
+    """A chain of layers. A unit is gathered when its first layer begins, let go after its last.
+
+    The last unit, and any unit that a layer outside it uses too, is kept from its first use in
+    forward to its last in backward.
+
+    Parameters
+    ----------
+    model : ILayeredModel
+        Structure, first parameters and loss.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`.
+    """
+
+    def __init__(self, model: ILayeredModel, minimum_unit_size: int) -> None:
+        self._model = model
+        self._minimum_unit_size = minimum_unit_size
+        self._input_shape = model.get_all_layer_info()[0].input_shape
+        self.dtype = model.dtype
+        self.device = getattr(model, "device", HOST)
+        self.is_random = any(layer.is_random for layer in model.layers)
+        self.seed = int(getattr(model, "seed", 0))
+        self._hold()
+        self.freeze(frozenset(e.name for e in self.placement.entries if not e.trainable))
+
+    def _hold(self) -> None:
+        """Lay out what this rank computes: `units`, `kept`, `entries` and the chains."""
+        held = held_whole(self._model, self._minimum_unit_size)
+        self.units, self.entries = held.units, tuple(held.entries)
+        self.kept = held.reused | {held.units[-1].index}
+        self._chains = [LayerChain(held, 0, len(held.layers), self.kept)]
+
+    def freeze(self, names: frozenset[str]) -> None:
+        super().freeze(names)
+        for chain in self._chains:
+            chain.freeze(names, self.frozen_units)
+
+    def description(self) -> str:
+        layers = [type(layer).__name__ for layer in self._model.layers]
+        choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
+        return f"{super().description()} {layers} {json.dumps(choices, sort_keys=True)}"
+
+    def deal_constants(self, backend: CommunicationBackend) -> None:
+        if self.is_random:
+            self.seed = int(backend.broadcast(np.array([self.seed]))[0])
+
+    def check(self, x: Any) -> None:
+        self._output_shape(x)
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        shape = self._output_shape(x)
+        require_plain(y)
+        if loss is None:
+            raise MissingLossError(
+                f"{type(self._model).__name__} has no default loss; pass loss_function"
+            )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
+        if getattr(y, "shape", None) is None:
+            raise TypeError(f"targets must be an array, got {type(y).__name__}")
+        if len(y) != len(x):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        loss.check_target((len(x), *shape), y)
+
+    def _output_shape(self, x: Any) -> tuple[int, ...]:
+        """Shape of a sample's output; the layers refuse what they cannot take."""
+        require_plain(x)
+        shape = getattr(x, "shape", None)
+        expected = f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
+        if shape is None:
+            raise TypeError(expected + type(x).__name__)
+        if len(shape) != 1 + len(self._input_shape):
+            raise ValueError(f"{expected}shape {tuple(shape)}")
+        self._model.check_input(x)
+        output = tuple(shape[1:])
+        for layer in self._model.layers:
+            output = layer.output_shape(output)
+        return output
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        self._model.fill_parameters(unit.start, out)
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self._model.release_parameters(holder)
+        return None
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        self._model.reclaim_parameters(gather())
+
+    def copy(self) -> tuple[Program, Any]:
+        model = self._copied_model()
+        return self._copied(LayeredProgram(model, self._minimum_unit_size)), model
+
+    def _copied_model(self) -> Any:
+        # What layers choose, such as the features in use, is the copy's own.
+        if isinstance(self._model, ICloneable):
+            return self._model.deep_copy()
+        return copy.deepcopy(self._model)
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        (chain,) = self._chains
+        y, _ = chain.forward(parameters, self._model.as_input(x), Context(training=False))
+        chain.let_go(parameters)
+        return y
+
+    def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
+        (chain,) = self._chains
+        context = Context(training=False, cache=cache)
+        y, _ = chain.forward(parameters, self._model.as_input(x), context)
+        chain.let_go(parameters)
+        return y[:, -1]
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        assert loss is not None
+        (chain,) = self._chains
+        prediction, tape = chain.forward(parameters, self._model.as_input(x), context)
+        total, weight, saved = loss.forward(prediction, self.device.put(y))
+        return total, weight, [tape, loss, saved]
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        layers, loss, saved = tape
+        tape.clear()
+        dy = loss.backward(saved)
+        del saved
+        (chain,) = self._chains
+        chain.backward(
+            parameters, gradients, layers, dy, gradients.reduce, needs_input_gradient=False
+        )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return ", ".join(str(dim) for dim in shape)

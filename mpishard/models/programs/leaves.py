@@ -1,0 +1,285 @@
+"""A global batch in leaves, so that worlds of different sizes walk through the same bits.
+
+A world of P ranks has V leaves to compute, P at a time: rank r computes the leaves r, r + P, .. .
+What is summed over leaves is summed in the tree of `mpishard.communication.contract.reduction` over
+V slots, whatever P is: gradients in `LeafGradients`, loss and weight here. Norms, which are sums
+over parameters, are made of the same terms in every world: see `mpishard.sharding.cells_of`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, block_squares
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import CommunicationBackend
+from mpishard.errors import ShardingError
+from mpishard.layout import LeafLayout, ShardLayout
+from mpishard.models.programs.program import Program
+from mpishard.sharding import Piece, ShardingConfiguration, cut_at_cells, numerics_fingerprint
+
+__all__ = [
+    "NUMERICS",
+    "GradientLeaves",
+    "check_leaves",
+    "check_leaves_of",
+    "say_what_may_differ",
+]
+
+NUMERICS = "numerics"
+"""Where the metadata of a checkpoint hold `GradientLeaves.numerics`."""
+
+_log = logging.getLogger("mpishard")
+
+Sums = tuple[float, float, float]
+
+
+def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size: int = 1) -> None:
+    """Refuse a world, a mesh or choices that cannot reproduce. Communicates nothing.
+
+    Parameters
+    ----------
+    config : ShardingConfiguration
+        With or without ``gradient_leaves``.
+    world_size : int
+        Number of ranks.
+    replica_size : int
+        How many of them compute one batch together.
+
+    Raises
+    ------
+    ValueError
+        Where ``gradient_leaves`` is on, and the data axis is not the only one, the world is no
+        power of two or larger than V, each rank updates alone, or gradients are compressed.
+    """
+    leaves = config.gradient_leaves
+    if leaves is None:
+        return
+    name = f"gradient_leaves={leaves}"
+    if replica_size > 1:
+        raise ValueError(
+            f"{name} is for the data axis only, and here pipeline and tensor axes have "
+            f"{replica_size} ranks together: give both axes the size 1, or gradient_leaves=None"
+        )
+    is_power = not world_size & (world_size - 1)
+    if world_size > leaves or not is_power:
+        worlds = ", ".join(str(1 << level) for level in range(leaves.bit_length()))
+        below = min(leaves, 1 << (world_size.bit_length() - 1))
+        others = f"gradient_leaves={world_size} or None" if is_power else "gradient_leaves=None"
+        raise ValueError(
+            f"{name} makes worlds of {worlds} ranks walk through the same bits, and this one has "
+            f"{world_size}: start {below}, or give {others}"
+        )
+    _check_choices(leaves, config)
+
+
+def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
+    if not config.auto_sync_gradients:
+        raise ValueError(
+            f"gradient_leaves={leaves} cuts a batch of all ranks, and with "
+            "auto_sync_gradients=False each rank updates with its own: turn one of both off"
+        )
+    if config.enable_gradient_compression:
+        raise ValueError(
+            f"gradient_leaves={leaves} sums gradients in the model's dtype, and "
+            "enable_gradient_compression rounds them on the way: turn one of both off"
+        )
+
+
+def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
+    """Refuse a model whose gradients are rounded between two ranks' sums.
+
+    Raises
+    ------
+    ValueError
+        For parameters of 16 bits, which are summed in float32 and rounded where they arrive.
+    """
+    if config.gradient_leaves is not None and program.dtype.itemsize < 4:
+        raise ValueError(
+            f"gradient_leaves={config.gradient_leaves} needs parameters of float32 or float64, got "
+            f"{program.dtype.name}, whose sums are rounded at each rank"
+        )
+
+
+def say_what_may_differ(config: ShardingConfiguration) -> None:
+    """Warn where ranks compute with different kernels, or with several BLAS threads. Collective."""
+    backend = config.communication_backend
+    mine = numerics_fingerprint()
+    differing = differences(backend, mine)
+    if backend.rank != 0:
+        return
+    if differing:
+        _log.warning(
+            "gradient_leaves: the ranks do not compute the same bits, and so other worlds will "
+            "not either; by rank, %s", differing,
+        )  # fmt: skip
+    threads = mine["blas_threads"]
+    if threads not in ("1", "unknown"):
+        _log.warning(
+            "gradient_leaves: matrix products are computed by %s BLAS threads, and other numbers "
+            "of threads give other bits. Set OMP_NUM_THREADS=1 wherever the run is to go on",
+            threads,
+        )
+
+
+class GradientLeaves:
+    """The leaves of this rank, and how all ranks' sums are put together.
+
+    Parameters
+    ----------
+    config : ShardingConfiguration
+        With ``gradient_leaves``, V, a power of two.
+    axis : CommunicationBackend
+        The ranks that compute other samples; at most V, a power of two.
+
+    Attributes
+    ----------
+    count : int
+        V.
+    micro_steps : int
+        How many leaves each rank computes, one after the other.
+    """
+
+    def __init__(self, config: ShardingConfiguration, axis: CommunicationBackend) -> None:
+        assert config.gradient_leaves is not None
+        self.count = config.gradient_leaves
+        self.micro_steps = self.count // axis.world_size
+        self._axis = axis
+        # Units are what ranks cut, and so cells and with them norms depend on it.
+        self._unit_size = config.minimum_parameter_group_size
+        self._slots = slice(axis.rank, self.count, axis.world_size)
+        self._places: dict[int, int] = {}  # of all cells that are trained, by where they begin
+        self._own: list[int] = []
+
+    def require(self, config: ShardingConfiguration, *, accumulates: bool) -> None:
+        """Refuse what has been chosen since and does not go with leaves. Communicates nothing.
+
+        Raises
+        ------
+        ValueError
+            Where each rank is to update alone, or gradients are to be compressed.
+        ShardingError
+            Inside ``accumulate()``.
+        """
+        _check_choices(self.count, config)
+        if accumulates:
+            raise ShardingError(
+                f"gradient_leaves={self.count} computes a batch in {self.count} parts already, and "
+                "accumulate() would sum them in another order than one step does: pass the larger "
+                "batch to one step, with a larger gradient_leaves where a leaf needs too much "
+                "memory"
+            )
+
+    def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
+        """Inputs, targets and the first sample's place of each of this rank's leaves. Collective.
+
+        Parameters
+        ----------
+        x, y : Array
+            The samples of this rank's leaves, end to end.
+        sample_start : int or None
+            Where the caller takes the first of them to be in the global batch, if it says so.
+
+        Raises
+        ------
+        TypeError
+            For a batch that cannot be sliced.
+        ValueError
+            On every rank, where the ranks' batches are not those of their leaves.
+        """
+        # The leaves of a rank shrink by one sample at most, and the first are the larger ones.
+        own = ShardLayout(len(x), self.micro_steps)
+        slices = [own.slice(step) for step in range(self.micro_steps)]
+        if not hasattr(x, "__getitem__"):
+            raise TypeError(
+                f"gradient_leaves cuts batches into slices, and a {type(x).__name__} has none"
+            )
+        told = -1 if sample_start is None else sample_start
+        counts, said = self._axis.all_gather(np.array([[len(x), told]])).T.tolist()
+        layout = LeafLayout(sum(counts), self.count, self._axis.world_size)
+        leaves = [layout.slices(rank) for rank in range(self._axis.world_size)]
+        firsts = [own_leaves[0].start for own_leaves in leaves]
+        is_elsewhere = any(n not in (-1, first) for n, first in zip(said, firsts, strict=True))
+        if counts != list(layout.sizes) or is_elsewhere:
+            raise ValueError(
+                f"gradient_leaves={self.count}: of a global batch of {sum(counts)} samples the "
+                f"ranks pass {list(layout.sizes)}, those of their leaves, which begin at {firsts}; "
+                f"they were given {counts}"
+                + (f", said to begin at {said}" if is_elsewhere else "")
+                + f". model.batch_indices({sum(counts)}) names the samples of a rank"
+            )
+        starts = [leaf.start for leaf in leaves[self._axis.rank]]
+        return [
+            (x[part], None if y is None else y[part], start)
+            for part, start in zip(slices, starts, strict=True)
+        ]
+
+    def numerics(self) -> dict[str, str]:
+        """All that decides the bits of a run beside its program and data, for checkpoints."""
+        return {
+            "gradient_leaves": str(self.count),
+            "minimum_parameter_group_size": str(self._unit_size),
+            **numerics_fingerprint(),
+        }
+
+    def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Cut what is trained into cells, and remember where each counts in a norm.
+
+        Parameters
+        ----------
+        whole, own : sequence of Piece
+            All that is trained, and what this rank owns of it.
+
+        Returns
+        -------
+        tuple of Piece
+            ``own`` in cells: those of whose gradients `message` takes the norms.
+        """
+        self._places = {p.start: n for n, p in enumerate(cut_at_cells(whole, self.count))}
+        mine = cut_at_cells(own, self.count)
+        self._own = [self._places[piece.start] for piece in mine]
+        return mine
+
+    def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
+        """What this rank adds to the totals: zeros, but for its own leaves and cells.
+
+        Parameters
+        ----------
+        parts : sequence of (float, float)
+            Loss sum and weight of each of its leaves.
+        gradients : sequence of Array
+            Reduced gradients of the cells that `count_in` gave.
+        """
+        squares = np.zeros(len(self._places))
+        with np.errstate(over="ignore"):
+            for place, values in zip(self._own, gradients, strict=True):
+                squares[place] = float(block_squares(values).sum())
+        return np.concatenate([self._spread(parts), squares])
+
+    def fold(self, message: Array) -> Sums:
+        """Loss sum, weight and squared norm, of the sum of all ranks' messages."""
+        losses, weights, squares = np.split(message, [self.count, 2 * self.count])
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _tree(losses), _tree(weights), float(squares.sum())
+
+    def total(self, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Sum and weight of a loss over all leaves, from those of this rank's. Collective."""
+        total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts)))
+        return total, weight
+
+    def _spread(self, parts: Sequence[tuple[float, float]]) -> Array:
+        """Loss sums and weights of all leaves: zeros, but for this rank's."""
+        slots = np.zeros((2, self.count))
+        slots[:, self._slots] += np.transpose(parts)  # adding to 0 leaves no -0
+        return slots.ravel()
+
+
+def _tree(slots: Array) -> float:
+    """The sum of 2^k slots, in the tree: each round adds neighbours."""
+    while slots.size > 1:
+        slots = slots[::2] + slots[1::2]
+    return float(slots[0])

@@ -1,0 +1,189 @@
+"""A black box: one unit, one call."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
+from mpishard.contracts import ILossFunction
+from mpishard.devices import Device
+from mpishard.errors import MissingMemberError
+from mpishard.models.programs.program import Program
+from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.stores.gradient_store import GradientStore
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.nn.layer import Context
+from mpishard.sharding import ParameterEntry, Unit, build_units
+
+__all__ = ["OpaqueProgram"]
+
+
+class OpaqueProgram(WholeProgram):
+    """A model of which only the flat vector and its gradient are known: one unit, one call.
+
+    The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
+    scaled by their number, so that uneven batches average as they should.
+
+    Parameters
+    ----------
+    model : object
+        Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
+        ``compute_loss_and_gradients``; may have a ``parameter_table``, which names parts of the
+        vector.
+    """
+
+    computes_in_place = False
+
+    def __init__(self, model: Any) -> None:
+        for member in ("get_parameters", "set_parameters"):
+            _member(model, member)
+        if not hasattr(model, "compute_loss_and_gradients"):
+            _member(model, "compute_gradients")
+        vector = model.get_parameters()
+        require_plain(vector)
+        if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
+            raise ValueError(
+                f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
+                f"at least one element, got {getattr(vector, 'dtype', type(vector).__name__)} of "
+                f"shape {getattr(vector, 'shape', '?')}"
+            )
+        self._model = model
+        self.dtype = vector.dtype
+        self.device = Device.of(vector)
+        self.units = build_units([int(vector.size)], 1)
+        self.kept = frozenset({0})
+        table = getattr(model, "parameter_table", None)
+        whole = (ParameterEntry("parameters", (int(vector.size),), 0),)
+        self.entries = whole if table is None else tuple(table.entries)
+        names = Counter(entry.name for entry in self.entries)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"parameter {twice[0]!r} stands twice in {type(model).__name__}")
+        if sum(entry.size for entry in self.entries) != vector.size:
+            raise ValueError(
+                f"the parameter_table of {type(model).__name__} has "
+                f"{sum(entry.size for entry in self.entries)} elements and get_parameters() "
+                f"{vector.size}"
+            )
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
+
+    def check(self, x: Any) -> None:
+        require_plain(x)
+        if not hasattr(x, "__len__"):
+            raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        self.check(x)
+        require_plain(y)
+        if y is not None and len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        copy_into(out, self._model.get_parameters())
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        self.changed(parameters)
+        return (
+            "because it is a black box. A model that implements ILayeredModel (mpishard.nn) has "
+            "its parameters sharded too"
+        )
+
+    def copy(self) -> tuple[Program, Any]:
+        model = copy.deepcopy(self._model)
+        return self._copied(OpaqueProgram(model)), model
+
+    def changed(self, parameters: ParameterStore) -> None:
+        (unit,) = self.units
+        self._model.set_parameters(parameters.unshard(unit).copy())
+        parameters.reshard(unit)
+
+    def compute_with(self, full: Array, holder: str) -> None:
+        self._model.set_parameters(full)
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        return _member(self._model, "predict")(x)
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        own_loss = loss is None or loss is self.default_loss
+        if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
+            found = self._model.compute_loss_and_gradients(x, y)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise TypeError(
+                    f"{type(self._model).__name__}.compute_loss_and_gradients must return (loss, "
+                    f"gradient), got a {type(found).__name__}"
+                )
+            mean, gradient = found
+        else:
+            # A loss is named only where it is not the model's own, so that a black box may do
+            # without that argument.
+            compute = _member(self._model, "compute_gradients")
+            gradient = compute(x, y) if own_loss else compute(x, y, loss)
+            mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
+        require_plain(gradient)
+        shape = getattr(gradient, "shape", None)
+        if shape != (self.length,):
+            raise ValueError(
+                f"{type(self._model).__name__} returned "
+                + (f"a gradient of shape {shape}" if shape is not None
+                   else f"a {type(gradient).__name__} as its gradient")
+                + f" for {self.length} parameters"
+            )  # fmt: skip
+        return self._mean(mean) * len(x), float(len(x)), (gradient, len(x))
+
+    def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
+        """As `Program.measure`; a black box's loss may be any function that returns a mean."""
+        if hasattr(loss, "forward"):
+            return super().measure(loss, prediction, y)
+        return self._mean(loss(prediction, y)) * len(y), float(len(y))
+
+    def _mean(self, loss: Any) -> float:
+        """``loss`` as a number: an array of one element is one, too."""
+        if getattr(loss, "size", 1) != 1:
+            raise ValueError(
+                f"the loss of {type(self._model).__name__} must be one number, the mean over the "
+                f"samples; got an array of shape {loss.shape}"
+            )
+        return float(loss.item() if hasattr(loss, "item") else loss)
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        (unit,) = self.units
+        target, is_empty = gradients.target(unit)
+        if tape is None:
+            if is_empty:
+                target.fill(0)
+        elif is_empty:
+            gradient, samples = tape
+            array_namespace(target).multiply(beside(gradient, target), samples, out=target)
+        else:
+            gradient, samples = tape
+            target += beside(gradient, target) * samples
+        gradients.reduce(unit)
+
+    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
+        gradient, samples = tape
+        add(0, gradient, samples)
+
+
+def _member(model: Any, name: str) -> Any:
+    try:
+        return getattr(model, name)
+    except AttributeError:
+        raise MissingMemberError(
+            f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
+            "needs get_parameters, set_parameters and compute_gradients"
+        ) from None

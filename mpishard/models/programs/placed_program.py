@@ -1,0 +1,297 @@
+"""A model that computes with parameters where they lie, and hands out gradients one by one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Self
+
+import numpy as np
+
+from mpishard.arrays import Array, require_plain
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILossFunction
+from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
+from mpishard.models.programs.program import Program
+from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.stores.gradient_store import GradientStore
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.nn.layer import Context
+from mpishard.sharding import ParameterEntry, Unit, build_units, owned_pieces
+
+__all__ = ["IPlaceableModel", "PlacedProgram"]
+
+
+class IPlaceableModel(ABC):
+    """A model that computes with parameters wherever it is told that they lie.
+
+    A sharded wrapper places them in memory that a node's ranks share, where nothing is copied.
+    """
+
+    @property
+    @abstractmethod
+    def placed_object(self) -> Any:
+        """The object whose parameters are placed, which one wrapper at a time may hold."""
+
+    @property
+    @abstractmethod
+    def parameter_entries(self) -> Sequence[ParameterEntry]:
+        """Name, shape and start of each parameter, in flat order."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype[Any]:
+        """The one dtype of the parameters."""
+
+    @abstractmethod
+    def fill_parameters(self, start: int, out: Array) -> None:
+        """Write the parameters of the flat range that begins at ``start`` into ``out``."""
+
+    @abstractmethod
+    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
+        """Compute with these arrays, of shape (size,), one per entry, that ``holder`` owns.
+
+        Their values may change between two passes.
+        """
+
+    @abstractmethod
+    def reclaim_parameters(self, parameters: Array) -> None:
+        """Hold ``parameters``, which a holder gives back: the opposite of `place_parameters`."""
+
+    @abstractmethod
+    def with_parameters(self, parameters: Array) -> Self:
+        """A model of the same structure that holds ``parameters`` without a copy."""
+
+    @abstractmethod
+    def constants(self) -> Iterator[Array]:
+        """What is no parameter and training does not change: the bytes of each, one at a time."""
+
+    @abstractmethod
+    def set_constant(self, index: int, raw: Array) -> None:
+        """Take the bytes that `constants` of another rank gave at place ``index``."""
+
+    @abstractmethod
+    def check_input(self, x: Any) -> None:
+        """Refuse what cannot be computed with."""
+
+    @abstractmethod
+    def predict(self, x: Array) -> Array:
+        """Outputs for inputs."""
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model tells a loss where none is given, as `own_loss`."""
+        return False
+
+    def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
+        """Sum and weight of the model's own loss, without a tape."""
+        raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
+
+    @abstractmethod
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
+        """Sum and weight of the loss, and the tape that `backward_pass` needs.
+
+        ``loss`` is None where the model's own is meant.
+        """
+
+    @abstractmethod
+    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+        """Compute the gradient of the loss's *sum*, parameter by parameter.
+
+        ``receive(index, gradient)`` is called, in any order, once for each entry that has a
+        gradient in this pass, with an array of shape (size,) that it may keep.
+        """
+
+
+class PlacedProgram(WholeProgram):
+    """Forward and backward of a model whose parameters are views of the store's memory.
+
+    Nothing of the parameters is copied, in no step. Gradients are written to the store as they
+    come, and each unit is reduced when it and all units after it are complete: ranks whose
+    backward passes take different ways still communicate in one order.
+
+    Parameters
+    ----------
+    model : IPlaceableModel
+        Computes.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`. The parameters of one module are a layer.
+    """
+
+    computes_in_place = True
+
+    def __init__(self, model: IPlaceableModel, minimum_unit_size: int) -> None:
+        self._model = model
+        self._minimum_unit_size = minimum_unit_size
+        self.dtype = model.dtype
+        self.entries = tuple(model.parameter_entries)
+        layers = groupby(self.entries, lambda entry: entry.name.rpartition(".")[0])
+        self.units = build_units(
+            [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
+        )
+        self.kept = frozenset()
+        self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
+
+    def check(self, x: Any) -> None:
+        self._model.check_input(x)
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+        self.check(x)
+        require_plain(y)
+        if not self.knows_loss(loss):
+            raise MissingLossError("the model has no default loss; pass loss_function")
+        if not hasattr(y, "__len__"):
+            raise TypeError(f"targets must be an array, got {type(y).__name__}")
+        if len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+
+    def knows_loss(self, loss: ILossFunction | None) -> bool:
+        return loss is not None or self._model.has_own_loss
+
+    def fill(self, unit: Unit, out: Array) -> None:
+        self._model.fill_parameters(unit.start, out)
+
+    def deal_constants(self, backend: CommunicationBackend) -> None:
+        for index, raw in enumerate(self._model.constants()):
+            self._model.set_constant(index, backend.broadcast(raw, root=0))
+
+    def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
+        vectors = parameters.owned(owned_pieces(self.units, 1, 0))
+        arrays = [
+            vector[entry.start - unit.start : entry.stop - unit.start]
+            for unit, vector in zip(self.units, vectors, strict=True)
+            for entry in _entries_of(unit, self.entries)
+        ]
+        self._model.place_parameters(arrays, holder)
+        if parameters.once_per_node or parameters.backend.world_size == 1:
+            return None
+        return "because the ranks of a node share no memory here"
+
+    def compute_with(self, full: Array, holder: str) -> None:
+        self._model.place_parameters([full[e.start : e.stop] for e in self.entries], holder)
+
+    def give_back(self, gather: Callable[[], Array]) -> None:
+        self._model.reclaim_parameters(gather())
+
+    def copy(self) -> tuple[Program, Any]:
+        model = self._model.with_parameters(np.empty(self.length, self.dtype))
+        return self._copied(PlacedProgram(model, self._minimum_unit_size)), model
+
+    def predict(self, parameters: ParameterStore, x: Array) -> Array:
+        return self._model.predict(x)
+
+    def forward(
+        self,
+        parameters: ParameterStore,
+        x: Array,
+        y: Array,
+        loss: ILossFunction | None,
+        context: Context,
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if loss is None and not context.training:
+            return *self._model.own_loss(x, y), None
+        return self._model.forward_pass(x, y, loss)
+
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+        arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)
+        if tape is not None:
+            self._model.backward_pass(tape, arrivals.receive)
+        arrivals.finish()
+
+    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
+        starts = [entry.start for entry in self.entries]
+        self._model.backward_pass(tape, lambda index, values: add(starts[index], values, 1.0))
+
+
+class _Arrivals:
+    """Gradients of one backward pass, on their way to the store.
+
+    Units are reduced from the last to the first. What comes for an earlier unit than the one whose
+    turn it is waits, so that the store has one unit open and not as many as the model likes.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        entries: tuple[ParameterEntry, ...],
+        gradients: GradientStore,
+        without_gradient: frozenset[int],
+    ) -> None:
+        self._without_gradient = without_gradient
+        self._units = units
+        self._entries = entries
+        self._gradients = gradients
+        self._unit_of: list[int] = []
+        self._missing: list[set[int]] = []
+        for unit in units:
+            first = len(self._unit_of)
+            self._unit_of += [unit.index] * len(_entries_of(unit, entries))
+            self._missing.append(set(range(first, len(self._unit_of))))
+        self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]
+        self._turn = len(units) - 1
+        self._open: tuple[Array, bool] | None = None
+
+    def receive(self, index: int, gradient: Array) -> None:
+        """Take the gradient of a parameter, and reduce what is complete."""
+        unit = self._unit_of[index]
+        if index not in self._missing[unit]:
+            raise ShardingError(
+                f"parameter {self._entries[index].name!r} got two gradients in one backward pass; "
+                "where it is used by several checkpointed parts, pass use_reentrant=False to "
+                "torch.utils.checkpoint"
+            )
+        self._missing[unit].remove(index)
+        self._waiting[unit].append((index, gradient))
+        while self._turn >= 0:
+            self._write()
+            if self._missing[self._turn]:
+                return
+            self._reduce()
+
+    def finish(self) -> None:
+        """Reduce what is left; a parameter without a gradient adds nothing."""
+        while self._turn >= 0:
+            self._write()
+            if self._turn in self._without_gradient:
+                self._turn -= 1
+                continue
+            target, is_new = self._opened()
+            if is_new:
+                for index in self._missing[self._turn]:
+                    target[self._place(index)] = 0
+            self._reduce()
+
+    def _opened(self) -> tuple[Array, bool]:
+        if self._open is None:
+            self._open = self._gradients.target(self._units[self._turn])
+        return self._open
+
+    def _write(self) -> None:
+        if self._turn in self._without_gradient:
+            self._waiting[self._turn].clear()
+        for index, gradient in self._waiting[self._turn]:
+            target, is_new = self._opened()
+            if is_new:
+                target[self._place(index)] = gradient
+            else:
+                target[self._place(index)] += gradient
+        self._waiting[self._turn].clear()
+
+    def _reduce(self) -> None:
+        if self._turn not in self._without_gradient:
+            self._gradients.reduce(self._units[self._turn])
+        self._open = None
+        self._turn -= 1
+
+    def _place(self, index: int) -> slice:
+        entry, unit = self._entries[index], self._units[self._turn]
+        return slice(entry.start - unit.start, entry.stop - unit.start)
+
+
+def _entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:
+    return [e for e in entries if unit.start <= e.start and e.stop <= unit.stop]

@@ -1,0 +1,340 @@
+"""Who holds gradients, and when they are reduced."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpishard.arrays import Array, address, array_namespace, chunk_length
+from mpishard.communication import Arena, Work
+from mpishard.layout import ShardLayout
+from mpishard.models.stores.compression import ACCUMULATION, GradientWires, encode
+from mpishard.models.stores.store_layout import Holdings
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import Piece, Unit
+
+__all__ = [
+    "GradientStore",
+    "NodeGradients",
+    "ReplicatedGradients",
+    "ScatteredGradients",
+    "squared_norm",
+]
+
+
+class GradientStore(ABC):
+    """Gradients by unit: `gradient` to add into, `reduce` when a backward pass is done with it.
+
+    A *round* is what one update uses: one backward pass, or several that accumulate. `begin`
+    opens a backward pass, `settle` ends it.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked. Units that are frozen there have no gradient,
+        and no method may be called with them.
+    compresses : callable
+        Whether gradients travel as bfloat16, asked at the beginning of each backward pass.
+    """
+
+    def __init__(self, holdings: Holdings, compresses: Callable[[], bool] = lambda: False) -> None:
+        self.holdings = holdings
+        self.backend = holdings.backend
+        self._compresses = compresses
+        self._wires: GradientWires | None = None
+        self._is_first = True
+        self._is_last = True
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        """Open a backward pass: whether it is its round's first, and its last.
+
+        ``defer`` keeps a pass's gradients local until the round's last.
+        """
+        self._is_first, self._is_last = is_first, is_last
+        if not self._compresses():
+            self._wires = None
+        elif self._wires is None:
+            self._wires = self._make_wires()
+
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether each micro-batch's gradient is reduced, so that nothing full is kept."""
+        return False
+
+    @property
+    def sends_now(self) -> bool:
+        """Whether `reduce` sends in this pass."""
+        return self._is_last
+
+    @abstractmethod
+    def _make_wires(self) -> GradientWires:
+        """Buffers for what travels. Collective."""
+
+    def gradient(self, unit: Unit) -> Array:
+        """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
+        array, is_empty = self.target(unit)
+        if is_empty:
+            array.fill(0)
+        return array
+
+    @abstractmethod
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        """As `gradient`, and whether it holds nothing yet, of which it tells once.
+
+        Then whoever asks clears or writes all of it.
+        """
+
+    @abstractmethod
+    def reduce(self, unit: Unit) -> None:
+        """Say that this rank has added all that it will to ``unit`` in this pass."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for the reductions of this pass."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what the round has added, after an error; communicates nothing.
+
+        Reductions under way may still use their buffers: the next pass waits for them.
+        """
+
+    def finish(self) -> None:
+        """Hear that this rank is through with the round's reduced gradients."""
+
+    @abstractmethod
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        """The reduced gradients of ``pieces``: sums over ranks and over the round's passes.
+
+        Read-only where other ranks read them too.
+        """
+
+
+class ReplicatedGradients(GradientStore):
+    """Every rank holds the full gradient; it is all-reduced in the round's last pass.
+
+    Earlier passes only add locally, so that accumulation sends nothing. As bfloat16 the sum, too,
+    is rounded, for it travels as well.
+
+    Parameters
+    ----------
+    holdings, compresses
+        See `GradientStore`.
+    slot : Arena, optional
+        The memory of the gradient; by default this rank's alone, made when first needed.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        compresses: Callable[[], bool] = lambda: False,
+        slot: Arena | None = None,
+    ) -> None:
+        super().__init__(holdings, compresses)
+        self._slot = slot
+        self._is_booked = slot is None
+        self._touched: set[int] = set()
+        self._reductions: list[_Reduction] = []
+        self._stale: list[Work] = []
+        self._wire: Arena | None = None
+        self._shifts: dict[int, int] = {}
+        position = 0
+        for unit in holdings.trained_units:
+            self._shifts[unit.index] = position - unit.start
+            position += unit.length
+
+    @staticmethod
+    def length_for(holdings: Holdings) -> int:
+        """Elements that the vector needs: those of all units that are trained, end to end."""
+        return sum(unit.length for unit in holdings.trained_units)
+
+    @property
+    def vector(self) -> Array:
+        """The full gradient, shape (`length_for`,)."""
+        return self._carrier.mine
+
+    @property
+    def _carrier(self) -> Arena:
+        """The memory that is reduced."""
+        if self._slot is None:
+            length = self.length_for(self.holdings)
+            array = self.holdings.allocate(MemoryCategory.GRADIENTS, length)
+            self._slot = self.holdings.private_slot(array)
+        return self._slot
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        super().begin(is_first=is_first, is_last=is_last, defer=defer)
+        if not self._is_booked:
+            self._is_booked = True
+            self.holdings.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
+        while self._stale:
+            self._stale[0].wait()
+            del self._stale[0]
+        if is_first:
+            self._touched.clear()
+
+    def _make_wires(self) -> GradientWires:
+        wires = GradientWires(self.holdings, self.length_for(self.holdings), 1)
+        self._wire = wires.take()
+        return wires
+
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        is_empty = unit.index not in self._touched
+        self._touched.add(unit.index)
+        return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
+
+    def reduce(self, unit: Unit) -> None:
+        if not self._is_last:
+            return
+        full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
+        carrier = self._carrier
+        if self._wires is not None:
+            assert self._wire is not None
+            carrier = self._wire
+            encode(full, carrier.mine[part])
+        self._reductions.append(self._reduce(unit, full, carrier, part))
+
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
+        """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
+        travels = carrier.mine[part]
+        return _Reduction(self.backend.all_reduce_async(travels), full, travels)
+
+    def settle(self) -> None:
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
+
+    def abandon(self) -> None:
+        self._stale += [reduction.work for reduction in self._reductions]
+        self._reductions.clear()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self.local(pieces)
+
+    def local(self, pieces: Sequence[Piece]) -> list[Array]:
+        """What this rank's own memory holds of ``pieces``, reduced or not."""
+        return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
+
+    def _place(self, unit: Unit, start: int, stop: int) -> slice:
+        """Where the flat range ``[start, stop)`` of ``unit`` lies in the vector."""
+        shift = self._shifts[unit.index]
+        return slice(start + shift, stop + shift)
+
+
+class ScatteredGradients(ReplicatedGradients):
+    """Every rank holds a full gradient; reduced, only the pieces that it owns are the sum's.
+
+    They are reduce-scattered in the round's last pass, each into its place in the full vector, so
+    that what ZeRO-1 sends is half of an all-reduce and it needs no other memory.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        compresses: Callable[[], bool] = lambda: False,
+        slot: Arena | None = None,
+    ) -> None:
+        super().__init__(holdings, compresses, slot)
+        self._pieces = holdings.pieces()
+
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
+        piece = self._pieces[unit.index]
+        mine = full[piece.start - unit.start : piece.stop - unit.start]
+        is_direct = carrier is self._slot or (
+            isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
+        )
+        result = mine if is_direct else self._wide(piece.length)
+        return _Reduction(carrier.reduce_into(result, part), mine, result)
+
+    def own_sums(self) -> list[Array]:
+        """The sums of this pass of all pieces that this rank owns, to be written to."""
+        frozen = self.holdings.frozen
+        return self.local([p for p in self._pieces if p.unit.index not in frozen])
+
+    def spread(self) -> None:
+        """Give every rank what the owners of all pieces have. Collective."""
+        for piece in self._pieces:
+            if piece.unit.index in self.holdings.frozen:
+                continue
+            full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
+            own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
+            self.backend.all_gather(own, out=full)
+
+    def _wide(self, length: int) -> Array:
+        return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
+
+
+class NodeGradients(ScatteredGradients):
+    """Replicated gradients of ranks that are all on one node: each reads the others' in place.
+
+    Reduced, each piece stands once, in the vector of the rank that owns it, and every rank updates
+    its parameters from there. Nothing is copied; a fence keeps the next round from writing before
+    all have read.
+
+    Parameters
+    ----------
+    holdings, compresses
+        See `GradientStore`.
+    slot : Arena
+        The full gradient of each rank, which all of them can read.
+    """
+
+    def __init__(self, holdings: Holdings, compresses: Callable[[], bool], slot: Arena) -> None:
+        super().__init__(holdings, compresses, slot)
+        self._reading: Work | None = None
+
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return super().target(unit)
+
+    def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
+        piece = self._pieces[unit.index]
+        mine = slice(piece.start - unit.start, piece.stop - unit.start)
+        # Of bfloat16 rounded once more, as the sum that travels to replicas elsewhere is.
+        result = carrier.mine[part][mine]
+        return _Reduction(carrier.reduce_into(result, part), full[mine], result)
+
+    def finish(self) -> None:
+        self._reading = self._carrier.fence()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        """Of each piece, which must be one rank's, what its owner holds. Read-only."""
+        views = []
+        for piece in pieces:
+            layout = ShardLayout(piece.unit.length, self.backend.world_size)
+            owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
+            view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
+            view.flags.writeable = False
+            views.append(view)
+        return views
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduction under way, and where its result goes from where it comes to lie."""
+
+    work: Work
+    target: Array
+    result: Array
+
+    def finish(self) -> None:
+        self.work.wait()
+        if address(self.result) != address(self.target):
+            self.target[...] = array_namespace(self.target).asarray(self.result)
+
+
+def squared_norm(arrays: Sequence[Array]) -> float:
+    """Sum of squares of all elements, chunk by chunk, the chunks added in float64."""
+    total = 0.0
+    for array in arrays:
+        xp = array_namespace(array)
+        step = chunk_length(array)
+        for start in range(0, int(array.size), step):
+            chunk = array[start : start + step]
+            total += float(xp.dot(chunk, chunk))
+    return total

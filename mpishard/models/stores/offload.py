@@ -1,0 +1,255 @@
+"""What a model on a GPU keeps in host memory instead, to have GPU memory left.
+
+Nothing here runs at the same time as the GPU computes: each copy is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
+from mpishard.devices import Device
+from mpishard.models.stores.compression import GradientWires
+from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.store_layout import Holdings
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import Piece, ShardingConfiguration, Unit
+
+__all__ = [
+    "Offload",
+    "OffloadedGradients",
+    "OffloadedParameters",
+    "UpdateStage",
+    "say_what_is_ignored",
+]
+
+_log = logging.getLogger("mpishard")
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What goes to host memory."""
+
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+
+    @classmethod
+    def of(cls, config: ShardingConfiguration, device: Device) -> Offload:
+        """As the configuration says, for a model on a GPU; nothing for one on the host."""
+        if not device.is_gpu:
+            return cls(optimizer=False, gradients=False, parameters=False)
+        return cls(
+            config.cpu_offload_optimizer,
+            config.cpu_offload_gradients,
+            config.cpu_offload_parameters,
+        )
+
+
+def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
+    """On rank 0, for a model that lies in host memory anyway: the flags change nothing."""
+    flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
+    ignored = ", ".join(flag for flag in flags if getattr(config, flag))
+    if ignored and not device.is_gpu and config.communication_backend.rank == 0:
+        _log.info("%s: nothing to offload, for the model is in host memory already", ignored)
+
+
+class OffloadedParameters(ParameterStore):
+    """Parameters in host memory; each unit is copied to the GPU while it is used.
+
+    Kept units have GPU buffers of their own, all others share those that are free. Rajbhandari et
+    al., "ZeRO-Infinity", SC 2021, section 5.1.
+
+    Parameters
+    ----------
+    inner : ParameterStore
+        Holds the parameters on the host, by whichever strategy.
+    holdings : Holdings
+        Of the model on the GPU.
+    """
+
+    def __init__(self, inner: ParameterStore, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self.held = inner.held
+        self.once_per_node = inner.once_per_node
+        self._inner = inner
+        self._kept_buffers: dict[int, Array] = {}
+        self._free: list[Array] = []
+        self._buffers: dict[int, Array] = {}
+        passing = [unit.length for unit in holdings.units if unit.index not in holdings.kept]
+        self._slot_length = max(passing, default=0)
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        self._inner.fill(unit, full)
+
+    def refresh(self) -> None:
+        self._inner.refresh()
+
+    def prefetch(self, unit: Unit) -> None:
+        if unit.index not in self._buffers:
+            self._inner.prefetch(unit)
+
+    def unshard(self, unit: Unit) -> Array:
+        buffer = self._buffers.get(unit.index)
+        if buffer is None:
+            host = self._inner.unshard(unit)
+            buffer = self._take_buffer(unit)
+            copy_into(buffer[: unit.length], host)
+            synchronize(buffer)  # the host's buffer is the next unit's
+            self._inner.reshard(unit)
+            self._buffers[unit.index] = buffer
+        return buffer[: unit.length]
+
+    def reshard(self, unit: Unit) -> None:
+        buffer = self._buffers.pop(unit.index, None)
+        if buffer is not None and unit.index not in self.holdings.kept:
+            self._free.append(buffer)
+        self._inner.reshard(unit)  # which may be on its way, and was never used
+
+    def abandon(self) -> None:
+        self._free += [b for i, b in self._buffers.items() if i not in self.holdings.kept]
+        self._buffers.clear()
+        self._inner.abandon()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self._inner.owned(pieces)
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        self._inner.publish(pieces)
+
+    def _take_buffer(self, unit: Unit) -> Array:
+        allocate = self.holdings.allocate
+        if unit.index in self.holdings.kept:
+            if unit.index not in self._kept_buffers:
+                self._kept_buffers[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
+            return self._kept_buffers[unit.index]
+        if self._free:
+            return self._free.pop()
+        return allocate(MemoryCategory.GATHERED, self._slot_length)
+
+
+class OffloadedGradients(GradientStore):
+    """Gradients in host memory, where they are reduced; a unit's is on the GPU while it is made.
+
+    Parameters
+    ----------
+    inner : GradientStore
+        Holds and reduces gradients on the host, by whichever strategy.
+    holdings : Holdings
+        Of the model on the GPU.
+    """
+
+    def __init__(self, inner: GradientStore, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self._inner = inner
+        self._slot_length = max(unit.length for unit in holdings.trained_units)
+        self._free: list[Array] = []
+        self._open: dict[int, Array] = {}
+
+    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+        self._inner.begin(is_first=is_first, is_last=is_last, defer=defer)
+
+    @property
+    def reduces_at_once(self) -> bool:
+        return self._inner.reduces_at_once
+
+    @property
+    def sends_now(self) -> bool:
+        return self._inner.sends_now
+
+    def _make_wires(self) -> GradientWires:
+        return self._inner._make_wires()
+
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        is_empty = unit.index not in self._open
+        if is_empty:
+            self._open[unit.index] = self._take_slot()
+        return self._open[unit.index][: unit.length], is_empty
+
+    def reduce(self, unit: Unit) -> None:
+        full = self.gradient(unit)
+        host, is_empty = self._inner.target(unit)
+        if is_empty:
+            copy_into(host, full)
+        else:
+            host += to_host(full)
+        self._free.append(self._open.pop(unit.index))
+        self._inner.reduce(unit)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def abandon(self) -> None:
+        self._free += self._open.values()
+        self._open.clear()
+        self._inner.abandon()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self._inner.owned(pieces)
+
+    def local(self, pieces: Sequence[Piece]) -> list[Array]:
+        """What this rank's own memory holds of ``pieces`` of a replicated gradient."""
+        assert isinstance(self._inner, ReplicatedGradients)
+        return self._inner.local(pieces)
+
+    def _take_slot(self) -> Array:
+        if self._free:
+            return self._free.pop()
+        return self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
+
+
+class UpdateStage:
+    """Brings parameters and gradients to where the optimizer's state lies, and updates back.
+
+    Where all lie there already it copies nothing. Otherwise it keeps buffers as long as what is
+    brought: pinned host memory for an update on the host, which is what ZeRO-Offload does (Ren et
+    al., USENIX ATC 2021, section 4).
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Of the optimizer's state.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self._is_on_gpu = holdings.device.is_gpu and not holdings.is_on_host
+        self._buffers: dict[str, Array] = {}
+
+    @contextmanager
+    def staged(
+        self, parameters: list[Array], gradients: list[Array]
+    ) -> Iterator[tuple[list[Array], list[Array]]]:
+        """Both, where the state lies; what the block did to the parameters is taken back.
+
+        An exception in the block leaves the parameters as they were, where they were copied.
+        """
+        near = self._bring("parameters", parameters)
+        yield near, self._bring("gradients", gradients)
+        for target, values in zip(parameters, near, strict=True):
+            if target is not values:
+                copy_into(target, values)
+        if near is not parameters and near:
+            # The next step writes to the buffers, and other ranks may read where they went.
+            synchronize(near[0] if self._is_on_gpu else parameters[0])
+
+    def _bring(self, name: str, arrays: list[Array]) -> list[Array]:
+        if all(is_device_array(array) == self._is_on_gpu for array in arrays):
+            return arrays
+        length = sum(int(array.size) for array in arrays)
+        if name not in self._buffers:
+            self._buffers[name] = self.holdings.allocate(MemoryCategory.SCRATCH, length)
+        buffer, start, brought = self._buffers[name], 0, []
+        for array in arrays:
+            part = buffer[start : start + int(array.size)]
+            start += int(array.size)
+            copy_into(part, array)
+            brought.append(part)
+        return brought

@@ -1,0 +1,324 @@
+"""Who holds parameters: every rank all of them, every rank its pieces, or every node."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpishard.arrays import Array, copy_into
+from mpishard.communication import Work
+from mpishard.layout import ShardLayout
+from mpishard.models.stores.store_layout import Holdings, aligned
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import Piece, Unit
+
+__all__ = ["NodeParameters", "ParameterStore", "ReplicatedParameters", "ShardedParameters"]
+
+
+class ParameterStore(ABC):
+    """Parameters by unit.
+
+    `unshard` makes a unit's full parameters readable, `reshard` lets them go, `prefetch` starts
+    what `unshard` would wait for. Every rank makes the same calls in the same order.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+
+    Attributes
+    ----------
+    held : tuple of Piece
+        What this rank writes when parameters come from elsewhere, as from a file.
+    once_per_node : bool
+        Whether all parameters stand once on every node, where its ranks read them.
+    """
+
+    held: tuple[Piece, ...]
+    once_per_node: bool = False
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.backend = holdings.backend
+
+    @abstractmethod
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        """Take a unit's first values from rank 0, where ``full`` holds them. Collective.
+
+        ``full`` is a host array; None on other ranks.
+        """
+
+    def take(self, read: Callable[[int, Array], None]) -> None:
+        """Take values that are the same on every rank. Collective.
+
+        ``read(start, out)`` writes the range of this rank's own vector that begins at ``start``.
+        """
+        for piece, target in zip(self.held, self.owned(self.held), strict=True):
+            read(piece.start, target)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Hear that every rank has written what it holds. Collective."""
+
+    def prefetch(self, unit: Unit) -> None:
+        """Begin to make ``unit`` readable, where that takes messages."""
+
+    @abstractmethod
+    def unshard(self, unit: Unit) -> Array:
+        """The unit's parameters, shape (unit.length,), until `reshard`. Read-only."""
+
+    def reshard(self, unit: Unit) -> None:
+        """Let the unit's full parameters go."""
+
+    def abandon(self) -> None:
+        """Forget every unit in use, after an error; communicates nothing."""
+
+    @abstractmethod
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        """Writable views of ranges that this rank can reach, one per piece."""
+
+    @abstractmethod
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        """Make updates of the owned ``pieces`` known to whoever reads them. Collective."""
+
+
+class ReplicatedParameters(ParameterStore):
+    """Every rank holds all parameters; a unit is a view of them."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self.held = holdings.pieces(sharded=False)
+        self._vector = holdings.allocate(MemoryCategory.PARAMETERS, self.holdings.length)
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        target = self._vector[unit.start : unit.stop]
+        if full is not None:
+            copy_into(target, full)
+        self.backend.broadcast(target, root=0)
+
+    def unshard(self, unit: Unit) -> Array:
+        return _read_only(self._vector[unit.start : unit.stop])
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return [self._vector[p.start : p.stop] for p in pieces]
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        if self.backend.world_size == 1:
+            return
+        works = [
+            self.backend.all_gather_async(
+                self._vector[p.start : p.stop], out=self._vector[p.unit.start : p.unit.stop]
+            )
+            for p in pieces
+        ]
+        for work in works:
+            work.wait()
+
+
+class NodeParameters(ParameterStore):
+    """All parameters stand once in memory that a node's ranks share: a unit is a view of it.
+
+    Each rank owns its pieces there, and updates them where they lie. On one node nothing is ever
+    copied, and each byte of memory is there once; with several nodes `publish` sends each piece
+    once to each of the others.
+
+    Parameters
+    ----------
+    holdings : Holdings
+        Units, ranks, and where memory is booked.
+    vector : Array
+        `length_for` elements that the ranks of this node share.
+    """
+
+    once_per_node = True
+
+    def __init__(self, holdings: Holdings, vector: Array) -> None:
+        super().__init__(holdings)
+        self.held = holdings.pieces()
+        holdings.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
+        self._vector = vector
+        self._shifts: list[int] = []
+        position = 0
+        for unit in holdings.units:
+            self._shifts.append(position - unit.start)
+            position += aligned(unit.length, holdings.dtype)
+
+    def _share_of_memory(self) -> int:
+        """Elements of the node's vector that are this rank's: its own, and of other nodes' a part.
+
+        The shares of a node's ranks add up to all parameters.
+        """
+        here = sum(
+            ShardLayout(unit.length, self.backend.world_size).size(rank)
+            for unit in self.holdings.units
+            for rank in self.backend.peers
+        )
+        elsewhere = ShardLayout(self.holdings.length - here, len(self.backend.peers))
+        return sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
+
+    @staticmethod
+    def length_for(holdings: Holdings) -> int:
+        """Elements that the vector needs: each unit begins on a cache line."""
+        return sum(aligned(unit.length, holdings.dtype) for unit in holdings.units)
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        counts = ShardLayout(unit.length, self.backend.world_size).sizes
+        (mine,) = self.owned([self.held[unit.index]])
+        mine[...] = self.backend.scatter(full, root=0, counts=counts)
+        self._share([self.held[unit.index]])
+
+    def refresh(self) -> None:
+        self._share(self.held)
+
+    def unshard(self, unit: Unit) -> Array:
+        return _read_only(self._view(unit, unit.start, unit.stop))
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return [self._view(p.unit, p.start, p.stop) for p in pieces]
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        self._share(pieces)
+
+    def _share(self, pieces: Sequence[Piece]) -> None:
+        """Wait until all ranks have written their pieces, and those of other nodes are here."""
+        if self.backend.node_count == 1:
+            self.backend.barrier()
+            return
+        works = [
+            self.backend.all_gather_async(
+                self._view(p.unit, p.start, p.stop),
+                out=self._view(p.unit, p.unit.start, p.unit.stop),
+            )
+            for p in pieces
+        ]
+        for work in works:
+            work.wait()
+
+    def _view(self, unit: Unit, start: int, stop: int) -> Array:
+        shift = self._shifts[unit.index]
+        return self._vector[start + shift : stop + shift]
+
+
+class ShardedParameters(ParameterStore):
+    """Every rank holds its pieces; a unit is gathered into a pooled buffer while it is used.
+
+    Kept units, used from forward to backward, have buffers of their own. All others share two:
+    one for the unit in use, one for the unit that is on its way. With several nodes the ranks of
+    each share these buffers, so that a piece travels once to each node.
+    """
+
+    _SLOTS = 2
+
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self.held = holdings.pieces()
+        self.kept = holdings.kept
+        self._shard = holdings.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
+        passing = [unit.length for unit in self.holdings.units if unit.index not in self.kept]
+        self._slot_length = max(passing, default=0)
+        self._free: list[Array] = []
+        self._kept_buffers: dict[int, Array] = {}
+        self._buffers: dict[int, Array] = {}
+        self._works: dict[int, Work] = {}
+        self._stale: list[tuple[Work, Array | None]] = []
+        self._allocate_arena()
+
+    def _allocate_arena(self) -> None:
+        """Buffers for all that is gathered, where a node's ranks can share them."""
+        holdings = self.holdings
+        lengths = {index: holdings.units[index].length for index in sorted(self.kept)}
+        slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
+        total = sum(aligned(n, holdings.dtype) for n in [*lengths.values(), *slots])
+        shared = holdings.allocate_shared(total)
+        if shared is None:
+            return
+        holdings.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
+        position = 0
+        for index, length in lengths.items():
+            self._kept_buffers[index] = shared[position : position + length]
+            position += aligned(length, holdings.dtype)
+        for length in slots:
+            self._free.append(shared[position : position + length])
+            position += aligned(length, holdings.dtype)
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Indices of the units that are unsharded, or on their way."""
+        return frozenset(self._buffers)
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        counts = ShardLayout(unit.length, self.backend.world_size).sizes
+        piece = self.backend.scatter(full, root=0, counts=counts)
+        copy_into(self._shard[self.held[unit.index].in_shard], piece)
+
+    def prefetch(self, unit: Unit) -> None:
+        if unit.index in self._buffers:
+            return
+        buffer = self._take_buffer(unit)
+        piece = self._shard[self.held[unit.index].in_shard]
+        self._buffers[unit.index] = buffer
+        self._works[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
+
+    def unshard(self, unit: Unit) -> Array:
+        self.prefetch(unit)
+        work = self._works.pop(unit.index, None)
+        if work is not None:
+            work.wait()
+        return _read_only(self._buffers[unit.index][: unit.length])
+
+    def reshard(self, unit: Unit) -> None:
+        buffer = self._buffers.pop(unit.index, None)
+        work = self._works.pop(unit.index, None)
+        if work is not None:
+            work.wait()
+        if buffer is not None and unit.index not in self.kept:
+            self._free.append(buffer)
+
+    def abandon(self) -> None:
+        # A gather under way may still write to its buffer: the next one waits for it.
+        for index, buffer in self._buffers.items():
+            work = self._works.get(index)
+            passing = None if index in self.kept else buffer
+            if work is not None:
+                self._stale.append((work, passing))
+            elif passing is not None:
+                self._free.append(passing)
+        self._works.clear()
+        self._buffers.clear()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        views = []
+        for piece in pieces:
+            held = self.held[piece.unit.index]
+            start = held.offset + piece.start - held.start
+            views.append(self._shard[start : start + piece.length])
+        return views
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        """Nothing to tell: the next `unshard` gathers what the owners hold."""
+        assert not self._buffers, "a unit is still unsharded at the update"
+
+    def _take_buffer(self, unit: Unit) -> Array:
+        while self._stale:
+            work, passing = self._stale[0]
+            work.wait()
+            del self._stale[0]
+            if passing is not None:
+                self._free.append(passing)
+        if unit.index in self.kept:
+            buffer = self._kept_buffers.get(unit.index)
+            if buffer is None:
+                buffer = self.holdings.allocate(MemoryCategory.GATHERED, unit.length)
+                self._kept_buffers[unit.index] = buffer
+            return buffer
+        if self._free:
+            return self._free.pop()
+        return self.holdings.allocate(MemoryCategory.GATHERED, self._slot_length)
+
+
+def _read_only(array: Array) -> Array:
+    if isinstance(array, np.ndarray):  # CuPy arrays have no such flag
+        array.flags.writeable = False
+    return array

@@ -1,0 +1,1 @@
+"""The strategies: what each of them shards, and little else."""

@@ -1,0 +1,319 @@
+"""Models on a mesh of ranks: pipeline stages, tensor slices and data replicas."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import ProcessMesh
+from mpishard.communication.mesh import AXES
+from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.replicas import ALONE_ON_A_MESH
+from mpishard.models.programs.divided_program import DividedProgram
+from mpishard.models.programs.leaves import check_leaves
+from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
+from mpishard.models.programs.program import Program
+from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.strategies.ddp import DDPModel
+from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
+from mpishard.models.strategies.mesh_warnings import idle_axes
+from mpishard.models.wrapper.base import ShardedModelBase
+from mpishard.models.wrapper.wrapping import program_of, require_free
+from mpishard.pipeline import (
+    ActivationCheckpointConfig,
+    IPipelinePartitionStrategy,
+    IPipelineSchedule,
+    RecomputeStrategy,
+    partition_layers,
+)
+from mpishard.sharding import ShardingConfiguration
+from mpishard.tensor import check_sequence
+
+__all__ = ["MeshModel"]
+
+_log = logging.getLogger("mpishard")
+
+
+class MeshModel(ShardedModelBase):
+    """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
+
+    The ranks with one data coordinate hold one replica together, compute one batch, and must be
+    given the same one; batches are dealt by `data_rank` of `data_size`. What `HybridShardedModel`
+    says of its arguments holds for all of them.
+    """
+
+    policy: Policy = DDPModel.policy
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfiguration,
+        *,
+        pipeline: int,
+        tensor: int,
+        data: int,
+        micro_batch_count: int = 1,
+        schedule: IPipelineSchedule | str | None = None,
+        partition_strategy: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
+        sequence_parallel: bool = False,
+        data_parallel_strategy: str = "zero1",
+        order: Sequence[str] = AXES,
+    ) -> None:
+        options = checked_mesh_options({
+            "micro_batch_count": micro_batch_count,
+            "schedule": schedule,
+            "partition_strategy": partition_strategy,
+            "checkpoint_config": checkpoint_config,
+            "sequence_parallel": sequence_parallel,
+            "data_parallel_strategy": data_parallel_strategy,
+            "order": order,
+        })  # fmt: skip
+        self._sizes = pipeline, tensor, data
+        self._order: tuple[str, ...] = options["order"]
+        self._micro_batch_count: int = options["micro_batch_count"]
+        self._schedule: IPipelineSchedule = options["schedule"]
+        self._partition_strategy = options["partition_strategy"]
+        self._checkpoint_config: ActivationCheckpointConfig | None = options["checkpoint_config"]
+        self._sequence_parallel: bool = options["sequence_parallel"]
+        self._data_parallel_strategy: str = options["data_parallel_strategy"]
+        super().__init__(wrapped_model, config)
+
+    def _check_leaves(self) -> None:
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
+
+    def _on_before_initialize_sharding(self) -> None:
+        is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        if self._recomputes and not is_layered:
+            raise NotImplementedError(
+                f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
+                "nothing is known: give checkpoint_config=None, or a model that implements "
+                "ILayeredModel (mpishard.nn)"
+            )
+        if not self._config.auto_sync_gradients:
+            raise ValueError(ALONE_ON_A_MESH)
+        require_free(self._wrapped_model)
+        self._require_same_choices()
+        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
+        if self.mesh.data_size > 1:
+            self.policy = DATA_POLICIES[self._data_parallel_strategy]
+        else:  # there is nobody to share with
+            self.policy = DDPModel.policy
+
+    def _initialize_sharding(self) -> None:
+        super()._initialize_sharding()
+        program = self.engine.program
+        if self.rank == 0 and isinstance(program, MeshProgram):
+            found = idle_axes(self._wrapped_model, program.choices)
+            if found:
+                _log.warning("%r: %s", self, "; ".join(found))
+
+    def _require_same_choices(self) -> None:
+        """Refuse ranks that would build different meshes, or other parts. Collective.
+
+        Before the first message whose meaning depends on it.
+        """
+        sizes = axis_sizes(self.world_size, *self._sizes)
+        model = self._wrapped_model
+        mine: dict[str, Any] = {
+            "class": type(self).__name__,
+            "mesh": " x ".join(map(str, sizes)),
+            "order": self._order,
+            "schedule": self._schedule.name,
+            "virtual_stages_per_rank": self._schedule.virtual_stages_per_rank,
+            "micro_batch_count": self._micro_batch_count,
+            "checkpoint_config": repr(self._checkpoint_config),
+            "sequence_parallel": self._sequence_parallel,
+            "data_parallel_strategy": self._data_parallel_strategy,
+            "minimum_parameter_group_size": self._config.minimum_parameter_group_size,
+            "model": type(model).__name__,
+        }
+        if isinstance(model, ILayeredModel):
+            infos = model.get_all_layer_info()
+            entries = model.parameter_table.entries
+            shapes = [(entry.name, entry.shape) for entry in entries]
+            kinds = [(info.name, type(info.layer).__name__) for info in infos]
+            mine |= {
+                "number of layers": len(infos),
+                "number of parameters": sum(entry.size for entry in entries),
+                "dtype": model.dtype.name,
+                "checksum of names, shapes and kinds of layers": zlib.crc32(
+                    repr((shapes, kinds)).encode()
+                ),
+            }
+        differing = differences(self.backend, mine)
+        if differing:
+            raise ValueError(
+                f"every rank must wrap the same model on the same mesh; by rank, {differing}"
+            )
+
+    @property
+    def _recomputes(self) -> bool:
+        config = self._checkpoint_config
+        return config is not None and config.strategy is not RecomputeStrategy.NONE
+
+    def _program(self) -> Program:
+        model = self._wrapped_model
+        whole = program_of(model, self._config)
+        if isinstance(whole, WholeProgram):
+            # Without pipeline and tensor axes it is data parallelism.
+            return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
+        if self._sequence_parallel and self.mesh.tensor_size > 1:
+            infos = model.get_all_layer_info()
+            layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
+            check_sequence(layers, infos[0].input_shape)
+        choices = MeshChoices(
+            self.mesh,
+            self._schedule,
+            self._micro_batch_count,
+            self._deal_layers(model),
+            self._sequence_parallel,
+            self._checkpoint_config,
+        )
+        return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
+
+    def _say_what_stays_whole(self, reason: str) -> None:
+        if self.mesh.replica_size == 1:
+            super()._say_what_stays_whole(reason)
+            return
+        _log.warning(
+            "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
+            "each rank computes the whole batch, in one micro-batch and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(), reason,
+        )  # fmt: skip
+
+    def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
+        """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
+        count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
+
+        def can_cut(after: int) -> bool:
+            """Where shapes fit; and what travels between stages is of the model's dtype."""
+            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+            return model.validate_partition_point(after) and not takes_integers
+
+        given: Any = self._partition_strategy
+        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
+        stages = partition_layers(
+            model.get_all_layer_info(), count, given if is_strategy else None,
+            costs=None if is_strategy else given, can_cut=can_cut,
+        )  # fmt: skip
+        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
+        return tuple((int(first), int(stop)) for first, stop in dealt)
+
+    # ------------------------------------------------------------------------------- properties
+
+    def _described_ranks(self) -> str:
+        count = self._micro_batch_count
+        micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
+        if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            micro_batches = f"{self._schedule.name}, {micro_batches}"
+        return f"{self.mesh.describe()}, {micro_batches}"
+
+    @property
+    def data_parallel_strategy(self) -> str:
+        """What the data axis shards, by name."""
+        return self._data_parallel_strategy
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and dropout, too, are divided over the tensor axis."""
+        return self._sequence_parallel
+
+    def data_rank_of(self, rank: int) -> int:
+        return self.mesh.coordinates_of(rank)[2]
+
+    @property
+    def micro_batch_count(self) -> int:
+        """M, into how many parts along the batch dim a rank's batch is cut."""
+        return self._micro_batch_count
+
+    @property
+    def schedule(self) -> IPipelineSchedule:
+        """In which order the ranks of a pipeline work."""
+        return self._schedule
+
+    @property
+    def estimated_bubble_fraction(self) -> float:
+        """The published fraction of time that a rank of the pipeline waits.
+
+        0 for one stage, and for a black box, of which no rank waits for another.
+        """
+        if not self.is_compute_partitioned:
+            return 0.0
+        return self._schedule.estimate_bubble_fraction(
+            self.mesh.pipeline_size, self._micro_batch_count
+        )
+
+    @property
+    def stage_layers(self) -> tuple[tuple[int, int], ...]:
+        """The layers ``(first, stop)`` of each of the model's stages; () of a black box."""
+        program = self.engine.program
+        return program.choices.stages if isinstance(program, MeshProgram) else ()
+
+    @property
+    def partition_log(self) -> tuple[str, ...]:
+        """What the tensor axis made of each layer of this rank's stages, and why."""
+        program = self.engine.program
+        return program.partition_log if isinstance(program, MeshProgram) else ()
+
+    @property
+    def is_compute_partitioned(self) -> bool:
+        """Whether ranks of one replica share its computation; of a black box each does all."""
+        return isinstance(self.engine.program, MeshProgram)
+
+    def get_model_metadata(self) -> ModelMetadata:
+        metadata = super().get_model_metadata()
+        mesh = self.mesh
+        metadata.properties |= {
+            "PipelineParallelSize": mesh.pipeline_size,
+            "TensorParallelSize": mesh.tensor_size,
+            "DataParallelSize": mesh.data_size,
+            "PipelineRank": mesh.pipeline_rank,
+            "TensorRank": mesh.tensor_rank,
+            "DataRank": mesh.data_rank,
+            "DataParallelStrategy": self._data_parallel_strategy,
+            "ComputePartitioned": self.is_compute_partitioned,
+        }
+        if mesh.replica_size > 1:
+            metadata.properties |= {
+                "GradientsSharded": True,
+                "GradientsReplicated": False,
+                "OptimizerStateSharded": True,
+                # Of a black box every rank has all, beside what it owns.
+                "ParametersSharded": self.is_compute_partitioned,
+                "ParametersReplicated": not self.is_compute_partitioned,
+            }
+        return metadata
+
+    def _pipeline_metadata(self) -> dict[str, Any]:
+        strategy = self._partition_strategy
+        return {
+            "StageId": self.mesh.pipeline_rank,
+            "NumStages": self.mesh.pipeline_size,
+            "MicroBatchCount": self._micro_batch_count,
+            "Schedule": self._schedule.name,
+            "VirtualStagesPerRank": self._schedule.virtual_stages_per_rank,
+            "EstimatedBubbleFraction": self.estimated_bubble_fraction,
+            "ActivationCheckpointing": self._recomputes,
+            "PartitionStrategy": (
+                type(strategy).__name__
+                if isinstance(strategy, IPipelinePartitionStrategy)
+                else "LoadBalanced by FLOPs"
+                if strategy is None
+                else "LoadBalanced by given costs"
+            ),
+            "SupportsDecomposedBackward": self.is_compute_partitioned,
+        }
+
+    def _tensor_metadata(self) -> dict[str, Any]:
+        style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
+        if self._sequence_parallel:
+            style += "+Sequence"
+        return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}

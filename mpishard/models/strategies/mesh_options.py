@@ -1,0 +1,136 @@
+"""What a user may choose on a mesh, checked alike for models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import as_flag, as_integer
+from mpishard.communication.mesh import mesh_order, mesh_sizes
+from mpishard.models.engine.policy import Policy
+from mpishard.models.strategies.ddp import DDPModel
+from mpishard.models.strategies.fsdp import FSDPModel
+from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model
+from mpishard.pipeline import (
+    ActivationCheckpointConfig,
+    GPipeSchedule,
+    IPipelinePartitionStrategy,
+    IPipelineSchedule,
+    schedule_by_name,
+)
+
+__all__ = ["DATA_POLICIES", "axis_sizes", "checked_mesh_options"]
+
+DATA_POLICIES: dict[str, Policy] = {
+    "ddp": DDPModel.policy,
+    "zero1": ZeRO1Model.policy,
+    "zero2": ZeRO2Model.policy,
+    "zero3": FSDPModel.policy,
+    "fsdp": FSDPModel.policy,
+}
+
+
+def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as a mesh model keeps them. Communicates nothing.
+
+    Parameters
+    ----------
+    given : mapping of str to object
+        Keyword arguments of `HybridShardedModel` behind the sizes, all or some.
+
+    Returns
+    -------
+    dict of str to object
+        The same names; a schedule's name has become the schedule, None the default one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for a value that no mesh model takes.
+    """
+    return {name: _CHECKS[name](value) for name, value in given.items()}
+
+
+def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[int, int, int]:
+    """Sizes of the three axes, of which ``data`` may be -1: what is left of the world.
+
+    Raises
+    ------
+    TypeError
+        For what is no integer.
+    ValueError
+        Where they do not make up the world.
+    """
+    for name, size in (("pipeline_parallel_size", pipeline), ("tensor_parallel_size", tensor)):
+        if as_integer(name, size) < 1:
+            raise ValueError(f"{name} must be 1 or more, got {size}")
+    if as_integer("data_parallel_size", data) < 1 and data != -1:
+        raise ValueError(
+            f"data_parallel_size must be 1 or more, or -1 for what is left, got {data}"
+        )
+    return mesh_sizes(world_size, pipeline, tensor, data)
+
+
+def _micro_batch_count(given: Any) -> int:
+    if as_integer("micro_batch_count", given) < 1:
+        raise ValueError(f"micro_batch_count must be 1 or more, got {given}")
+    return int(given)
+
+
+def _schedule(given: Any) -> IPipelineSchedule:
+    if given is None:
+        return GPipeSchedule()
+    if isinstance(given, str):
+        return schedule_by_name(given)
+    if not isinstance(given, IPipelineSchedule):
+        raise TypeError(f"schedule must be an IPipelineSchedule or its name{_but(given)}")
+    return given
+
+
+def _partition_strategy(given: Any) -> Any:
+    if given is None or isinstance(given, IPipelinePartitionStrategy):
+        return given
+    is_class_or_name = isinstance(given, type | str | bytes)
+    is_costs = isinstance(given, Sequence) or (isinstance(given, np.ndarray) and given.ndim == 1)
+    if is_class_or_name or not (callable(given) or is_costs):
+        what = f", got an array of shape {given.shape}" if isinstance(given, np.ndarray) else None
+        raise TypeError(
+            "partition_strategy must be an IPipelinePartitionStrategy, a function of a "
+            f"LayerInfo, or one cost for each layer{what or _but(given)}"
+        )
+    return given
+
+
+def _checkpoint_config(given: Any) -> ActivationCheckpointConfig | None:
+    if not isinstance(given, ActivationCheckpointConfig | None):
+        raise TypeError(f"checkpoint_config must be an ActivationCheckpointConfig{_but(given)}")
+    return given
+
+
+def _data_parallel_strategy(given: Any) -> str:
+    name = str(given).lower().replace("-", "")
+    if name not in DATA_POLICIES:
+        raise ValueError(
+            f"unknown data_parallel_strategy {given!r}; there are {', '.join(DATA_POLICIES)}"
+        )
+    return name
+
+
+def _but(given: Any) -> str:
+    """What was given in place of what an error asks for."""
+    if isinstance(given, type):
+        return f": pass {given.__name__}(), not the class"
+    return f", got {given!r}"
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "micro_batch_count": _micro_batch_count,
+    "schedule": _schedule,
+    "partition_strategy": _partition_strategy,
+    "checkpoint_config": _checkpoint_config,
+    "sequence_parallel": lambda given: as_flag("sequence_parallel", given),
+    "data_parallel_strategy": _data_parallel_strategy,
+    "order": mesh_order,
+}

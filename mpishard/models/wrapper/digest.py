@@ -1,0 +1,113 @@
+"""Checksums of what several ranks hold of the same parameters, compared between them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import to_host
+from mpishard.checkpoint.format.consensus import all_texts
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.contract.matching import who
+from mpishard.errors import ReplicaError
+from mpishard.models.engine.engine import Engine
+from mpishard.sharding.regions import Region
+
+__all__ = ["compare_replicas"]
+
+_KEY_BYTES = 8
+_MOST_SHOWN = 4
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
+    """Compare every copy of every parameter that ranks hold for good. Collective.
+
+    Each rank takes a CRC-32 of the bits of each range of a parameter that it holds, and one
+    all-gather of 24 bytes a range compares them. What only one rank holds has no replica: the
+    pieces of parameters that are sharded. So has what the ranks of a node hold together.
+
+    Returns
+    -------
+    int
+        Number of ranges of which there are several copies.
+
+    Raises
+    ------
+    ReplicaError
+        On every rank, naming the ranks and the parameters that differ.
+    """
+    parameters = engine.parameters
+    is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
+    if is_shared_by_all and not engine.program.is_on_mesh:
+        return 0
+    own = {_key(region): (region, crc) for region, crc in _checksums(engine)}
+    rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
+    everyone = world.all_gather(rows.reshape(-1, 3))
+    copies: dict[int, dict[int, int]] = {}
+    for rank, key, crc in everyone.tolist():
+        copies.setdefault(key, {})[rank] = crc
+    several = {key: found for key, found in copies.items() if len(found) > 1}
+    differing = {key: found for key, found in several.items() if len(set(found.values())) > 1}
+    if differing:
+        _refuse(differing, {key: own[key][0].name for key in own}, engine, world)
+    return len(several)
+
+
+def _checksums(engine: Engine) -> list[tuple[Region, int]]:
+    """The ranges of parameters that this rank holds, in place of its node where that shares."""
+    parameters = engine.parameters
+    pieces = parameters.held
+    if parameters.once_per_node:
+        is_leader = parameters.backend.local_rank == 0
+        pieces = parameters.holdings.pieces(sharded=False) if is_leader else ()
+    held = zip(pieces, parameters.owned(pieces), strict=True)
+    regions = engine.program.placement.cut((piece.start, array) for piece, array in held)
+    return [(region, zlib.crc32(_bits(array).data)) for region, array in regions]
+
+
+def _bits(array: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
+
+
+def _key(region: Region) -> int:
+    text = json.dumps([region.name, region.box, region.start, region.stop])
+    digest = hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _refuse(
+    differing: Mapping[int, Mapping[int, int]],
+    own: Mapping[int, str],
+    engine: Engine,
+    world: CommunicationBackend,
+) -> None:
+    """Raise with the names that the first rank of each knows. Collective."""
+    mine = {key: own[key] for key, found in differing.items() if min(found) == world.rank}
+    names: dict[str, str] = {}
+    for text in all_texts(world, json.dumps(mine) if mine else ""):
+        names |= json.loads(text)
+    lines = [_line(names[str(key)], found) for key, found in differing.items()]
+    if len(lines) > _MOST_SHOWN:
+        lines[_MOST_SHOWN:] = [f"and {len(lines) - _MOST_SHOWN} more"]
+    shared = ". Ranks of a node share one copy, which is that of the first of them"
+    raise ReplicaError(
+        f"after step {engine.step_number} replicas differ: {'; '.join(lines)}"
+        f"{shared if engine.parameters.once_per_node else ''}. Memory that fails, or a change "
+        "made on some ranks alone, parts replicas for good: go on from a checkpoint that was saved "
+        "before, without the machine of that rank where it happens again"
+    )
+
+
+def _line(name: str, found: Mapping[int, int]) -> str:
+    ((common, _),) = Counter(found.values()).most_common(1)
+    odd = [rank for rank, crc in found.items() if crc != common]
+    rest = [rank for rank, crc in found.items() if crc == common]
+    return f"parameter {name!r} of {who(odd)} differs from that of {who(rest)}"

@@ -1,0 +1,284 @@
+"""How a plain model becomes a sharded one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.arrays import reuse_freed_memory
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.contracts import ILayeredModel
+from mpishard.errors import ShardingError
+from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.policy import Policy
+from mpishard.models.programs.layered_program import LayeredProgram
+from mpishard.models.programs.opaque_program import OpaqueProgram
+from mpishard.models.programs.placed_program import IPlaceableModel, PlacedProgram
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.gradient_store import (
+    GradientStore,
+    NodeGradients,
+    ReplicatedGradients,
+    ScatteredGradients,
+)
+from mpishard.models.stores.leaf_gradients import LeafGradients
+from mpishard.models.stores.offload import (
+    Offload,
+    OffloadedGradients,
+    OffloadedParameters,
+    UpdateStage,
+)
+from mpishard.models.stores.parameter_store import (
+    NodeParameters,
+    ParameterStore,
+    ReplicatedParameters,
+    ShardedParameters,
+)
+from mpishard.models.stores.sharded_gradients import ShardedGradients
+from mpishard.models.stores.store_layout import Holdings
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import shared_choices
+
+if TYPE_CHECKING:
+    from mpishard.models.wrapper.base import ShardedModelBase
+
+__all__ = [
+    "build_engine",
+    "claim",
+    "disclaim",
+    "is_claimed_by",
+    "program_of",
+    "require_free",
+    "require_same_on_all_ranks",
+]
+
+_owners_lock = threading.Lock()
+# By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
+# it finds the object that two of them have wrapped.
+_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
+
+
+def program_of(model: Any, config: ShardingConfiguration) -> Program:
+    """What computes ``model``: layers, a model that computes where it is told, or a black box.
+
+    Raises
+    ------
+    StructureOnlyError
+        Where another wrapper has taken the model's parameters.
+    MissingMemberError, ValueError
+        For a black box that lacks a member, or whose parameters are no floating vector.
+    """
+    _require_parameters(model)
+    if isinstance(model, ILayeredModel):
+        return LayeredProgram(model, config.minimum_parameter_group_size)
+    if isinstance(model, IPlaceableModel):
+        return PlacedProgram(model, config.minimum_parameter_group_size)
+    return OpaqueProgram(model)
+
+
+def require_free(model: Any) -> None:
+    """Refuse an object that is wrapped already, or whose parameters another wrapper has taken.
+
+    Raises
+    ------
+    StructureOnlyError, ShardingError
+        As `program_of` and `claim`.
+    """
+    _require_parameters(model)
+    with _owners_lock:
+        _require_unclaimed(_claimed(model))
+
+
+def _require_parameters(model: Any) -> None:
+    if isinstance(model, ILayeredModel | IPlaceableModel):
+        model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
+
+
+def claim(model: Any, wrapper: ShardedModelBase) -> None:
+    """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
+
+    Two ranks that set parameters on one object would overwrite each other's.
+
+    Raises
+    ------
+    ShardingError
+        Naming the rank that has wrapped it.
+    """
+    thing = _claimed(model)
+    with _owners_lock:
+        _require_unclaimed(thing)
+        _owners[id(thing)] = wrapper
+
+
+def _require_unclaimed(thing: Any) -> None:
+    owner = _owners.get(id(thing))
+    if owner is not None:
+        raise ShardingError(
+            f"this {type(thing).__name__} object is wrapped already, by rank {owner.rank}; "
+            "each rank wraps an object of its own: build the model inside main(backend)"
+        )
+
+
+def is_claimed_by(model: Any, wrapper: ShardedModelBase) -> bool:
+    """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
+    with _owners_lock:
+        return _owners.get(id(_claimed(model))) is wrapper
+
+
+def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
+    """Let others wrap the object again.
+
+    Raises
+    ------
+    ShardingError
+        Where it is another wrapper that holds the object.
+    """
+    thing = _claimed(model)
+    with _owners_lock:
+        if _owners.get(id(thing)) is not wrapper:
+            raise ShardingError(
+                f"this wrapper does not hold its {type(thing).__name__} (it is a copy of the one "
+                "that does, or has released it)"
+            )
+        del _owners[id(thing)]
+
+
+def _claimed(model: Any) -> Any:
+    """The object that holds the parameters: behind an adapter, the user's own."""
+    return model.placed_object if isinstance(model, IPlaceableModel) else model
+
+
+def require_same_on_all_ranks(
+    program: Program, strategy: str, config: ShardingConfiguration
+) -> None:
+    """Refuse models, or choices about them, that differ between ranks. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, with the choices that differ, or each rank's number of parameters and units.
+    """
+    backend, choices = config.communication_backend, shared_choices(config)
+    structure = program.structure().encode()
+    manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
+    manner += str(choices)
+    placement = program.placement
+    units = 0 if program.is_on_mesh else len(program.units)
+    mine = [placement.length, units, zlib.crc32(structure)]
+    mine.append(zlib.crc32(manner.encode()))
+    everyone = backend.all_gather(np.array([mine]))
+    if (everyone == everyone[0]).all():
+        return
+    differing = differences(backend, choices)
+    if differing:
+        raise ValueError(
+            f"every rank must wrap its model with the same ShardingConfiguration; by rank, "
+            f"{differing}"
+        )
+    rows = "; ".join(
+        f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
+        for rank, row in enumerate(everyone)
+    )
+    counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
+    raise ValueError(
+        f"every rank must wrap the same model in the same strategy and dtype: {rows}"
+        + (
+            ""
+            if counts_differ
+            else " (units, names, shapes, kinds of layers, features in "
+            "use, frozen parameters, strategy, mesh, schedule, dtype or device differ)"
+        )
+    )
+
+
+def build_engine(
+    program: Program,
+    policy: Policy,
+    config: ShardingConfiguration,
+    *,
+    arena: bool = True,
+) -> Engine:
+    """Stores as the policy says, and the engine that runs ``program`` through them.
+
+    Parameters stay whole, whatever the policy says, where the program needs them so. Collective
+    with ``arena``, which puts parameters and gradients into memory that a node's ranks share, where
+    they can.
+    """
+    if program.needs_whole_parameters:
+        policy = Policy(
+            shards_parameters=False,
+            shards_gradients=policy.shards_gradients,
+            shards_state=policy.shards_state,
+        )
+    reuse_freed_memory()
+    device = program.device.for_rank(config.communication_backend.local_rank)
+    device.use()
+    holdings = Holdings(
+        program.units, program.kept, program.dtype, program.axis(config), MemoryLedger(),
+        arena, device=device,
+    )  # fmt: skip
+    offload = Offload.of(config, device)
+
+    def compresses() -> bool:
+        return config.enable_gradient_compression
+
+    def reducing(holdings: Holdings) -> GradientStore:
+        if config.gradient_leaves is None:
+            return _gradient_store(holdings, policy, compresses)
+        return _leaf_store(holdings, policy)
+
+    def make_gradients(holdings: Holdings) -> GradientStore:
+        if offload.gradients:
+            return OffloadedGradients(reducing(holdings.on_host), holdings)
+        return reducing(holdings)
+
+    parameters: ParameterStore
+    if offload.parameters:
+        parameters = OffloadedParameters(_parameter_store(holdings.on_host, policy), holdings)
+    else:
+        parameters = _parameter_store(holdings, policy)
+    stage = UpdateStage(holdings.on_host if offload.optimizer else holdings)
+    return Engine(program, parameters, make_gradients, stage, policy, program.default_loss, config)
+
+
+def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
+    if not policy.shards_state:
+        # Every rank updates all of them: each needs its own.
+        return ReplicatedParameters(holdings)
+    if policy.shards_parameters and holdings.backend.node_count > 1:
+        return ShardedParameters(holdings)
+    vector = holdings.allocate_shared(NodeParameters.length_for(holdings))
+    if vector is not None:
+        return NodeParameters(holdings, vector)
+    return (
+        ShardedParameters(holdings) if policy.shards_parameters else ReplicatedParameters(holdings)
+    )
+
+
+def _gradient_store(
+    holdings: Holdings, policy: Policy, compresses: Callable[[], bool], *, in_leaves: bool = False
+) -> GradientStore:
+    if policy.shards_gradients:
+        length = ShardedGradients.slot_length(holdings)
+        slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
+        return ShardedGradients(holdings, compresses, slots or ())
+    slots = holdings.allocate_slots(ReplicatedGradients.length_for(holdings), 1)
+    slot = slots[0] if slots else None
+    if slot is not None and not policy.shards_state and holdings.backend.node_count == 1:
+        return NodeGradients(holdings, compresses, slot)
+    if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
+        return ScatteredGradients(holdings, compresses, slot)
+    return ReplicatedGradients(holdings, compresses, slot)
+
+
+def _leaf_store(holdings: Holdings, policy: Policy) -> LeafGradients:
+    inner = _gradient_store(holdings, policy, lambda: False, in_leaves=True)
+    assert isinstance(inner, ScatteredGradients | ShardedGradients)
+    shows_all = policy.shards_state or isinstance(inner, NodeGradients)
+    return LeafGradients(inner, gathers=not shows_all)

@@ -1,0 +1,1 @@
+"""The training loop: data, evaluation, early stopping, checkpoints and resume."""

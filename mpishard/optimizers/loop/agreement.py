@@ -1,0 +1,198 @@
+"""Checks before training of mistakes that would otherwise show after hours, or never."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.checkpoint.format.consensus import differences, together
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILossFunction
+from mpishard.data import take
+from mpishard.models import ShardedModelBase
+from mpishard.models.programs.program import Program
+from mpishard.models.wrapper.wrapping import program_of
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.saving import folder_of
+from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import shared_choices
+
+if TYPE_CHECKING:
+    from mpishard.optimizers.sharded.training import ShardedTraining
+
+__all__ = ["Subject", "refuse_early", "require_agreement", "require_same_rule"]
+
+_PARTS = ("train", "validation", "test")
+_SETTINGS = (
+    "epochs", "max_steps", "validate_every", "patience", "tolerance", "keep_best",
+    "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
+    "keep_every", "checkpoint_async", "resume", "digest_every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The parts of a model that early checks need; the model need not be wrapped.
+
+    Parameters
+    ----------
+    name : str
+        Name of the user's class.
+    program : Program
+        The model's computation.
+    loss : ILossFunction or None
+        The loss to minimise; None if a black box has its own.
+    predict : callable
+        Outputs for inputs, of a black box.
+    """
+
+    name: str
+    program: Program
+    loss: ILossFunction | None
+    predict: Callable[[Array], Array]
+
+    @classmethod
+    def of(cls, model: Any, config: ShardingConfiguration) -> Subject:
+        """Return the parts of a sharded model, or of a plain one, which does not change."""
+        if isinstance(model, ShardedModelBase):
+            engine = model.engine
+            name = type(model.wrapped_model).__name__
+            return cls(name, engine.program, engine.loss, engine.predict)
+        program = program_of(model, config)
+        loss = getattr(model, "default_loss_function", None)
+        predict = partial(program.predict, None)  # type: ignore[arg-type]  # it needs no store
+        return cls(type(model).__name__, program, loss, predict)
+
+
+def refuse_early(
+    model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
+) -> dict[str, list[int]]:
+    """Refuse data and choices that the model, sharded or plain, cannot work with. Collective.
+
+    ``data_size`` is the number of ranks, or groups of ranks, that share a batch.
+
+    Returns
+    -------
+    dict
+        "train", "validation", "test" -> every rank's number of samples, 0 without such data.
+
+    Raises
+    ------
+    TypeError, ValueError, CheckpointError
+        On every rank, if one rank finds a reason.
+    """
+    backend = config.communication_backend
+    with together(backend):
+        subject = Subject.of(model, config)
+        for part in _PARTS:
+            if getattr(data, f"x_{part}") is not None:
+                _check_first(subject, data, part)
+        compares = data.patience is not None or data.keeps_best
+        if compares and not subject.program.knows_loss(subject.loss):
+            raise ValueError(
+                f"patience and keep_best compare losses, and {subject.name} tells none: give it "
+                "compute_loss_and_gradients, or a default_loss_function"
+            )
+        is_sharded = isinstance(model, ShardedModelBase)
+        leaves = model.gradient_leaves if is_sharded else config.gradient_leaves
+        if data.local_data and leaves is not None:
+            raise ValueError(
+                f"with gradient_leaves={leaves} any number of ranks computes the same, and with "
+                "local_data each rank has samples that others never see: give every rank the same "
+                "data set, or gradient_leaves=None"
+            )
+        if data.local_data and data.batch_size < data_size:
+            raise ValueError(
+                f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}, "
+                "that bring data of their own: each needs a share of a batch"
+            )
+        if data.checkpoint is not None and backend.rank == 0:
+            folder_of(data).target(0)
+    given = [getattr(data, f"x_{part}") for part in _PARTS]
+    lengths = np.array([[0 if x is None else len(x) for x in given]])
+    everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))
+    for part, x in zip(_PARTS, given, strict=True):
+        if x is not None and not any(everyone[part]):
+            raise ValueError(f"x_{part} holds no samples on any of {backend.world_size} ranks")
+    return everyone
+
+
+def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> None:
+    """Refuse a data set if its first sample does not fit the model."""
+    x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+    indices = np.zeros(min(1, len(x)), np.int64)
+    first = take(x, indices), take(y, indices)
+    for letter, sample in zip("xy", first, strict=True):
+        if len(sample) != len(indices):
+            raise ValueError(
+                f"{letter}_{part} gave an array of shape {sample.shape} for the index array "
+                f"{indices}; the first dim must be the samples"
+            )
+    subject.program.check_pair(*first, subject.loss)
+    if data.predictions and subject.loss is None and len(indices):
+        subject.predict(first[0])  # a black box may have no predict
+
+
+def require_agreement(
+    optimizer: ShardedTraining,
+    model: ShardedModelBase,
+    data: OptimizationInputData,
+    order: Mapping[str, Any],
+) -> None:
+    """Refuse a run whose length, order, data or rule differs between ranks. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, naming each rank's choices. Without ``local_data`` every rank evaluates its
+        part of one data set; if one rank's data set has another length, the loss is wrong.
+    """
+    lengths = {}
+    if not data.local_data:
+        for part in ("x_validation", "x_test"):  # the targets have as many: see `checked`
+            x = getattr(data, part)
+            lengths[f"{part} samples"] = None if x is None else len(x)
+    mine = {
+        **order,
+        **lengths,
+        **{name: _plain(getattr(data, name)) for name in _SETTINGS},
+        **shared_choices(model.sharding_configuration),
+        "metrics": data.metrics is not None,
+        "user_state": sorted(data.user_state or ()),
+        "validation": data.x_validation is not None,
+        "test": data.x_test is not None,
+        **optimizer.wrapped_optimizer.fingerprint(),
+    }
+    differing = differences(model.backend, mine)
+    if differing:
+        hint = ""
+        if "samples is " in differing:
+            hint = ". If every rank brings samples of its own, pass local_data=True"
+        raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
+
+
+def require_same_rule(
+    backend: CommunicationBackend, fingerprint: Mapping[str, Any], frozen: frozenset[str]
+) -> None:
+    """Refuse ranks that would update differently, or train other parameters. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, naming the differences.
+    """
+    differing = differences(backend, {**fingerprint, "frozen": sorted(frozen)})
+    if differing:
+        raise ValueError(f"every rank must train with the same optimizer; by rank, {differing}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):  # a path is the same bytes in every rank's locale
+        return os.fsencode(value).decode(errors="backslashreplace")
+    return value if isinstance(value, bool | int | float | None) else str(value)

@@ -1,0 +1,245 @@
+"""What a training run is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from mpishard.arguments import as_flag, as_integer, as_number, check_path
+from mpishard.contracts import PathLike
+from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
+from mpishard.optimizers.loop.user_state import check_user_state
+
+__all__ = ["OptimizationInputData"]
+
+_AT_LEAST_ONE = (
+    "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
+    "keep_every", "digest_every", "patience",
+)  # fmt: skip
+_FLAGS = (
+    "local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress",
+    "checkpoint_async",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class OptimizationInputData:
+    """A model, data and how to go through them.
+
+    Parameters
+    ----------
+    model : object
+        Sharded, or plain: then the optimizer's strategy wraps it.
+    x_train, y_train : array or data set
+        The *same* data set on every rank: arrays, or anything with ``len()`` and integer-array
+        indexing, such as a memory map or an ``h5py`` data set, which is not loaded. Each rank
+        reads its own samples only, and the first one, to see that it fits the model.
+    x_validation, y_validation : array or data set, optional
+        Evaluated every ``validate_every`` steps and at the end.
+    x_test, y_test : array or data set, optional
+        Evaluated once, at the end, with the best solution.
+    local_data : bool
+        Every data set above is this rank's own, of any length: to each global batch the rank
+        brings its share, ``ShardLayout(batch_size, world_size)``, from its own samples, until it
+        has no more and the others go on. Every sample of every rank is seen once an epoch. Such a
+        run resumes with the same number of ranks only. On a mesh it is the data ranks that count,
+        and all ranks of a replica bring the same.
+    batch_size : int
+        Samples of the *global* batch, dealt over the ranks; they need not divide.
+    epochs : int, optional
+        Passes over the training data; default: 1 if there is no ``max_steps`` either, otherwise as
+        many as that needs.
+    max_steps : int, optional
+        Number of updates after which training ends, unless ``epochs`` end it before.
+    seed : int
+        Of the shuffles; the order is a function of (seed, epoch) alone.
+    shuffle, drop_last : bool
+        Shuffle each epoch; leave out a last batch that is not full.
+    validate_every : int, optional
+        Steps between evaluations; default once per epoch.
+    patience : int, optional
+        Stop after so many evaluations in a row without improvement; by default nothing stops a
+        run early. Without validation data an evaluation is the end of an epoch, and its score the
+        epoch's mean training loss.
+    tolerance : float
+        Least fall of the loss that is an improvement.
+    keep_best : bool, optional
+        Put the parameters of the best evaluation back at the end; default: where ``patience`` is
+        given. Each rank holds a copy of what it owns meanwhile, 1/N of the parameters.
+    training_statistics : bool
+        Measure the solution on the training data, too: one more forward pass over all of them.
+    predictions : bool
+        Keep each rank's own predictions of all that is measured at the end.
+    checkpoint : path, optional
+        Folder of the run's checkpoints (`mpishard.checkpoint.CheckpointFolder`), of the run as it
+        goes on, with the best parameters so far. Where some are there the run goes on from the
+        newest that verifies, at any world size and under any strategy.
+    checkpoint_every : int, optional
+        Steps between checkpoints; default at the end only.
+    keep_last, keep_every : int, optional
+        How many of the newest checkpoints stay; of which steps they stay for ever.
+    checkpoint_async : bool
+        Copy the state and write it while training goes on. It takes the state's size in memory
+        once more on each rank. Where a rank cannot write all raise at their next step.
+    resume : path or bool, optional
+        A checkpoint, or a folder of them, to go on from in place of what ``checkpoint`` holds.
+        False: begin anew whatever is there. True: there must be one.
+    user_state : mapping of str to object, optional
+        What the script itself draws from or counts, to be saved in checkpoints and restored on
+        resume: names -> `numpy.random.Generator`, or an object with ``state_dict()``, which JSON
+        can hold, and ``load_state_dict(state)``. Every rank names the same. Where states differ
+        between ranks the run resumes with the same number of ranks only.
+    digest_every : int, optional
+        Steps between comparisons of the ranks' replicas, `ShardedModelBase.check_replicas`.
+        Default: never.
+    progress : bool
+        Show progress on rank 0.
+    throughput_unit : str
+        What a loss weighs: "samples", or "tokens" where each token has a loss.
+    metrics : path, optional
+        File of JSON lines, one per step and evaluation, written by rank 0.
+    """
+
+    model: Any = None
+    x_train: Any
+    y_train: Any
+    x_validation: Any = None
+    y_validation: Any = None
+    x_test: Any = None
+    y_test: Any = None
+    local_data: bool = False
+    batch_size: int = 32
+    epochs: int | None = None
+    max_steps: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    validate_every: int | None = None
+    patience: int | None = None
+    tolerance: float = 0.0
+    keep_best: bool | None = None
+    training_statistics: bool = False
+    predictions: bool = False
+    checkpoint: PathLike | None = None
+    checkpoint_every: int | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    checkpoint_async: bool = False
+    resume: PathLike | bool | None = None
+    user_state: Mapping[str, Any] | None = None
+    digest_every: int | None = None
+    progress: bool = True
+    throughput_unit: str = "samples"
+    metrics: PathLike | None = None
+
+    @property
+    def initial_solution(self) -> Any:
+        """The model."""
+        return self.model
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best parameters are put back at the end."""
+        return self.patience is not None if self.keep_best is None else self.keep_best
+
+    def checked(self) -> Self:
+        """A copy with Python's own numbers and flags, if it can be trained.
+
+        Communicates and writes nothing.
+
+        Raises
+        ------
+        TypeError
+            Without a model or training data, or for a count or seed that is no integer, or a flag
+            that is neither True nor False.
+        ValueError
+            For a count below 1, inputs without targets, a tolerance that is negative or without
+            patience, what concerns checkpoints without their folder, or a blank path.
+        """
+        if self.model is None:
+            raise TypeError("OptimizationInputData needs a model")
+        for part in ("train", "validation", "test"):
+            self._check_pair(part)
+        numbers = self._plain_numbers()
+        for name in ("checkpoint", "resume", "metrics"):
+            value = getattr(self, name)
+            if value is not None and not (name == "resume" and isinstance(value, bool)):
+                check_path(name, value)
+        if not 0 <= numbers["tolerance"] < math.inf:
+            raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
+        if self.tolerance and self.patience is None:
+            raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
+        if self.user_state is not None:
+            check_user_state(self.user_state)
+        if self.checkpoint is None:
+            self._refuse_without_checkpoint()
+        if self.validate_every is not None and self.x_validation is None:
+            raise ValueError("validate_every needs x_validation and y_validation")
+        plain = replace(self, **numbers)
+        if not plain.local_data:
+            plain.sampler()
+        return plain
+
+    def _refuse_without_checkpoint(self) -> None:
+        for name in ("checkpoint_every", "keep_every"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} needs checkpoint, the folder to write to")
+        if self.keep_last != type(self).keep_last:
+            raise ValueError(
+                f"keep_last needs checkpoint, the folder to write to; got keep_last="
+                f"{self.keep_last} without it"
+            )
+        if self.checkpoint_async:
+            raise ValueError("checkpoint_async needs checkpoint, the folder to write to")
+        if self.user_state is not None and self.resume is None:
+            raise ValueError("user_state needs checkpoint or resume: it is saved and restored")
+        if self.resume is True:
+            raise ValueError("resume=True needs checkpoint, the folder to go on from")
+
+    def _plain_numbers(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is None and name != "batch_size":
+                continue
+            numbers[name] = as_integer(name, value)
+            if numbers[name] < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.keep_best is not None:
+            numbers["keep_best"] = as_flag("keep_best", self.keep_best)
+        numbers["seed"] = as_integer("seed", self.seed)
+        numbers["tolerance"] = as_number("tolerance", self.tolerance)
+        return numbers
+
+    def _check_pair(self, part: str) -> None:
+        x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
+        if (x is None) != (y is None) or (part == "train" and x is None):
+            raise TypeError(f"x_{part} and y_{part} must both be given")
+        if x is None:
+            return
+        samples = [
+            check_dataset(dataset, f"{letter}_{part}", allow_empty=self.local_data)
+            for letter, dataset in (("x", x), ("y", y))
+        ]
+        if samples[0] != samples[1]:
+            raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
+
+    def sampler(
+        self, lengths: Sequence[int] = (), leaves: int | None = None
+    ) -> GlobalBatchSampler | LocalBatchSampler:
+        """The order in which training goes through the samples.
+
+        ``lengths`` are all ranks' numbers of samples, where each brings its own; ``leaves`` the
+        model's ``gradient_leaves``.
+        """
+        if self.local_data:
+            return LocalBatchSampler(
+                lengths, self.batch_size,
+                seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+            )  # fmt: skip
+        return GlobalBatchSampler(
+            len(self.x_train), self.batch_size,
+            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last, leaves=leaves,
+        )  # fmt: skip

@@ -1,0 +1,345 @@
+"""The training loop: epochs, evaluations, early stopping, checkpoints, resume."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard import checkpoint
+from mpishard.checkpoint.format.consensus import together
+from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.models import ShardedModelBase
+from mpishard.observe.metrics import MetricsWriter
+from mpishard.observe.progress import Progress
+from mpishard.optimizers.loop.agreement import require_agreement
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
+from mpishard.optimizers.loop.features import describe_features
+from mpishard.optimizers.loop.position import LOOP, check_position, order_of_samples
+from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
+from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
+from mpishard.optimizers.loop.stopping import BestParameters, EarlyStopping
+from mpishard.optimizers.loop.user_state import UserState
+
+if TYPE_CHECKING:
+    from mpishard.optimizers.sharded.training import ShardedTraining
+
+__all__ = ["TrainingRun"]
+
+_log = logging.getLogger("mpishard")
+
+
+class TrainingRun:
+    """One run: where it stands, and what it has seen.
+
+    An evaluation is a pass over the validation data or, where there are none, the end of an
+    epoch. Those at the steps that ``validate_every`` names are part of the run and of its
+    checkpoints; one more, at the end of a run that stops between them, is not, so that a run that
+    goes on is the same as one that was never interrupted.
+
+    Made by every rank, and nothing is trained until `run`. Collective.
+
+    Parameters
+    ----------
+    optimizer : ShardedTraining
+        Bound to the model.
+    model : ShardedModelBase
+        What is trained.
+    data : OptimizationInputData
+        Checked.
+    lengths : dict of str to list of int
+        What `refuse_early` gave.
+
+    Raises
+    ------
+    TypeError, ValueError, OSError
+        On every rank, where the ranks ask for different training, there is nothing to resume from,
+        the first or the last update has no learning rate, or the metrics cannot be written.
+    """
+
+    def __init__(
+        self,
+        optimizer: ShardedTraining,
+        model: ShardedModelBase,
+        data: OptimizationInputData,
+        lengths: dict[str, list[int]],
+    ) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self.data = data
+        # By data rank: ranks that compute one batch together count once.
+        self.lengths = {
+            part: _by_data_rank(model, given, f"x_{part}") for part, given in lengths.items()
+        }
+        self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
+        self.order = order_of_samples(data, self.lengths["train"])
+        per_epoch = self.sampler.batches_per_epoch
+        epochs = None if data.epochs is None else data.epochs * per_epoch
+        self.total = min((n for n in (epochs, data.max_steps) if n is not None), default=per_epoch)
+        self.validate_every = data.validate_every or per_epoch
+        self.result = OptimizationResult(model)
+        self.step = 0
+        self.epoch_sums = np.zeros(2)  # loss sum and weight of the epoch under way
+        self.stopping = EarlyStopping(data.patience, data.tolerance)
+        self.best = BestParameters(model) if data.keeps_best else None
+        self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
+        self.metrics: MetricsWriter | None = None
+        self.has_found_no_replicas = False
+        self.progress: Progress
+        self.started = 0.0
+        require_agreement(optimizer, model, data, self.order)
+        self.user_state = UserState(data.user_state or {}, model.backend)
+        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data, model.backend)
+        own = None if self.checkpoints is None else self.checkpoints.folder
+        resumed = checkpoint_to_resume(data, model.backend, own)
+        if resumed is not None:
+            self._resume(resumed)
+        if self.step < self.total:
+            with together(model.backend):  # a schedule may be a table, and too short
+                last = optimizer.steps + self.total - self.step - 1
+                for step in (optimizer.steps, last):
+                    optimizer.wrapped_optimizer.checked_rate(step)
+        if data.metrics is not None:
+            with together(model.backend):
+                if model.rank == 0:
+                    MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether this run has made an update."""
+        return bool(self.result.loss_history)
+
+    def run(self) -> OptimizationResult:
+        """Train; every rank returns the same result. Collective."""
+        is_root = self.model.rank == 0
+        self.started = time.perf_counter()
+        ends = self.stopping.is_exhausted
+        if self.checkpoints is not None and self.step < self.total and not ends:
+            self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
+        with ExitStack() as stack:
+            if is_root and self.data.metrics is not None:
+                self.metrics = stack.enter_context(
+                    MetricsWriter(Path(self.data.metrics), resume_step=self.step)
+                )
+            self.progress = stack.enter_context(
+                Progress(
+                    self.total,
+                    start=self.step,
+                    unit=f"{self.data.throughput_unit}/s",
+                    enabled=is_root and self.data.progress,
+                )
+            )
+            with nullcontext() if self.checkpoints is None else self.checkpoints.running():
+                while self.step < self.total and not ends:
+                    ends = self._one_step()
+            self._evaluate_end()
+        self.result.iterations = self.step
+        self.result.stopped_early = ends and self.step < self.total
+        self.result.seconds = time.perf_counter() - self.started
+        self._conclude()
+        return self.result
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def _one_step(self) -> bool:
+        """Make an update and what is due after it; whether early stopping ends the run."""
+        data, model = self.data, self.model
+        epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
+        indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
+        rate = self.optimizer.get_current_learning_rate()
+        report = self.optimizer.step_report(
+            model, take(data.x_train, indices), take(data.y_train, indices),
+            sample_start=sample_start,
+        )  # fmt: skip
+        self.step += 1
+        self.result.loss_history.append(report.loss)
+        self.result.weight += report.weight
+        self.epoch_sums += (report.loss * report.weight, report.weight)
+        self.progress.update(self.step, loss=report.loss, amount=report.weight)
+        if self.metrics is not None:
+            self.metrics.write(
+                step=self.step, time=self._elapsed(), epoch=epoch, loss=report.loss,
+                learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
+            )  # fmt: skip
+        if data.digest_every is not None and self.step % data.digest_every == 0:
+            self._check_replicas()
+        score = None
+        if index + 1 == self.sampler.batches_per_epoch:
+            score = self._finish_epoch()
+            self.epoch_sums[:] = 0
+        if data.x_validation is not None:
+            score = self._validate() if self.step % self.validate_every == 0 else None
+        ends = score is not None and self._judge(score)
+        if self.checkpoints is not None:
+            self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)
+        return ends
+
+    def _check_replicas(self) -> None:
+        compared = self.model.check_replicas()
+        if not compared and not self.has_found_no_replicas and self.model.rank == 0:
+            _log.warning(
+                "digest_every: the ranks have no copies of a parameter to compare (each holds its "
+                "own pieces, or all share the memory of a node)"
+            )
+        self.has_found_no_replicas = not compared
+
+    def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
+        is_preempted = checkpoints.is_preempted()
+        if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
+            checkpoints.save(
+                self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
+            )
+        else:
+            checkpoints.poll()
+        if is_preempted:
+            checkpoints.leave(self.step, self.total)
+
+    def _finish_epoch(self) -> float | None:
+        """Take note of the mean loss of the epoch under way, if anything was weighed in it."""
+        total, weight = self.epoch_sums
+        if not weight:
+            return None
+        self.result.fitness_history.append(float(total / weight))
+        return self.result.fitness_history[-1]
+
+    def _validate(self) -> float:
+        found = self._evaluate("validation")
+        loss = found.stats["loss"]
+        self.latest = self.step, found
+        self.result.validation_history.append((self.step, loss))
+        self.progress.validation(self.step, loss)
+        if self.metrics is not None:
+            self.metrics.write(step=self.step, time=self._elapsed(), validation_loss=loss)
+        return loss
+
+    def _judge(self, score: float) -> bool:
+        """Keep what is the best so far; whether this evaluation ends the run. Collective."""
+        self._weigh(score)
+        asked_to = self.optimizer.should_early_stop()
+        return asked_to or self.stopping.is_exhausted
+
+    def _weigh(self, score: float) -> None:
+        if self.stopping.observe(self.step, score) and self.best is not None:
+            self.best.keep()
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    # --------------------------------------------------------------------------------------- end
+
+    def _evaluate_end(self) -> None:
+        """Evaluate where the run ends between two evaluations."""
+        partial = self._finish_epoch()
+        if self.data.x_validation is None:
+            if partial is not None:
+                self._weigh(partial)
+            return
+        history = self.result.validation_history
+        if not history or history[-1][0] != self.step:
+            self._weigh(self._validate())
+
+    def _conclude(self) -> None:
+        """Put the best solution back, and measure it."""
+        data, result, stopping = self.data, self.result, self.stopping
+        result.best_fitness_score = stopping.best_score
+        result.best_iteration = stopping.best_step
+        solution_step = self.step
+        if self.best is not None and stopping.best_step not in (None, self.step):
+            self.best.put_back()
+            solution_step = stopping.best_step
+        result.training_result = DatasetResult(data.x_train, data.y_train)
+        if data.training_statistics:
+            result.training_result = self._evaluate("train", at_end=True)
+        if data.x_validation is not None:
+            if data.predictions or self.latest is None or self.latest[0] != solution_step:
+                result.validation_result = self._evaluate("validation", at_end=True)
+            else:
+                result.validation_result = self.latest[1]
+        if data.x_test is not None:
+            result.test_result = self._evaluate("test", at_end=True)
+        result.fit_detection_result = self._detect_fit(solution_step)
+        describe_features(self.model, result)
+
+    def _detect_fit(self, solution_step: int) -> FitDetectionResult | None:
+        if self.result.validation_result is None:
+            return None
+        epochs = max(1, -(-solution_step // self.sampler.batches_per_epoch))
+        history = self.result.fitness_history[:epochs]
+        assert self.result.training_result is not None
+        training_loss = self.result.training_result.stats.get("loss")
+        if training_loss is None:
+            training_loss = history[-1] if history else float("nan")
+        return FitDetectionResult.detect(
+            training_loss, self.result.validation_result.stats["loss"], history
+        )
+
+    def _evaluate(self, part: str, *, at_end: bool = False) -> DatasetResult:
+        """Measure the model on one of the data sets. Collective."""
+        data = self.data
+        x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+        sampler: GlobalBatchSampler | LocalBatchSampler
+        if data.local_data:
+            sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
+        else:
+            sampler = GlobalBatchSampler(
+                len(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
+            )
+        return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
+
+    # --------------------------------------------------------------------------------- positions
+
+    def _position(self) -> dict[str, Any]:
+        """Where the run stands, and the choices that its order depends on. Collective."""
+        return {
+            "step": self.step,
+            "epoch_sums": self.epoch_sums.tolist(),
+            "fitness_history": self.result.fitness_history,
+            "validation_history": self.result.validation_history,
+            "stopping": self.stopping.position(),
+            "order": self.order,
+            "user_state": self.user_state.position(),
+        }
+
+    def _resume(self, path: Path) -> None:
+        holds_best = check_position(path, self.model.backend, self.order, self.user_state)
+        kept = self.best if holds_best else None
+        position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
+        with together(self.model.backend):  # what is the user's own may fail on one rank alone
+            self.user_state.restore(position["user_state"])
+        self.step = int(position["step"])
+        self.epoch_sums[:] = position["epoch_sums"]
+        self.result.fitness_history = list(position["fitness_history"])
+        self.result.validation_history = [(int(s), float(v)) for s, v in
+                                          position["validation_history"]]  # fmt: skip
+        # A best score whose parameters nobody has kept is no solution: it is looked for anew.
+        if self.best is None or holds_best:
+            self.stopping.restore(position["stopping"])
+        if self.model.rank == 0:
+            if self.step < self.total:
+                _log.info("going on after step %d of %d from %s", self.step, self.total, path)
+            else:
+                _log.warning(
+                    "%s is of a run that ended after step %d, and nothing is left of %d; for a "
+                    "new run choose another folder, or pass resume=False",
+                    path, self.step, self.total,
+                )  # fmt: skip
+
+
+def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> list[int]:
+    """Numbers of samples, of those of all ranks."""
+    found: dict[int, tuple[int, int]] = {}
+    for rank, length in enumerate(given):
+        first, expected = found.setdefault(model.data_rank_of(rank), (rank, length))
+        if length != expected:
+            raise ValueError(
+                f"ranks {first} and {rank} compute one batch together, and must be given the same "
+                f"data: of {name} rank {first} has {expected} samples, and rank {rank} has "
+                f"{length}. Choose what a rank brings by the model's data_rank, not by rank"
+            )
+    return [found[data][1] for data in range(model.data_size)]

@@ -1,0 +1,192 @@
+"""What a training run gives back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from mpishard.arrays import Array
+from mpishard.optimizers.loop.evaluation import DatasetResult
+
+__all__ = ["FitDetectionResult", "FitType", "OptimizationResult"]
+
+_OVERFIT_GAP = 0.2  # of the training loss
+_STILL_FALLING = 0.05  # of the training loss, in one epoch
+
+
+class FitType(StrEnum):
+    """How a model fits."""
+
+    GOOD = "good"
+    OVERFIT = "overfit"
+    UNDERFIT = "underfit"
+
+
+@dataclass(frozen=True, slots=True)
+class FitDetectionResult:
+    """Whether a model has learned too little, or its training data by heart: a rule of thumb.
+
+    ``overfit``
+        the validation loss lies more than 20 % above the training loss;
+    ``underfit``
+        else, where the training loss fell by more than 5 % in the last epoch: there is more to
+        learn;
+    ``good``
+        else.
+
+    Attributes
+    ----------
+    fit_type : FitType
+        Which of the three.
+    training_loss, validation_loss : float
+        What was compared: of the solution; the training loss is the mean over its epoch, taken
+        while training, unless ``training_statistics`` were asked for.
+    """
+
+    fit_type: FitType
+    training_loss: float
+    validation_loss: float
+
+    @classmethod
+    def detect(
+        cls, training_loss: float, validation_loss: float, history: Sequence[float]
+    ) -> Self | None:
+        """Judge by the losses of a solution, and the epochs' training losses up to it.
+
+        None where a loss is not known.
+        """
+        if not (math.isfinite(training_loss) and math.isfinite(validation_loss)):
+            return None
+        falls = len(history) > 1 and history[-2] - history[-1] > _STILL_FALLING * abs(history[-2])
+        if validation_loss - training_loss > _OVERFIT_GAP * abs(training_loss):
+            kind = FitType.OVERFIT
+        else:
+            kind = FitType.UNDERFIT if falls else FitType.GOOD
+        return cls(kind, training_loss, validation_loss)
+
+
+@dataclass
+class OptimizationResult:
+    """What a training run found; the same on every rank, but for predictions.
+
+    Attributes
+    ----------
+    best_solution : object
+        The model that was trained. It has the parameters of the evaluation with the lowest loss
+        where the run kept them (``patience`` or ``keep_best``), and the last ones elsewhere.
+    best_fitness_score : float
+        Lowest validation loss; without validation data the lowest epoch mean of the training
+        loss. That of ``best_solution`` where the run kept the best.
+    best_iteration : int or None
+        Updates made when the score was lowest; None where nothing was evaluated.
+    iterations : int
+        Updates made, those before a resumed checkpoint included.
+    stopped_early : bool
+        Whether early stopping ended the run.
+    fitness_history : list of float
+        Mean training loss of each epoch; the last one may be a part.
+    loss_history : list of float
+        Training loss of each step of *this* run, before its update.
+    validation_history : list of (int, float)
+        (steps made, validation loss).
+    training_result, validation_result, test_result : DatasetResult or None
+        The data, and how well the solution does on them; None for data that were not given. The
+        training data are measured only where ``training_statistics`` asks for it.
+    test_loss : float or None
+        Loss of the test data at the end.
+    fit_detection_result : FitDetectionResult or None
+        Whether the solution over- or underfits; None without validation data.
+    selected_feature_indices : list of int or None
+        The input features in use, of a model that knows them (a linear one); else None.
+    selected_features : list of str or None
+        Their names, as in the model's feature importance.
+    best_intercept : Array or None
+        The intercept of a linear model, a copy; else None.
+    coefficient_lower_bounds, coefficient_upper_bounds : None
+        No rule of mpishard bounds coefficients.
+    seconds : float
+        Wall time of this run's training.
+    weight : float
+        Loss weights (samples, or tokens) that this run went through.
+    """
+
+    best_solution: Any
+    best_fitness_score: float = math.inf
+    best_iteration: int | None = None
+    iterations: int = 0
+    stopped_early: bool = False
+    fitness_history: list[float] = field(default_factory=list)
+    loss_history: list[float] = field(default_factory=list)
+    validation_history: list[tuple[int, float]] = field(default_factory=list)
+    training_result: DatasetResult | None = None
+    validation_result: DatasetResult | None = None
+    test_result: DatasetResult | None = None
+    fit_detection_result: FitDetectionResult | None = None
+    selected_feature_indices: list[int] | None = None
+    selected_features: list[str] | None = None
+    best_intercept: Array | None = None
+    coefficient_lower_bounds: None = None
+    coefficient_upper_bounds: None = None
+    seconds: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def model(self) -> Any:
+        """`best_solution`."""
+        return self.best_solution
+
+    @property
+    def test_loss(self) -> float | None:
+        """The loss in ``test_result.stats``; None where no test data were measured."""
+        return None if self.test_result is None else self.test_result.stats.get("loss")
+
+    def deep_copy(self) -> Self:
+        """A result with a model and histories of its own; data sets are shared.
+
+        Communicates nothing.
+        """
+        model = self.best_solution
+        solution = model.deep_copy() if hasattr(model, "deep_copy") else copy.deepcopy(model)
+        return self._with(solution)
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A result whose solution is a copy with ``parameters``, shape (parameter_count,).
+
+        How the training went is kept; what was measured of other parameters is not:
+        ``best_fitness_score`` is NaN, and data sets have neither ``stats`` nor predictions.
+        Collective where the model is sharded.
+
+        Raises
+        ------
+        ValueError
+            For a vector of another length.
+        """
+        model = self.best_solution
+        if hasattr(model, "with_parameters"):
+            solution = model.with_parameters(parameters)
+        else:
+            solution = copy.deepcopy(model)
+            solution.set_parameters(parameters)
+        found = self._with(solution)
+        found.best_fitness_score = math.nan
+        found.best_iteration = found.fit_detection_result = found.best_intercept = None
+        for part in ("training_result", "validation_result", "test_result"):
+            measured = getattr(found, part)
+            if measured is not None:
+                setattr(found, part, DatasetResult(measured.x, measured.y))
+        return found
+
+    def _with(self, solution: Any) -> Self:
+        """A copy of all but the data sets, with another solution."""
+        memo = {
+            id(value): value
+            for result in (self.training_result, self.validation_result, self.test_result)
+            if result is not None
+            for value in (result.x, result.y)
+        }
+        memo[id(self.best_solution)] = solution
+        return copy.deepcopy(self, memo)

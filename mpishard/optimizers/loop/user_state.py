@@ -1,0 +1,142 @@
+"""What a script draws from, or counts, beside its model: saved with a run and restored with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.checkpoint.format.consensus import gather_texts, together
+from mpishard.checkpoint.format.metadata import check_keys
+from mpishard.communication import CommunicationBackend
+
+__all__ = ["UserState", "check_user_state"]
+
+_ARRAY = "numpy array"
+
+
+def check_user_state(parts: Any) -> None:
+    """Refuse what has no state that could be saved.
+
+    Raises
+    ------
+    TypeError
+        For anything but a mapping of names to generators, or to objects with ``state_dict`` and
+        ``load_state_dict``.
+    """
+    wanted = (
+        "user_state must map names to numpy.random.Generator objects, or to objects with "
+        "state_dict() and load_state_dict(state)"
+    )
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"{wanted}, got {type(parts).__name__}")
+    for name, part in parts.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{wanted}; {name!r} is no name")
+        if isinstance(part, np.random.Generator):
+            continue
+        if not all(callable(getattr(part, m, None)) for m in ("state_dict", "load_state_dict")):
+            raise TypeError(f"{wanted}; {name!r} is a {type(part).__name__}")
+
+
+class UserState:
+    """The parts of a run's state that are the user's own.
+
+    Where they are alike on all ranks one state is saved, and every rank of any later world takes
+    it. Where they differ each rank's is saved, for a world of as many ranks.
+
+    Parameters
+    ----------
+    parts : mapping of str to object
+        As `check_user_state` wants them. Every rank has the same names.
+    backend : CommunicationBackend
+        The ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank, where the state of a part is nothing that JSON can hold.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], backend: CommunicationBackend) -> None:
+        self._parts = dict(sorted(parts.items()))
+        self._backend = backend
+        self.position()  # fails here, if at all
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as JSON knows it, complete on rank 0. Collective."""
+        if not self._parts:
+            return {"names": [], "ranks": []}
+        with together(self._backend):
+            states = {name: _state_of(part) for name, part in self._parts.items()}
+            text = json.dumps(states)
+            check_keys("user_state", states)
+        texts = gather_texts(self._backend, text)
+        if len(set(texts)) == 1:
+            texts = texts[:1]
+        return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Refuse what `position` gave where it does not fit. Communicates nothing.
+
+        Raises
+        ------
+        ValueError
+            Where other names were saved, or the states of another number of ranks that differed.
+        """
+        names, states = saved["names"], saved["ranks"]
+        if names != list(self._parts):
+            raise ValueError(
+                f"the run was saved with the user_state {_listed(names)}, and has "
+                f"{_listed(list(self._parts))} now: give it the same names"
+            )
+        if len(states) > 1 and len(states) != self._backend.world_size:
+            raise ValueError(
+                f"the user_state {_listed(names)} was another on each of {len(states)} ranks when "
+                f"the run was saved, and there are {self._backend.world_size} ranks now: resume it "
+                f"with {len(states)}, or keep the state alike on all ranks"
+            )
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `position` gave. Communicates nothing."""
+        states: Sequence[Mapping[str, Any]] = saved["ranks"]
+        if states:
+            mine = states[self._backend.rank if len(states) > 1 else 0]
+            for name, part in self._parts.items():
+                _restore(part, mine[name])
+
+
+def _state_of(part: Any) -> Any:
+    if isinstance(part, np.random.Generator):
+        return _without_arrays(part.bit_generator.state)
+    return part.state_dict()
+
+
+def _restore(part: Any, state: Any) -> None:
+    if isinstance(part, np.random.Generator):
+        part.bit_generator.state = _with_arrays(state)
+    else:
+        part.load_state_dict(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    """The state of a bit generator as JSON knows it."""
+    if isinstance(state, Mapping):
+        return {name: _without_arrays(value) for name, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {_ARRAY: state.tolist(), "dtype": state.dtype.name}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if _ARRAY in state:
+        return np.array(state[_ARRAY], state["dtype"])
+    return {name: _with_arrays(value) for name, value in state.items()}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "of no name"

@@ -1,0 +1,1 @@
+"""Optimizers without ranks: whole vectors and plain models, in this process."""

@@ -1,0 +1,1 @@
+"""Update rules, their options and learning rate schedules."""

@@ -1,0 +1,1 @@
+"""Optimizers whose state lies on several ranks, one for each strategy."""

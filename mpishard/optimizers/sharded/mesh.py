@@ -1,0 +1,226 @@
+"""Training models on a mesh."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from mpishard.arguments import as_integer, nearest
+from mpishard.contracts import IOptimizer
+from mpishard.errors import ShardingError
+from mpishard.models import (
+    HybridShardedModel,
+    PipelineParallelModel,
+    ShardedModelBase,
+    TensorParallelModel,
+)
+from mpishard.models.strategies.mesh_model import MeshModel
+from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
+from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.pipeline import IPipelineSchedule
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["HybridShardedOptimizer", "PipelineParallelOptimizer", "TensorParallelOptimizer"]
+
+
+class _MeshOptimizer(ShardedOptimizerBase):
+    """Updates a model on a mesh, and has options of that model.
+
+    They are the keyword arguments with which `optimize` wraps a plain model; a wrapped model must
+    have been given the same, as far as the optimizer was given any.
+    """
+
+    def __init__(
+        self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, options: dict[str, Any]
+    ) -> None:
+        super().__init__(wrapped_optimizer, config)
+        own = type(self).__name__
+        named = set(inspect.signature(type(self)).parameters) | {"wrapped_model"}
+        known = [name for name in inspect.signature(self.model_class).parameters
+                 if name not in named]  # fmt: skip
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"{own} takes no {name}; it takes {', '.join(known)}{nearest(name, known)}"
+                )
+        self._model_options = checked_mesh_options(options)
+
+    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
+        super()._require_model_of_this_kind(model)
+        assert isinstance(model, MeshModel)
+        options = self._model_options
+        count = options.get("micro_batch_count", model.micro_batch_count)
+        if count != model.micro_batch_count:
+            raise ShardingError(
+                f"the optimizer was made for {count} micro-batches, and the model cuts a batch "
+                f"into {model.micro_batch_count}; give both the same"
+            )
+        for name, mine in options.items():
+            what = _SAME_AS_THE_MODELS.get(name)
+            if what is not None and what(mine) != what(getattr(model, name)):
+                raise ShardingError(
+                    f"the optimizer was made with {name} {_named_option(mine)}, and the model with "
+                    f"{_named_option(getattr(model, name))}; give both the same"
+                )
+
+
+# What must be equal of an option of the optimizer and the model's.
+_SAME_AS_THE_MODELS: dict[str, Callable[[Any], Any]] = {
+    "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
+    "data_parallel_strategy": DATA_POLICIES.__getitem__,  # of which two have two names
+    "sequence_parallel": bool,
+}
+
+
+def _named_option(value: Any) -> str:
+    if isinstance(value, IPipelineSchedule):
+        stages = value.virtual_stages_per_rank
+        return f"{value.name} of {stages} stage{'s' * (stages > 1)} per rank"
+    return str(value)
+
+
+class TensorParallelOptimizer(_MeshOptimizer):
+    """Updates a `TensorParallelModel`: each rank its slices, and what is whole on all of them.
+
+    Parameters and errors are those of `ShardedOptimizerBase`; ``model_options`` are keyword
+    arguments of `TensorParallelModel`, for a plain model that `optimize` wraps. They are checked at
+    once, and a wrapped model must have the same.
+    """
+
+    model_class: ClassVar[type[ShardedModelBase]] = TensorParallelModel
+
+    def __init__(
+        self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, **model_options: Any
+    ) -> None:
+        super().__init__(wrapped_optimizer, config, model_options)
+
+    @property
+    def _data_size(self) -> int:
+        return 1
+
+    def synchronize_optimizer_state(self) -> None:
+        """Nothing: a rank's state belongs to slices that it alone has, or is equal by itself."""
+
+
+class PipelineParallelOptimizer(_MeshOptimizer):
+    """Updates a `PipelineParallelModel`: each rank the layers of its stages.
+
+    Parameters
+    ----------
+    wrapped_optimizer : Optimizer
+        The rule and its settings.
+    config : ShardingConfiguration
+        Backend and choices.
+    num_micro_batches : int
+        Of a plain model that `optimize` wraps. Where it is above 1, a wrapped model's must be
+        the same.
+    **model_options
+        Keyword arguments of `PipelineParallelModel` for a plain model. A wrapped model must have
+        the same.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedOptimizerBase`; for fewer than one micro-batch, and for options that the model
+        does not take.
+    """
+
+    model_class: ClassVar[type[ShardedModelBase]] = PipelineParallelModel
+
+    def __init__(
+        self,
+        wrapped_optimizer: IOptimizer,
+        config: ShardingConfiguration,
+        num_micro_batches: int = 1,
+        **model_options: Any,
+    ) -> None:
+        if as_integer("num_micro_batches", num_micro_batches) < 1:
+            raise ValueError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
+        count = int(num_micro_batches)
+        if count > 1 and model_options.setdefault("micro_batch_count", count) != count:
+            raise ValueError(
+                f"num_micro_batches {count} and micro_batch_count "
+                f"{model_options['micro_batch_count']} are two names of one number; give one of "
+                "them"
+            )
+        super().__init__(wrapped_optimizer, config, model_options)
+        self.num_micro_batches: int = self._model_options.get("micro_batch_count", count)
+
+    @property
+    def _data_size(self) -> int:
+        return 1
+
+    def synchronize_optimizer_state(self) -> None:
+        """Nothing: a rank's state belongs to layers that it alone has."""
+
+
+class HybridShardedOptimizer(_MeshOptimizer):
+    """Updates a `HybridShardedModel`: each rank what it owns of its stages' slices.
+
+    Parameters
+    ----------
+    wrapped_optimizer : Optimizer
+        The rule and its settings.
+    config : ShardingConfiguration
+        Backend and choices.
+    pipeline_parallel_size, tensor_parallel_size, data_parallel_size : int
+        Sizes of the axes, which must be the model's; -1 takes what is left of the world.
+    **model_options
+        Further arguments of `HybridShardedModel`, for a plain model that `optimize` wraps. A
+        wrapped model must have the same.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ShardedOptimizerBase`; for sizes that do not make up the world, and for options that
+        the model does not take.
+    """
+
+    model_class: ClassVar[type[ShardedModelBase]] = HybridShardedModel
+
+    def __init__(
+        self,
+        wrapped_optimizer: IOptimizer,
+        config: ShardingConfiguration,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
+        **model_options: Any,
+    ) -> None:
+        super().__init__(wrapped_optimizer, config, model_options)
+        self.sizes = axis_sizes(
+            self.world_size, pipeline_parallel_size, tensor_parallel_size, data_parallel_size
+        )
+        names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
+        self._model_options |= zip(names, self.sizes, strict=True)
+
+    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
+        super()._require_model_of_this_kind(model)
+        assert isinstance(model, HybridShardedModel)
+        if model.mesh.sizes != self.sizes:
+            raise ShardingError(
+                f"the model's mesh is {_named(model.mesh.sizes)} (pipeline, tensor, data), the "
+                f"optimizer's {_named(self.sizes)}; give both the same sizes"
+            )
+
+    @property
+    def _data_size(self) -> int:
+        return self.sizes[2]
+
+    def synchronize_optimizer_state(self) -> None:
+        """Nothing can be made equal: the state is partitioned.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(
+            "HybridShardedOptimizer partitions the optimizer state over the mesh: each rank holds "
+            "a part that nobody else need have, so there is nothing to synchronise"
+        )
+
+
+def _named(sizes: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, sizes))

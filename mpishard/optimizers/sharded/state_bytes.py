@@ -1,0 +1,168 @@
+"""An optimizer's state as bytes that fit every world size and strategy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, to_host
+from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
+from mpishard.communication import CommunicationBackend
+from mpishard.sharding import ParameterEntry, Piece, Placement, Region
+from mpishard.sharding.regions import put_region, take_region
+
+__all__ = ["StateBytes", "gather_state"]
+
+_HEADER = "mpishard.optimizer"
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Settings, step count, and each state tensor under ``<state name>/<parameter name>``.
+
+    The format is that of safetensors; settings and step count are JSON in its header.
+
+    Parameters
+    ----------
+    rule : str
+        Name of the rule's class.
+    settings : mapping
+        What its ``fingerprint`` gave.
+    steps : int
+        Updates made.
+    tensors : mapping of str to array
+        NumPy arrays in the parameters' shapes; frozen parameters have none.
+    """
+
+    rule: str
+    settings: Mapping[str, Any]
+    steps: int
+    tensors: Mapping[str, np.ndarray[Any, Any]]
+
+    def to_bytes(self) -> bytes:
+        """The same bytes for the same content."""
+        header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
+        # One key: safetensors writes several in no fixed order.
+        return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StateBytes:
+        """What `to_bytes` gave.
+
+        Raises
+        ------
+        TypeError
+            For what are no bytes.
+        ValueError
+            Where they are something else, or torn.
+        """
+        tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
+        return cls(header["rule"], header["settings"], int(header["steps"]), tensors)
+
+    def require_rule(self, rule: str, state_names: Sequence[str]) -> None:
+        """Refuse another rule's state.
+
+        Raises
+        ------
+        ValueError
+            Naming both rules, or the state vectors that differ.
+        """
+        held = sorted({name.partition("/")[0] for name in self.tensors})
+        if self.rule != rule or held != sorted(state_names):
+            raise ValueError(
+                f"these bytes hold the state {held} of {self.rule}, and {rule} needs "
+                f"{sorted(state_names)}"
+            )
+
+    def require_parameters(
+        self, entries: Sequence[ParameterEntry], state_names: Sequence[str], dtype: np.dtype[Any]
+    ) -> None:
+        """Refuse the state of another model.
+
+        Raises
+        ------
+        ValueError
+            Naming the first tensor that is missing, too many, or of another shape or dtype.
+        """
+        expected = {f"{n}/{e.name}": (e.shape, dtype.name) for n in state_names for e in entries}
+        given = {name: (array.shape, array.dtype.name) for name, array in self.tensors.items()}
+        wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} state tensors do not fit the model, first {wrong[0]!r}: expected "
+                f"{expected.get(wrong[0], 'none')}, got {given.get(wrong[0], 'none')}"
+            )
+
+    def fill(
+        self, state: Mapping[str, Array], pieces: Sequence[Piece], placement: Placement
+    ) -> None:
+        """Write into state vectors what lies in ``pieces``, as long as their parts end to end.
+
+        ``placement`` says of which tensors the pieces are.
+        """
+        for name, vector in state.items():
+            for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
+                take_region(self.tensors[f"{name}/{region.name}"], region, values)
+
+
+def gather_state(
+    backend: CommunicationBackend,
+    state: Mapping[str, Array],
+    pieces: Sequence[Piece],
+    placement: Placement,
+    entries: Sequence[ParameterEntry],
+) -> dict[str, np.ndarray[Any, Any]]:
+    """All ranks' state in the parameters' shapes, on every rank. Collective.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        How the ranks talk: all that hold a part of the model.
+    state : mapping of str to Array
+        This rank's vectors; the same names on every rank.
+    pieces : sequence of Piece
+        What this rank gives of them, if anything; of replicas only what it speaks for. Together
+        the ranks give every element of ``entries`` once.
+    placement : Placement
+        What of the model the pieces are.
+    entries : sequence of ParameterEntry
+        The model's parameters that have state.
+    """
+    mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
+    regions = _gather_regions(backend, mine, placement.entries)
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for name, vector in state.items():
+        host = to_host(vector)
+        own = [host[p.in_shard] for p in pieces]
+        together = backend.all_gather(np.concatenate([host[:0], *own]))
+        full = {entry.name: np.empty(entry.shape, together.dtype) for entry in entries}
+        position = 0
+        for region in regions:
+            put_region(together[position : position + region.length], region, full[region.name])
+            position += region.length
+        tensors |= {f"{name}/{parameter}": tensor for parameter, tensor in full.items()}
+    return tensors
+
+
+def _gather_regions(
+    backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
+) -> list[Region]:
+    """Every rank's regions, by rank, on every rank. Collective."""
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+    rows = [
+        [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
+        for region in mine
+    ]
+    message = np.array([*itertools.chain(*rows)], np.int64)
+    rest = iter(backend.all_gather(message).tolist())
+    regions = []
+    for number in rest:
+        start, stop = next(rest), next(rest)
+        box = tuple((next(rest), next(rest)) for _ in entries[number].shape)
+        regions.append(Region(entries[number].name, box, start, stop))
+    return regions
