@@ -399,8 +399,6 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
     with monkeypatch.context() as patch:
         lost = "mpishard.checkpoint.saving.pending.share_path"
         patch.setattr(lost, lambda _, path: path / "nowhere")
-            "mpishard.checkpoint.saving.pending.share_path", lambda _, path: path / "nowhere"
-        )
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
         )
