@@ -273,7 +273,7 @@ def test_a_swapped_file(path: Path) -> None:
 def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many blocks each rank reads some, and together they find each that has changed."""
     monkeypatch.setattr("mpishard.checkpoint.format.tensor_file.BLOCK_BYTES", 64)
-    monkeypatch.setattr(checkpoint.mapped_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("mpishard.checkpoint.format.mapped_file.BLOCK_BYTES", 64)
     monkeypatch.setattr("mpishard.checkpoint.format.manifest.BLOCK_BYTES", 64)
     vector = np.arange(1000.0)
     entry = ParameterEntry("w", (1000,), 0)
