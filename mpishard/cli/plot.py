@@ -36,8 +36,9 @@ def plot(
 ) -> None:
     """Draw the losses of one run, or of several.
 
-    The runs wrote them with metrics=FILE; they may still be going on. With one RUN: training losses, their moving average, and validation losses. With several: the
-    moving averages in one panel, and the validation losses in another.
+    The runs wrote them with metrics=FILE; they may still be going on. With one RUN: training
+    losses, their moving average, and validation losses. With several: the moving averages in one
+    panel, and the validation losses in another.
     """
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
