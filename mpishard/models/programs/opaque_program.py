@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from mpishard.arguments import adapter_hint
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
@@ -185,5 +186,5 @@ def _member(model: Any, name: str) -> Any:
     except AttributeError:
         raise MissingMemberError(
             f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
-            "needs get_parameters, set_parameters and compute_gradients"
+            f"needs get_parameters, set_parameters and compute_gradients{adapter_hint(model)}"
         ) from None
