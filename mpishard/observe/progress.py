@@ -8,89 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Self, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from mpishard import settings
 
-__all__ = ["LiveLine", "Progress"]
+if TYPE_CHECKING:
+    from mpishard.observe.live_line import LiveLine
 
-
-_BAR = 28
-
-
-class LiveLine:
-    """Where a run is, a bar, and words; see `Progress`.
-
-    Parameters
-    ----------
-    stream : text file
-        A terminal, or a pipe to a launcher whose output is one.
-    total_steps : int
-        Steps at which the bar is full.
-    columns : int, optional
-        Width of the launcher's terminal; default that of ``stream``.
-    """
-
-    def __init__(self, stream: TextIO, total_steps: int, columns: int | None) -> None:
-        self._total = total_steps
-        self._console = _PatientConsole(
-            file=stream, force_terminal=True, force_jupyter=False, width=columns
-        )
-        # What others print must go above the line; of streams that are not ours we know nothing.
-        is_standard = stream is sys.stdout
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=is_standard,
-            redirect_stderr=is_standard and sys.stderr.isatty(),
-        )
-
-    @property
-    def can_draw(self) -> bool:
-        """Whether the terminal can draw over a line."""
-        return not self._console.is_dumb_terminal
-
-    def start(self) -> None:
-        """Take the terminal."""
-        self._live.start()
-
-    def show(self, position: str, step: int, words: str) -> None:
-        """Draw the line anew."""
-        self._live.update(self._picture(Text(position), step, Text(words)), refresh=True)
-
-    def stop(self) -> None:
-        """Leave the line as it is, and the terminal to others."""
-        self._live.stop()
-
-    def _picture(self, position: Text, step: int, words: Text) -> Table | Text:
-        """The line, with a bar where it fits."""
-        width = self._console.width
-        space = width - position.cell_len - words.cell_len - 5
-        if space < _BAR // 3:
-            line = Text("  ").join([position, words])
-            line.truncate(max(1, width - 1), overflow="crop")
-            line.no_wrap = True
-            return line
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(width=min(_BAR, space))
-        grid.add_column(no_wrap=True)
-        grid.add_row(position, ProgressBar(total=self._total, completed=step), words)
-        return grid
-
-
-class _PatientConsole(Console):
-    """A console that does not end the process where nobody reads its output."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
+__all__ = ["Progress"]
 
 _WINDOW = 15.0  # seconds that throughput is averaged over
 _REFRESH = 0.1  # seconds between two pictures of the live line
@@ -254,7 +179,7 @@ class Progress:
         is_terminal = self._stream.isatty() or columns is not None
         if not (is_terminal if self._wants_live is None else self._wants_live):
             return
-        from mpishard.observe.progress import LiveLine  # programs without one do without rich
+        from mpishard.observe.live_line import LiveLine  # programs without one do without rich
 
         live = LiveLine(self._stream, self._total, columns)
         if live.can_draw:

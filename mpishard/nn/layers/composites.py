@@ -1,4 +1,4 @@
-"""The two layers that hold layers, `Sequential` and `Residual`, and facts about chains of layers."""
+"""Layers that hold layers, `Sequential` and `Residual`, and facts about chains of layers."""
 
 from __future__ import annotations
 
