@@ -2,7 +2,7 @@
 
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.observe.metrics import MetricsWriter, read_metrics
-from mpishard.observe.plots import Curve, Panel, plot_loss_curve, plot_panels
+from mpishard.observe.plots import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.progress import Progress
 from mpishard.observe.timing import (
     Timing,
@@ -33,6 +33,7 @@ __all__ = [
     "RankShares",
     "Timing",
     "TraceSummary",
+    "losses_of",
     "memory_while",
     "merge_traces",
     "open_trace",

@@ -1,7 +1,8 @@
-"""The one look of the package's pictures; matplotlib is imported here."""
+"""Pictures of runs and of measurements, with one look; matplotlib is imported here."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpishard.observe.metrics import read_metrics
+
 __all__ = [
     "BLUE",
     "GREY",
@@ -18,6 +21,8 @@ __all__ = [
     "RED",
     "Curve",
     "Panel",
+    "losses_of",
+    "moving_mean",
     "new_figure",
     "plain_axes",
     "plot_loss_curve",
@@ -48,9 +53,17 @@ def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{what} needs matplotlib: pip install 'mpishard[plot]'") from error
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure: Any = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
+    # Notebooks ask an object for its picture; pyplot, which would tell them how, is not loaded.
+    figure._repr_png_ = lambda: _png(figure)
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
 
 
 def plain_axes(axes: Any, title: str, grid: str) -> None:
@@ -65,7 +78,7 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write the figure as a PNG; missing parents are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png")
+    target.write_bytes(_png(figure))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,7 @@ class Panel:
     boundary: tuple[float, str] | None = None
 
 
-def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
+def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     """Draw panels side by side as a PNG.
 
     Parameters
@@ -124,6 +137,11 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
         The file; missing parents are made.
     panels : sequence of Panel
         From left to right. Curves of one label have one colour in all of them.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture; as the last value of a notebook cell it shows itself.
 
     Raises
     ------
@@ -137,6 +155,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, panel, colours)
     save(figure, path)
+    return figure
 
 
 def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
@@ -146,7 +165,8 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
             paint = colours[curve.label]
-            style = {"marker": "o", "markersize": 4, "linewidth": 1.6}
+            # Points of a measurement are marked; those of a long run would hide its line.
+            style = {"marker": "o" if len(curve.x) <= 50 else "", "markersize": 4, "linewidth": 1.6}
         axes.plot(curve.x, curve.y, label=curve.label, color=paint, **style)
         if curve.spread:
             low, high = zip(*curve.spread, strict=True)
@@ -188,36 +208,48 @@ _BASELINE = GREY
 
 
 def plot_loss_curve(
-    path: str | os.PathLike[str],
-    training: Points,
+    path: str | os.PathLike[str] | None = None,
+    training: Points | str | os.PathLike[str] = (),
     validation: Points = (),
     *,
     baseline: tuple[str, float] | None = None,
     title: str = "",
     unit: str = "",
-) -> None:
-    """Draw losses against steps as a PNG.
+) -> Any:
+    """Draw losses against steps.
 
     Parameters
     ----------
-    path : path
-        The file; missing parents are made.
-    training : sequence of (int, float)
-        Step and loss of each step; drawn pale, with their moving average on top.
+    path : path, optional
+        The PNG to write; missing parents are made. None writes no file.
+    training : sequence of (int, float), or path
+        Step and loss of each step; drawn pale, with their moving average on top. Or the metrics
+        file of a run (`MetricsWriter`, ``metrics=`` of a run), or the folder that it is in: then
+        its validation losses are drawn too.
     validation : sequence of (int, float)
         Step and loss of each validation.
     baseline : (str, float), optional
         Label and loss of something to compare with: a horizontal line.
     title : str
-        Above the picture.
+        Text above the picture.
     unit : str
-        Of the losses, as ``"nats per byte"``.
+        Unit of the losses, as ``"nats per byte"``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture; as the last value of a notebook cell it shows itself.
 
     Raises
     ------
     ImportError
-        Where matplotlib is not installed; the message says how to get it.
+        If matplotlib is not installed; the message says how to get it.
+    FileNotFoundError, ValueError
+        If `training` names no metrics file, or one that is damaged.
     """
+    if isinstance(training, str | os.PathLike):
+        training, in_file = losses_of(training)
+        validation = validation or in_file
     figure = new_figure("plot_loss_curve")
     from matplotlib.ticker import MaxNLocator
 
@@ -229,7 +261,43 @@ def plot_loss_curve(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="upper right")
-    save(figure, path)
+    if path is not None:
+        save(figure, path)
+    return figure
+
+
+def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
+    """Return steps and losses of a run's metrics: of its training, and of its validations.
+
+    Parameters
+    ----------
+    run : path
+        A metrics file, or a folder with a ``metrics.jsonl``.
+
+    Returns
+    -------
+    (sequence of (int, float), sequence of (int, float))
+        Step and loss of each step, and of each validation. Losses that were not finite are left
+        out.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If a line is damaged, or no line holds a loss.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path /= "metrics.jsonl"
+    rows = read_metrics(path)
+    training, validation = (
+        [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        for name in ("loss", "validation_loss")
+    )
+    if not training and not validation:
+        raise ValueError(f"{path} has no losses in its {len(rows)} lines")
+    return training, validation
 
 
 def _draw(
@@ -243,7 +311,7 @@ def _draw(
         width = max(1, steps.size // 50)
         axes.plot(steps, losses, color=_TRAINING, alpha=0.25, linewidth=0.8)
         label = f"training (mean of {width} steps)" if width > 1 else "training"
-        axes.plot(steps, _moving_mean(losses, width), color=_TRAINING, linewidth=1.8, label=label)
+        axes.plot(steps, moving_mean(losses, width), color=_TRAINING, linewidth=1.8, label=label)
     if validation.size:
         axes.plot(
             *validation, color=_VALIDATION, linewidth=1.0, marker="o", markersize=5,
@@ -277,7 +345,7 @@ def _finite(points: Points) -> np.ndarray[Any, Any]:
     return kept
 
 
-def _moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+def moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
     """Mean over a centred window of ``width`` values, shorter at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)
