@@ -52,7 +52,7 @@ import pytest
 from _pytest.doctest import DoctestModule
 
 from mpishard import settings
-from mpishard.cli.run.launcher import usable_cores
+from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.devices import Device, load_cupy
