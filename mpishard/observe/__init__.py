@@ -3,7 +3,7 @@
 from mpishard.observe.curves import Curve, Panel, plot_panels
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.observe.metrics import MetricsWriter, read_metrics
-from mpishard.observe.plots import plot_loss_curve
+from mpishard.observe.plots import losses_of, plot_loss_curve
 from mpishard.observe.progress import Progress
 from mpishard.observe.timing import (
     Timing,
@@ -35,6 +35,7 @@ __all__ = [
     "RankShares",
     "Timing",
     "TraceSummary",
+    "losses_of",
     "memory_while",
     "merge_traces",
     "open_trace",

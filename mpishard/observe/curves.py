@@ -60,7 +60,7 @@ class Panel:
     boundary: tuple[float, str] | None = None
 
 
-def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
+def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     """Draw panels side by side as a PNG.
 
     Parameters
@@ -69,6 +69,11 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
         The file; missing parents are made.
     panels : sequence of Panel
         From left to right. Curves of one label have one colour in all of them.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture; as the last value of a notebook cell it shows itself.
 
     Raises
     ------
@@ -82,6 +87,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(axes, panel, colours)
     save(figure, path)
+    return figure
 
 
 def _draw(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
@@ -91,7 +97,8 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
             paint = colours[curve.label]
-            style = {"marker": "o", "markersize": 4, "linewidth": 1.6}
+            # Points of a measurement are marked; those of a long run would hide its line.
+            style = {"marker": "o" if len(curve.x) <= 50 else "", "markersize": 4, "linewidth": 1.6}
         axes.plot(curve.x, curve.y, label=curve.label, color=paint, **style)
         if curve.spread:
             low, high = zip(*curve.spread, strict=True)

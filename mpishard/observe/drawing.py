@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,17 @@ def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{what} needs matplotlib: pip install 'mpishard[plot]'") from error
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure: Any = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
+    # Notebooks ask an object for its picture; pyplot, which would tell them how, is not loaded.
+    figure._repr_png_ = lambda: _png(figure)
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
 
 
 def plain_axes(axes: Any, title: str, grid: str) -> None:
@@ -47,4 +56,4 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write the figure as a PNG; missing parents are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png")
+    target.write_bytes(_png(figure))

@@ -1,4 +1,4 @@
-"""A schedule run on a virtual clock: when each operation would begin and end, or who would wait."""
+"""Run a schedule on a virtual clock: begin and end of each operation, or the ranks that wait."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _BACKWARD_WEIGHT = PipelineOperationType.BACKWARD_WEIGHT
 
 
 class TimedOperation(NamedTuple):
-    """An operation, where it is done, and when.
+    """An operation with its stage and its times.
 
-    Parameters
+    Attributes
     ----------
     operation : PipelineOperation
-        What.
+        The operation.
     global_stage : int
-        In which of the model's stages.
-    start, end : float
-        In the unit of the `StageTimes`; the first operation of all begins at 0.
+        Index of the model's stage that the operation belongs to.
+    start : float
+        Begin, in the unit of the `StageTimes`; the first operation of all begins at 0.
+    end : float
+        End, in the same unit.
     """
 
     operation: PipelineOperation
@@ -40,7 +42,7 @@ class TimedOperation(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """From start to end."""
+        """Time from start to end."""
         return self.end - self.start
 
 
@@ -52,18 +54,22 @@ def run_clock(
 ) -> tuple[tuple[TimedOperation, ...], ...]:
     """Run a schedule without computing anything.
 
-    Each rank does its operations in order, each as soon as what it needs is there: the forward
-    of a global stage that of the stage before; its backward, or backward of the input, its own
-    forward and the backward of the stage behind; the parameters' half the input's.
+    Each rank runs its operations in order. An operation begins as soon as its inputs are there:
+
+    * a forward needs the forward of the stage before;
+    * a backward, or a backward of the input, needs the forward of its own stage and the backward
+      of the stage behind;
+    * a backward of the parameters needs the backward of the input.
 
     Parameters
     ----------
     schedule : IPipelineSchedule
-        What is run.
+        Schedule to run.
     num_stages, num_micro_batches : int
-        Ranks P and micro-batches M.
+        Number of ranks, P, and of micro-batches, M.
     times : StageTimes, optional
-        Default: 1 for each of forward and backward's halves, and none for communication.
+        Duration of each operation. Default: 1 for the forward and for each half of the backward,
+        0 for communication.
 
     Returns
     -------
@@ -73,7 +79,7 @@ def run_clock(
     Raises
     ------
     ValueError
-        For a schedule that `check_schedule` refuses, or times that do not fit.
+        If `check_schedule` would refuse the schedule, or if the times do not fit it.
     """
     stages = stages_of_ranks(schedule, num_stages)
     orders = [schedule.get_schedule(r, num_stages, num_micro_batches) for r in range(num_stages)]
@@ -87,18 +93,18 @@ def run_clock(
 
 
 def bubble_fraction(ranks: Sequence[Sequence[TimedOperation]]) -> float:
-    """1 - work / (the longest span of a rank from its first start to its last end).
+    """Return 1 - work / (the longest span of a rank from its first start to its last end).
 
-    The work is that of the mean rank; 0 where nothing takes time.
+    The work is the mean over the ranks. The result is 0 if no operation takes time.
     """
     longest = max(timed[-1].end - timed[0].start for timed in ranks)
     work = sum(operation.duration for timed in ranks for operation in timed) / len(ranks)
-    # Where no rank waits, sums of times in another order may differ in the last bit.
+    # If no rank waits, the two sums may still differ in the last bit: their order differs.
     return max(0.0, 1 - work / longest) if longest else 0.0
 
 
 class _Clock:
-    """The operations of all ranks, when they were done, and who waits for what."""
+    """The operations of all ranks, the times at which they ended, and the ranks that wait."""
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class _Clock:
             0.0 if rank_of[g] == rank_of[g + 1] else seconds
             for g, seconds in enumerate(times.of_boundaries(count))
         ]
-        # By stage and micro-batch: when it was done, and which other rank waits for that.
+        # By stage and micro-batch: the time at which it ended, and the rank that waits for it.
         self._forward_ends: list[float | None] = [None] * (count * num_micro_batches)
         self._backward_ends: list[float | None] = [None] * (count * num_micro_batches)
         self._forward_waiters: dict[int, int] = {}
@@ -137,7 +143,7 @@ class _Clock:
         return tuple(map(tuple, self._timed))
 
     def _advance(self, rank: int) -> None:
-        """Do a rank's operations until one needs what is not there."""
+        """Run operations of a rank until one needs an input that is not there."""
         order, timed, stages = self._orders[rank], self._timed[rank], self._stages[rank]
         now = timed[-1].end if timed else 0.0
         for place in range(len(timed), len(order)):
@@ -163,9 +169,10 @@ class _Clock:
     def _arrival(
         self, rank: int, kind: PipelineOperationType, stage: int, key: int
     ) -> float | None:
-        """When what an operation needs was there. None where it is not, and who is to be woken.
+        """Return the time at which an operation's input arrived, or None if it has not.
 
-        What the rank itself should have done before, nobody wakes it for.
+        If another rank computes the input, this rank is noted as waiting for it. An input that
+        the rank itself should have computed earlier wakes nobody.
         """
         if kind is _FORWARD:
             if stage == 0:
@@ -189,7 +196,7 @@ class _Clock:
         return end + self._boundaries[stage]
 
     def _deadlock(self) -> str:
-        """Who stands where, and what each waits for."""
+        """Describe the operation at which each rank stands, and the rank that it waits for."""
         places = {
             (operation.type is _FORWARD, self._stages[rank][operation.virtual_stage_index],
              operation.micro_batch_index): (rank, place)
@@ -215,7 +222,7 @@ class _Clock:
         return "\n".join(lines)
 
     def _needs(self, kind: PipelineOperationType, stage: int) -> list[tuple[bool, int]]:
-        """What comes before an operation: is it a forward, and in which global stage."""
+        """Return the operations that must come before, as pairs (is a forward, global stage)."""
         if kind is _FORWARD:
             return [(True, stage - 1)]
         if kind is _BACKWARD_WEIGHT:
