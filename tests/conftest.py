@@ -53,7 +53,7 @@ from _pytest.doctest import DoctestModule
 from cupy_stand_in import installed
 
 from mpishard import settings
-from mpishard.cli.run.launcher import usable_cores
+from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.devices import Device, load_cupy
