@@ -19,6 +19,8 @@ __all__ = [
     "as_integer",
     "as_number",
     "check_path",
+    "check_sizes",
+    "is_size",
     "nearest",
     "take_plain_fields",
 ]
@@ -140,3 +142,21 @@ def check_path(name: str, path: Any) -> None:
             f"{name} {str(path)!a} cannot be encoded as a file name in {error.encoding}, the "
             "encoding of this process; set PYTHONUTF8=1, or a locale with UTF-8"
         ) from None
+
+
+def is_size(value: Any, least: int = 1) -> bool:
+    """Whether ``value`` is an integer, of Python or of NumPy, of at least ``least``."""
+    return isinstance(value, Integral) and int(value) >= least
+
+
+def check_sizes(owner: str, **sizes: Any) -> None:
+    """Refuse sizes, given by name, that are no integers >= 1.
+
+    Raises
+    ------
+    ValueError
+        Naming ``owner`` and all of its sizes.
+    """
+    if not all(is_size(size) for size in sizes.values()):
+        got = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+        raise ValueError(f"{owner} needs integer sizes >= 1, got {got}")
