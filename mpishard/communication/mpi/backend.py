@@ -163,7 +163,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 rings = self._comm.allgather(job.take_ring())
                 with job.making_group():
                     self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
-            self._sequence, self._called = 0, None
+            self._sequence = 0
             self._pending.clear()
         group = self._group
         self._messages = Messages(group, self.world_ranks)
@@ -365,8 +365,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        sent = array if self._rank == root else None
-        return self._for(sent).scatter(call, sent, counts, root)
+        return self._for(array).scatter(call, array, counts, root)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
         return self._for(array).gather(call, array, root)
