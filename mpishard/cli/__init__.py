@@ -2,9 +2,9 @@
 
 Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script
 on N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
-plain training, ``bench/`` measures; ``plan.py`` simulates pipeline schedules, ``checkpoint.py``
-and ``trace.py`` read what a run has written. Here is the table of them; a command is imported when
-it is called, so that ``mpishard run`` does not wait for models.
+plain training, ``bench/`` measures; ``plan.py`` simulates pipeline schedules; ``checkpoint.py``,
+``trace.py`` and ``plot.py`` read what a run has written. This file has the table of commands. A
+command is imported when it is called, so that ``mpishard run`` does not wait for models.
 
 Commands share ``tables.py``, ``wording.py`` and ``machine.py``. They may import those, ``run/``,
 and every other room of mpishard; they do not import each other.
@@ -29,6 +29,7 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "bench": {},
     "checkpoint": {},
     "trace": {},
+    "plot": {},
 }
 """The commands, in the order of the help, and how each takes its arguments."""
 

@@ -55,8 +55,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a restart "
-            "in DIR/restart-<k>.",
+            help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a "
+            "restart in DIR/restart-<k>.",
         ),
     ] = None,
     env: Annotated[
@@ -82,8 +82,8 @@ def run(
         str,
         typer.Option(
             metavar="abort|shrink",
-            help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that ask "
-            'for on_failure="shrink", under Open MPI.',
+            help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
+            'ask for on_failure="shrink", under Open MPI.',
         ),
     ] = "abort",
 ) -> None:
