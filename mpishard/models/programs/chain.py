@@ -12,8 +12,8 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layer import Context
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.layers.layer import Context
+from mpishard.nn.layers.targets import GradientTargets
 from mpishard.sharding import ParameterEntry, Unit, nested_views
 
 __all__ = ["HeldLayers", "LayerChain"]

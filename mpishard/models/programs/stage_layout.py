@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import HeldLayers
-from mpishard.nn.layer import Layer
+from mpishard.nn.layers.layer import Layer
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
