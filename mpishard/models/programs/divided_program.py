@@ -18,7 +18,7 @@ from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector_slice import own_range, placed_range
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Placement, ShardingConfiguration, Unit, build_units
 

@@ -19,8 +19,7 @@ from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.sharding import Unit, build_units
 
 __all__ = ["LayeredProgram", "held_whole"]

@@ -22,8 +22,7 @@ from mpishard.models.programs.stage_run import StageRun
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.mesh_vector import MeshVector
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     IPipelineSchedule,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from mpishard.arguments import adapter_hint
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
@@ -15,7 +16,7 @@ from mpishard.models.programs.program import Program
 from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context
 from mpishard.sharding import ParameterEntry, Unit, build_units
 
 __all__ = ["OpaqueProgram"]
@@ -187,5 +188,5 @@ def _member(model: Any, name: str) -> Any:
     except AttributeError:
         raise MissingMemberError(
             f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
-            "needs get_parameters, set_parameters and compute_gradients"
+            f"needs get_parameters, set_parameters and compute_gradients{adapter_hint(model)}"
         ) from None

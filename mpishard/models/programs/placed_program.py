@@ -17,7 +17,7 @@ from mpishard.models.programs.program import Program
 from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context
 from mpishard.sharding import ParameterEntry, Unit, build_units, owned_pieces
 
 __all__ = ["IPlaceableModel", "PlacedProgram"]

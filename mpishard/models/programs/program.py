@@ -15,8 +15,7 @@ from mpishard.devices import HOST, Device
 from mpishard.errors import MissingMemberError
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span
 from mpishard.sharding import (
     ParameterEntry,

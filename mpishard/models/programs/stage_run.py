@@ -12,8 +12,8 @@ from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layer import Context
-from mpishard.pipeline.stage import IPipelineStage
+from mpishard.nn.layers.layer import Context
+from mpishard.pipeline.executor import IPipelineStage
 from mpishard.sharding import Unit
 
 if TYPE_CHECKING:
