@@ -63,7 +63,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the flat vector."""
-        return self.engine.holdings.dtype
+        return self.engine.layout.dtype
 
     def serialize(self) -> bytes:
         """The named parameters in safetensors format, the same bytes on every rank. Collective.
@@ -144,7 +144,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.holdings.pieces(), written=True)
+        return self._regions(self.engine.layout.pieces(), written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""

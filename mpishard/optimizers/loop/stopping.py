@@ -92,14 +92,14 @@ class BestParameters:
 
     def __init__(self, model: ShardedModelBase) -> None:
         self._engine = model.engine
-        self._pieces = model.engine.holdings.pieces()
+        self._pieces = model.engine.layout.pieces()
         self._kept: Array | None = None
 
     @property
     def _vector(self) -> Array:
         if self._kept is None:
             length = sum(piece.length for piece in self._pieces)
-            self._kept = self._engine.holdings.allocate(MemoryCategory.BEST_PARAMETERS, length)
+            self._kept = self._engine.layout.allocate(MemoryCategory.BEST_PARAMETERS, length)
         return self._kept
 
     def keep(self) -> None:
