@@ -50,6 +50,7 @@ import hypothesis
 import numpy as np
 import pytest
 from _pytest.doctest import DoctestModule
+from cupy_stand_in import installed
 
 from mpishard import settings
 from mpishard.cli.machine import usable_cores
@@ -57,7 +58,6 @@ from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.devices import Device, load_cupy
 from mpishard.errors import DeviceUnavailableError, PeerError
-from mpishard.testing.cupy_stand_in import installed
 
 _VERDICT_BYTES = 8192
 
