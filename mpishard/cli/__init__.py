@@ -19,6 +19,7 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "bench": {},
     "checkpoint": {},
     "trace": {},
+    "plot": {},
 }
 """The commands, in the order of the help, and how each takes its arguments."""
 
