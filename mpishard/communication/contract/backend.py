@@ -55,7 +55,7 @@ from mpishard.communication.tracing.recorder import (
     current_recorder,
 )
 from mpishard.communication.tracing.session import stop_recording
-from mpishard.errors import CommunicationError, NotInitializedError
+from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
 from mpishard.logs import set_up_logging
 
 __all__ = ["CommunicationBackend", "refuse_other_message"]
@@ -663,17 +663,27 @@ class CommunicationBackend(ABC):
             raise ValueError(f"color must be 0 or more, or None; got {color}")
         order = self.rank if key is None else as_integer("key", key)
         sequence = self._sequence + 1
-        member = self._start(Kind.SPLIT, None, self._steps_split, color, order).wait()
-        if member is not None:
-            member._is_root, member._session = False, self._session
-            member.group = f"{self.group}/{sequence}.{color}"
-            member.check_collectives = self.check_collectives
-            member.label = "a new group"
-            member.initialize()
-            if member._world_ranks is None:
-                mine = np.array([self.world_ranks[self.rank]])
-                member._world_ranks = tuple(member.all_gather(mine).tolist())
-            member._name_group("")
+        with self._session as session:
+            try:
+                member = self._start(Kind.SPLIT, None, self._steps_split, color, order).wait()
+                if member is not None:
+                    member._is_root, member._session = False, session
+                    member.group = f"{self.group}/{sequence}.{color}"
+                    member.check_collectives = self.check_collectives
+                    member.label = "a new group"
+                    member.initialize()
+                    if member._world_ranks is None:
+                        mine = np.array([self.world_ranks[self.rank]])
+                        member._world_ranks = tuple(member.all_gather(mine).tolist())
+                    member._name_group("")
+            except MpishardError:
+                raise
+            except BaseException as error:
+                # The other ranks make the group, and wait for this one there.
+                last = self.status.last
+                if last is not None and self._sequence == sequence:
+                    self._break(in_call(last.call, last.group), error)
+                raise
         return member  # type: ignore[no-any-return]
 
     def shrink(self) -> Self:
