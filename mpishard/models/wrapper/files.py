@@ -22,6 +22,7 @@ from mpishard.checkpoint.exchange.plain import (
     named_bytes,
     packed_vector,
 )
+from mpishard.checkpoint.format.metadata import COUNT, require_form
 from mpishard.checkpoint.format.tensor_bytes import tensors_of
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
@@ -169,6 +170,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse what the plain model could not take."""
+        require_form(metadata, {"steps?": COUNT}, "metadata.model")
         self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:

@@ -72,8 +72,8 @@ class EarlyStopping:
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Go on from what `position` gave."""
-        for name, value in position.items():
-            setattr(self, name, value)
+        for name in self.position():
+            setattr(self, name, position[name])
 
 
 class BestParameters:
