@@ -146,7 +146,7 @@ def test_frozen_names():
     names = ["a.weight", "a.bias", "head.weight"]
     rule = SGD(parameter_options={"*": {"frozen": True}, "head.*": {"frozen": False}})
     assert rule.checked_options.frozen_among(names) == {"a.weight", "a.bias"}
-    assert SGD().frozen_names(names) == frozenset()
+    assert SGD().checked_options.frozen_among(names) == frozenset()
     with pytest.raises(ValueError, match="freeze all 2 parameters"):
         rule.checked_options.frozen_among(names[:2])
 
