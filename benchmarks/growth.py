@@ -19,7 +19,7 @@ from jobs import Runner
 from model import Costs, Line, bytes_sent
 
 from mpishard.cli.bench.collectives import CollectiveResult, collective_panels
-from mpishard.cli.run.launcher import usable_cores
+from mpishard.cli.machine import usable_cores
 from mpishard.observe import Curve, Panel, Timing, plot_panels
 
 WORLDS = (1, 2, 3, 4, 6, 8)

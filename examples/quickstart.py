@@ -1,6 +1,6 @@
 """Runs as printed: `python quickstart.py` (two thread-ranks), `mpirun -n 2 python quickstart.py`."""
+import mpishard as ms  # before NumPy, whose BLAS kernels it chooses
 import numpy as np
-import mpishard as ms
 
 def main(backend):
     x = np.random.default_rng(0).standard_normal((4096, 64))

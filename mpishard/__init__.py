@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         as_distributed_for_high_bandwidth,
         as_distributed_for_low_bandwidth,
         launch,
+        register_strategy,
     )
     from mpishard.layout import ShardLayout
     from mpishard.models import (
@@ -105,6 +106,7 @@ __all__ = [
     "nn",
     "optimizers",
     "pipeline",
+    "register_strategy",
     "run_in_threads",
     "tensor",
 ]
@@ -127,6 +129,7 @@ _ROOMS = {
         "as_distributed_for_high_bandwidth",
         "as_distributed_for_low_bandwidth",
         "launch",
+        "register_strategy",
     ),
     "layout": ("ShardLayout",),
     "models": (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
+import types
 from collections.abc import Iterable
 from dataclasses import fields
 from numbers import Integral, Real
@@ -11,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["as_flag", "as_integer", "as_number", "check_path", "nearest", "take_plain_fields"]
+__all__ = [
+    "adapter_hint",
+    "as_flag",
+    "as_integer",
+    "as_number",
+    "check_path",
+    "check_sizes",
+    "is_size",
+    "nearest",
+    "take_plain_fields",
+]
 
 
 def as_number(name: str, value: Any) -> float:
@@ -59,6 +71,36 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+_ADAPTERS = {
+    "torch.nn": "PyTorch module: wrap it in mpishard.adapters.TorchModel(module, loss) first",
+    "torch.optim": "PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "scipy.optimize": "function of SciPy: give its loss and gradient to mpishard.FunctionModel("
+    "fun, theta), and use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "optax": "optax transformation: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "flax": "Flax module: give its loss and gradient, by jax.value_and_grad, to "
+    "mpishard.FunctionModel(fun, theta)",
+    "equinox": "Equinox module: give its loss and gradient, by jax.value_and_grad, to "
+    "mpishard.FunctionModel(fun, theta)",
+}
+"""Package -> what an object of it is, and what to use in its place."""
+
+
+def adapter_hint(value: Any) -> str:
+    """Return the end of an error about an object of another library: the adapter for it.
+
+    The classes of the object are looked at by the names of their modules; no library is imported.
+    """
+    kinds = [value] if isinstance(value, type) or callable(value) else []
+    for kind in [*type(value).__mro__, *kinds]:
+        module = f"{getattr(kind, '__module__', '')}."
+        for package, hint in _ADAPTERS.items():
+            if module.startswith(f"{package}."):
+                return f"; this is a {hint}"
+    if isinstance(value, types.FunctionType | functools.partial):
+        return "; this is a function: wrap it in mpishard.FunctionModel(fun, theta) first"
+    return ""
+
+
 _KINDS = {"float": as_number, "int": as_integer, "bool": as_flag}
 
 
@@ -100,3 +142,21 @@ def check_path(name: str, path: Any) -> None:
             f"{name} {str(path)!a} cannot be encoded as a file name in {error.encoding}, the "
             "encoding of this process; set PYTHONUTF8=1, or a locale with UTF-8"
         ) from None
+
+
+def is_size(value: Any, least: int = 1) -> bool:
+    """Whether ``value`` is an integer, of Python or of NumPy, of at least ``least``."""
+    return isinstance(value, Integral) and int(value) >= least
+
+
+def check_sizes(owner: str, **sizes: Any) -> None:
+    """Refuse sizes, given by name, that are no integers >= 1.
+
+    Raises
+    ------
+    ValueError
+        Naming ``owner`` and all of its sizes.
+    """
+    if not all(is_size(size) for size in sizes.values()):
+        got = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
+        raise ValueError(f"{owner} needs integer sizes >= 1, got {got}")

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "beside",
     "block_squares",
     "chunk_length",
+    "chunks",
     "copy_into",
     "is_device_array",
     "is_own",
@@ -29,6 +31,7 @@ __all__ = [
     "to_device",
     "to_host",
 ]
+
 
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
@@ -224,3 +227,24 @@ def _l2_bytes(caches: Path) -> int | None:
     except (OSError, ValueError):
         return None  # a container may hide it
     return None
+
+
+def chunks(array: Array) -> Iterator[slice]:
+    """Slices of the first dim, each of about `chunk_length` elements and at least one row.
+
+    Parameters
+    ----------
+    array : Array
+        At least one dim; with none of size 0 beyond the first.
+
+    Yields
+    ------
+    slice
+        In order, disjoint, together the whole first dim; none where it is empty.
+    """
+    length = int(array.shape[0])
+    if length == 0:
+        return
+    rows = max(1, chunk_length(array) * length // int(array.size))
+    for start in range(0, length, rows):
+        yield slice(start, min(start + rows, length))

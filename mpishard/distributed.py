@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, overload
 
 from mpishard import models, optimizers
-from mpishard.arguments import nearest
+from mpishard.arguments import adapter_hint, nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.init import is_launched, refuse_worlds_of_one
@@ -22,14 +23,16 @@ __all__ = [
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
     "launch",
+    "register_strategy",
 ]
 
 T = TypeVar("T")
 
 
 class DistributedStrategy(StrEnum):
-    """How a model and its training are spread over ranks."""
+    """How a model and its training are spread over ranks; NONE leaves both as they are."""
 
+    NONE = "none"
     DDP = "ddp"
     ZERO1 = "zero1"
     ZERO2 = "zero2"
@@ -47,9 +50,7 @@ class DistributedStrategy(StrEnum):
     Hybrid = "hybrid"
 
 
-_CLASSES: dict[
-    DistributedStrategy, tuple[type[models.ShardedModelBase], type[optimizers.ShardedOptimizerBase]]
-] = {
+_CLASSES: dict[str, tuple[type[models.ShardedModelBase], type[optimizers.ShardedOptimizerBase]]] = {
     DistributedStrategy.DDP: (models.DDPModel, optimizers.DDPOptimizer),
     DistributedStrategy.ZERO1: (models.ZeRO1Model, optimizers.ZeRO1Optimizer),
     DistributedStrategy.ZERO2: (models.ZeRO2Model, optimizers.ZeRO2Optimizer),
@@ -67,7 +68,7 @@ _CLASSES: dict[
 }
 _TENSOR = ("sequence_parallel", "checkpoint_config")
 _PIPELINE = ("micro_batch_count", "schedule", "partition_strategy", "checkpoint_config")
-STRATEGY_OPTIONS: dict[DistributedStrategy, tuple[str, ...]] = {
+STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
     DistributedStrategy.TENSOR_PARALLEL: _TENSOR,
     DistributedStrategy.PIPELINE_PARALLEL: _PIPELINE,
     DistributedStrategy.HYBRID: (
@@ -111,9 +112,9 @@ def as_distributed(
         model is collective: rank 0's first parameters are dealt to all.
     backend_or_config : CommunicationBackend or ShardingConfiguration
         How the ranks talk, with default choices or with yours.
-    strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid"} or \
-DistributedStrategy
-        How to spread it.
+    strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid", "none"} \
+or DistributedStrategy
+        How to spread it. "none" returns the object itself. Or a name of `register_strategy`.
     **degrees
         Of "tensor", "pipeline" and "hybrid", as `TensorParallelModel`, `PipelineParallelModel` and
         `HybridShardedModel` describe them: ``pipeline_parallel_size``, ``tensor_parallel_size``,
@@ -156,9 +157,20 @@ DistributedStrategy
         )
     if isinstance(model_or_optimizer, type):
         name = model_or_optimizer.__name__
-        raise TypeError(f"as_distributed wraps an object: pass {name}(...), not the class {name}")
+        raise TypeError(
+            f"as_distributed wraps an object: pass {name}(...), not the class {name}"
+            + adapter_hint(model_or_optimizer)
+        )
+    hint = adapter_hint(model_or_optimizer)
+    if hint and not hasattr(model_or_optimizer, "get_parameters"):  # else it is a black box, too
+        raise TypeError(
+            "as_distributed wraps models and optimizers, got a "
+            f"{type(model_or_optimizer).__name__}{hint}"
+        )
     kind = _strategy(strategy)
     options = _options(kind, degrees)
+    if kind == DistributedStrategy.NONE:
+        return model_or_optimizer
     model_class, optimizer_class = _CLASSES[kind]
     config = backend_or_config
     if isinstance(config, CommunicationBackend):
@@ -169,16 +181,72 @@ DistributedStrategy
     return model_class(model_or_optimizer, config, **options)
 
 
-def _strategy(given: str | DistributedStrategy) -> DistributedStrategy:
+def register_strategy(
+    name: str,
+    model_class: type[models.ShardedModelBase],
+    optimizer_class: type[optimizers.ShardedOptimizerBase],
+    *,
+    options: Sequence[str] = (),
+) -> None:
+    """Let `as_distributed` and its callers know a strategy of your own by name.
+
+    Registering the same classes again, as each thread-rank of a test may do, changes nothing.
+
+    Parameters
+    ----------
+    name : str
+        Name for ``strategy=``: lower-case letters and digits.
+    model_class : subclass of ShardedModelBase
+        Wraps models; called as ``model_class(model, config, **options)``.
+    optimizer_class : subclass of ShardedOptimizerBase
+        Wraps optimizers, for models of `model_class`; called in the same way.
+    options : sequence of str
+        Names of the keyword arguments that both classes take.
+
+    Raises
+    ------
+    TypeError
+        If a class is not a subclass of the right base.
+    ValueError
+        If the name is not plain, or stands for other classes already.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> class MyModel(ms.FSDPModel): ...
+    >>> class MyOptimizer(ms.FSDPOptimizer): ...
+    >>> ms.register_strategy("mine", MyModel, MyOptimizer)
+    >>> def main(backend):
+    ...     return type(ms.as_distributed(ms.nn.MLP([2, 2]), backend, strategy="mine")).__name__
+    >>> ms.run_in_threads(2, main)
+    ['MyModel', 'MyModel']
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
+        raise ValueError(f"a strategy's name is of lower-case letters and digits, got {name!r}")
+    for given, base in (
+        (model_class, models.ShardedModelBase),
+        (optimizer_class, optimizers.ShardedOptimizerBase),
+    ):
+        if not issubclass(given, base):
+            raise TypeError(f"strategy {name!r} needs a subclass of {base.__name__}, got {given!r}")
+    pair, known = (model_class, optimizer_class), _CLASSES.get(name)
+    if name == DistributedStrategy.NONE or known not in (None, pair):
+        raise ValueError(f"there is a strategy {name!r} already; choose another name")
+    _CLASSES[name] = pair
+    STRATEGY_OPTIONS[name] = tuple(options)
+
+
+def _strategy(given: str | DistributedStrategy) -> str:
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
-    try:
-        return DistributedStrategy(name)
-    except ValueError:
-        known = ", ".join(s.value for s in DistributedStrategy)
-        raise ValueError(f"unknown strategy {given!r}; there are {known}") from None
+    known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
+    if name not in known:
+        raise ValueError(
+            f"unknown strategy {given!r}; there are {', '.join(known)}{nearest(name, known)}"
+        )
+    return name
 
 
-def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, Any]:
+def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
     """What the strategy's model takes of ``given``, which must be all."""
     options = dict(given)
     if "num_micro_batches" in options:
@@ -193,7 +261,7 @@ def _options(strategy: DistributedStrategy, given: dict[str, Any]) -> dict[str, 
     if wrong:
         hybrid = STRATEGY_OPTIONS[DistributedStrategy.HYBRID]
         raise TypeError(
-            f"strategy {strategy.value!r} takes no {', '.join(wrong)}; "
+            f"strategy {strategy!r} takes no {', '.join(wrong)}; "
             + (f"it takes {', '.join(taken)}" if taken else "it takes no options")
             + nearest(wrong[0], taken)
             + (

@@ -50,14 +50,14 @@ import hypothesis
 import numpy as np
 import pytest
 from _pytest.doctest import DoctestModule
+from cupy_stand_in import installed
 
 from mpishard import settings
-from mpishard.cli.run.launcher import usable_cores
+from mpishard.cli.machine import usable_cores
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.devices import Device, load_cupy
 from mpishard.errors import DeviceUnavailableError, PeerError
-from mpishard.testing.cupy_stand_in import installed
 
 _VERDICT_BYTES = 8192
 

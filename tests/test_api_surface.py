@@ -10,8 +10,7 @@ hierarchy has, these are left out on purpose:
   and ``wrapped_model``;
 * ``_num_ops``, ``INumericOperations``: a dtype;
 * ``_run_*_step`` of optimizers: one engine makes all steps;
-* ``_apply_reduction_operation``: one tree (mpishard/communication/contract/reduction.py);
-* ``DistributedStrategy.None``: who distributes nothing does not ask for it.
+* ``_apply_reduction_operation``: one tree (mpishard/communication/contract/reduction.py).
 """
 
 import inspect
@@ -313,7 +312,7 @@ ENUMERATIONS = [
     (ms.ReductionOperation,
      ["SUM Sum", "PRODUCT Product", "MIN Min", "MAX Max", "AVERAGE Average"]),
     (ms.DistributedStrategy,
-     ["DDP", "ZERO1 ZeRO1", "ZERO2 ZeRO2", "ZERO3 ZeRO3", "FSDP",
+     ["NONE", "DDP", "ZERO1 ZeRO1", "ZERO2 ZeRO2", "ZERO3 ZeRO3", "FSDP",
       "TENSOR_PARALLEL TensorParallel", "PIPELINE_PARALLEL PipelineParallel", "HYBRID Hybrid"]),
     (ms.pipeline.PipelineOperationType,
      ["FORWARD Forward", "BACKWARD Backward", "BACKWARD_INPUT BackwardInput",
@@ -402,7 +401,7 @@ def test_numbers_and_names_of_the_mirrored_hierarchy():
              "tensor": "TensorParallel", "pipeline": "PipelineParallel",
              "hybrid": "3D-Parallelism (Hybrid)"}  # fmt: skip
     with ms.InMemoryCommunicationBackend(0, 1, "names") as backend:
-        for strategy in ms.DistributedStrategy:
+        for strategy in list(names):
             model = ms.as_distributed(ms.nn.MLP([2, 2]), backend, strategy)
             properties = model.get_model_metadata().properties
             assert properties["Strategy"] == names[strategy]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
+from mpishard import distributed
 
 ROOT = Path(__file__).parents[1]
 # A process of its own finds the package here, installed or not.
@@ -153,6 +154,79 @@ def test_as_distributed_picks_the_classes():
         message = r"unknown strategy 'zero9'; there are ddp, zero1, zero2, zero3, fsdp"
         with pytest.raises(ValueError, match=message):
             ms.as_distributed(ms.nn.MLP([2, 2]), backend, "zero9")
+
+
+def of_library(module, name):
+    """An object of a class that another library would define."""
+    return type(name, (), {"__module__": module})()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (of_library("torch.nn.modules.linear", "Linear"), r"got a Linear; .*adapters\.TorchModel"),
+        (of_library("torch.optim.adam", "Adam"), r"got a Adam; .* PyTorch optimizer: use a rule"),
+        (of_library("scipy.optimize._optimize", "F"), r"function of SciPy: .*FunctionModel"),
+        (lambda theta, x, y: (0.0, theta), r"this is a function: wrap it in mpishard\.FunctionM"),
+        (type(of_library("torch.nn.modules.linear", "Linear")), r"not the class Linear; .*TorchM"),
+    ],
+    ids=["module", "torch optimizer", "scipy", "function", "class"],
+)
+def test_objects_of_other_libraries_are_told_their_adapter(given, message):
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend,
+        pytest.raises(TypeError, match=message),
+    ):
+        ms.as_distributed(given, backend)
+
+
+def test_a_class_given_to_a_wrapper_itself_is_told_its_adapter():
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend,
+        pytest.raises(NotImplementedError, match=r"no member 'get_parameters'.*TorchModel"),
+    ):
+        ms.FSDPModel(
+            of_library("torch.nn.modules.linear", "Linear"), ms.ShardingConfiguration(backend)
+        )
+
+
+def test_a_misspelt_strategy_is_told_the_nearest():
+    with ms.InMemoryCommunicationBackend(0, 1, "test_public") as backend:
+        with pytest.raises(ValueError, match=r"'fdsp'; there are .*; did you mean fsdp\?"):
+            ms.as_distributed(ms.nn.MLP([2, 2]), backend, "fdsp")
+        model = ms.nn.MLP([2, 2])
+        assert ms.as_distributed(model, backend, ms.DistributedStrategy.NONE) is model
+
+
+class OwnModel(ms.DDPModel):
+    pass
+
+
+class OwnOptimizer(ms.DDPOptimizer):
+    pass
+
+
+def test_strategies_can_be_registered(monkeypatch):
+    for table in ("_CLASSES", "STRATEGY_OPTIONS"):
+        known = dict(getattr(distributed, table))
+        monkeypatch.setattr(distributed, table, known)
+    for _ in range(2):
+        ms.register_strategy("mine", OwnModel, OwnOptimizer)
+
+    def main(backend):
+        model = ms.as_distributed(ms.nn.MLP([2, 2]), backend, "mine")
+        optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend, strategy="mine")
+        optimizer.step(model, np.ones((2, 2)), np.ones((2, 2)))
+        return type(model), type(optimizer)
+
+    assert ms.run_in_threads(2, main) == [(OwnModel, OwnOptimizer)] * 2
+    for name in ("mine", "fsdp", "none"):
+        with pytest.raises(ValueError, match=f"there is a strategy '{name}' already"):
+            ms.register_strategy(name, ms.FSDPModel, OwnOptimizer)
+    with pytest.raises(ValueError, match="lower-case letters and digits, got 'My own'"):
+        ms.register_strategy("My own", OwnModel, OwnOptimizer)
+    with pytest.raises(TypeError, match="needs a subclass of ShardedOptimizerBase"):
+        ms.register_strategy("other", OwnModel, ms.optimizers.SGD)
 
 
 def test_launch_on_threads(monkeypatch):

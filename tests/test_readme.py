@@ -1,4 +1,4 @@
-"""README's programs run as printed, alone and under MPI."""
+"""The programs of README and of the first pages run as printed, alone and under MPI."""
 
 import os
 import re
@@ -11,17 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-EXPECTED = [
-    r"loss \d\.\d\de-\d\d",
-    r"2 pipeline x 2 tensor x [12] data: after 0 3 6 comes 9 12 15 18 21",
-    r"decay and frequency: \[0\.7 2\.5\]",
-]
-RANKS = [2, 4, 2]  # under MPI
-# Left out but with --full: number, under MPI, and what else sees it.
+# An example, the pages that print it word for word, what it writes, and its ranks under MPI.
+PROGRAMS = {
+    "quickstart": (["README.md"], r"loss \d\.\d\de-\d\d", 2),
+    "train_3d": (
+        ["docs/tutorial.md"],
+        r"2 pipeline x 2 tensor x [12] data: after 0 3 6 comes 9 12 15 18 21",
+        4,
+    ),
+    "fit_function": (["docs/tutorial.md"], r"decay and frequency: \[0\.7 2\.5\]", 2),
+}
+# Programs that run only with --full: name, under MPI, and the test that covers them by default.
 ELSEWHERE = {
-    (0, False): "tests/test_public.py runs it and looks at what it saves",
-    (1, True): "tests/models/test_mesh_equality.py trains on meshes under mpiexec",
+    ("quickstart", False): "tests/test_public.py runs it and looks at what it saves",
+    ("train_3d", True): "tests/models/test_mesh_equality.py trains on meshes under mpiexec",
 }
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
@@ -30,39 +33,60 @@ needs_mpiexec = pytest.mark.skipif(
 )
 
 
-def test_no_program_is_missed() -> None:
-    assert len(PROGRAMS) == len(EXPECTED)
+def programs_of(page: str) -> set[str]:
+    text = (ROOT / page).read_text()
+    return {code.strip() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)}
+
+
+def test_no_program_of_readme_is_missed() -> None:
+    listed = [name for name, (pages, _, _) in PROGRAMS.items() if "README.md" in pages]
+    assert len(programs_of("README.md")) == len(listed)
 
 
 @pytest.mark.spawned
 @pytest.mark.parametrize(
     "under_mpi", [False, pytest.param(True, marks=needs_mpiexec)], ids=["alone", "mpi"]
 )
-@pytest.mark.parametrize("number", range(len(EXPECTED)))
-def test_program_runs_as_printed(tmp_path: Path, number: int, under_mpi: bool) -> None:
-    if (number, under_mpi) in ELSEWHERE and not os.environ.get("MPISHARD_TEST_FULL"):
-        pytest.skip(ELSEWHERE[number, under_mpi])
-    launcher = [str(MPIEXEC), "-n", str(RANKS[number])] if under_mpi else []
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs_as_printed(tmp_path: Path, name: str, under_mpi: bool) -> None:
+    if (name, under_mpi) in ELSEWHERE and not os.environ.get("MPISHARD_TEST_FULL"):
+        pytest.skip(ELSEWHERE[name, under_mpi])
+    _, expected, ranks = PROGRAMS[name]
+    launcher = [str(MPIEXEC), "-n", str(ranks)] if under_mpi else []
     script = tmp_path / "program.py"
-    script.write_text(PROGRAMS[number])
+    script.write_text((ROOT / "examples" / f"{name}.py").read_text())
+    # The quick start alone uses numba if it is installed; the others save the second of its import.
+    numba = {} if name == "quickstart" and not under_mpi else {"MPISHARD_NUMBA": "off"}
     ended = subprocess.run(
         [*launcher, sys.executable, str(script)],
-        # The first alone has numba where it is installed; the others need no second to load it.
-        cwd=tmp_path, env=os.environ | ({"MPISHARD_NUMBA": "off"} if under_mpi or number else {}),
+        cwd=tmp_path, env=os.environ | numba,
         capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert len(re.findall(EXPECTED[number], ended.stdout)) == 1, ended.stdout
+    assert len(re.findall(expected, ended.stdout)) == 1, ended.stdout
 
 
-@pytest.mark.parametrize("program", ["quickstart", "train_3d", "fit_function"])
-def test_program_is_the_example(program: str) -> None:
-    assert (ROOT / "examples" / f"{program}.py").read_text().strip() in {
-        text.strip() for text in PROGRAMS
-    }
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_pages_print_the_example(name: str) -> None:
+    example = (ROOT / "examples" / f"{name}.py").read_text().strip()
+    assert [page for page in PROGRAMS[name][0] if example not in programs_of(page)] == []
 
 
-def test_what_readme_names_is_there() -> None:
-    named = re.findall(r"`((?:tests|scripts|docs|examples)/[\w/.]+)", README)
-    named += re.findall(r"\]\(((?:docs|LICENSE)[\w/.]*)\)", README)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial.md"])
+def test_first_programs_import_mpishard_before_numpy(page: str) -> None:
+    """With NumPy first, the first line that a new user sees is a warning about BLAS kernels."""
+    text = (ROOT / page).read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if "import numpy" in code and "import mpishard" in code:
+            assert code.index("import mpishard") < code.index("import numpy"), code
+
+
+def test_everything_that_readme_names_exists() -> None:
+    named = re.findall(r"`(?:python )?((?:tests|scripts|docs|examples)/[\w/.]+)", README)
+    named += re.findall(r"\]\(((?:docs|LICENSE|CONTRIBUTING)[\w/.]*)\)", README)
+    assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_readme_is_short() -> None:
+    assert len(README.split()) <= 1500

@@ -11,14 +11,66 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.adapters.torch_module import check_module, trainable_parameters
 from mpishard.arrays import Array, require_plain
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["TorchLoss", "TorchModel"]
+__all__ = ["TorchLoss", "TorchModel", "check_module", "trainable_parameters"]
+
+
+def trainable_parameters(module: Any) -> list[tuple[str, Any]]:
+    """Name and parameter, each once, of those that training changes."""
+    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+
+
+def check_module(module: Any) -> None:
+    """Refuse, before anything is changed, a module that cannot be placed."""
+    import torch
+
+    everything = [*module.named_parameters(), *module.named_buffers()]
+    odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
+    if odd:
+        raise TypeError(f"{_some(odd)} have no shape yet; call the module once on a sample first")
+    odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
+    if odd:
+        raise TypeError(
+            f"{_some(odd)} are no plain strided tensors; give TorchModel the module as it was "
+            "before another library (FSDP, quantisation) took it over"
+        )
+    odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
+    if odd:
+        raise ValueError(f"TorchModel computes on the CPU, and {_some(odd)}; use module.cpu()")
+    trainable = trainable_parameters(module)
+    if not trainable:
+        raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
+    dtypes: dict[str, list[str]] = {}
+    for name, parameter in trainable:
+        dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(name)
+    if len(dtypes) > 1 or not dtypes.keys() <= {"float32", "float64"}:
+        found = ", ".join(f"{_some(names)} are {dtype}" for dtype, names in dtypes.items())
+        raise ValueError(
+            f"all parameters must be float32, or all float64; {found}; use module.float() or "
+            "module.double()"
+        )
+    odd = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.training
+    ]
+    if odd:
+        raise ValueError(
+            f"batch normalisation ({_some(odd)}) would use the statistics of each rank's own "
+            "samples, and results would depend on the number of ranks; use GroupNorm or "
+            "LayerNorm, or call eval() on those modules to keep their statistics"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{rest}"
+
 
 _log = logging.getLogger("mpishard")
 
@@ -205,10 +257,10 @@ class TorchModel(PlacedVectorModel):
         total, weight, saved = loss.forward(prediction, y)
         return total, weight, (output, loss, saved)
 
-    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, kept: Any, receive: Callable[[int, Array], None]) -> None:
         import torch
 
-        output, loss, saved = tape
+        output, loss, saved = kept
         if not output.requires_grad:  # no parameter was used
             return
         handles = []

@@ -6,27 +6,35 @@ only ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and need 
 anything here.
 """
 
-from mpishard.contracts.features import IFeatureAware, IFeatureImportance
 from mpishard.contracts.layered import (
     ILayeredModel,
     IPipelineDecomposableModel,
     LayerCategory,
     LayerInfo,
 )
-from mpishard.contracts.losses import ILossFunction
-from mpishard.contracts.metadata import ModelMetadata
 from mpishard.contracts.models import (
+    DynamicShapeInfo,
     ICloneable,
+    IFeatureAware,
+    IFeatureImportance,
     IFullModel,
     IGradientComputable,
     IJitCompilable,
+    ILossFunction,
     IModel,
+    IModelShape,
+    IShardedModel,
+    ModelMetadata,
+    ShardedModel,
 )
 from mpishard.contracts.optimizers import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer
-from mpishard.contracts.parameters import IParameterizable, IParameterSource
-from mpishard.contracts.serialization import ICheckpointableModel, IModelSerializer, PathLike
-from mpishard.contracts.shapes import DynamicShapeInfo, IModelShape
-from mpishard.contracts.sharded import IShardedModel, ShardedModel
+from mpishard.contracts.parameters import (
+    ICheckpointableModel,
+    IModelSerializer,
+    IParameterizable,
+    IParameterSource,
+    PathLike,
+)
 
 __all__ = [
     "DynamicShapeInfo",

@@ -4,22 +4,175 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mpishard.arrays import Array
-from mpishard.contracts.features import IFeatureAware, IFeatureImportance
-from mpishard.contracts.losses import ILossFunction
-from mpishard.contracts.metadata import ModelMetadata
-from mpishard.contracts.parameters import IParameterizable
-from mpishard.contracts.serialization import ICheckpointableModel
-from mpishard.contracts.shapes import IModelShape
-from mpishard.errors import MissingMemberError
+from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
+from mpishard.errors import MissingInterfaceError, MissingMemberError
 
 if TYPE_CHECKING:
-    from mpishard.nn.graph import ComputationNode
+    from mpishard.nn.graph.node import ComputationNode
 
-__all__ = ["ICloneable", "IFullModel", "IGradientComputable", "IJitCompilable", "IModel"]
+__all__ = [
+    "DynamicShapeInfo",
+    "ICloneable",
+    "IFeatureAware",
+    "IFeatureImportance",
+    "IFullModel",
+    "IGradientComputable",
+    "IJitCompilable",
+    "ILossFunction",
+    "IModel",
+    "IModelShape",
+    "IShardedModel",
+    "ModelMetadata",
+    "ShardedModel",
+]
+
+
+class IFeatureAware(ABC):
+    """Input features in use. Only the linear models know theirs.
+
+    Members that a model does not implement raise `MissingInterfaceError`, a RuntimeError.
+    """
+
+    def get_active_feature_indices(self) -> Iterable[int]:
+        """Indices of the features in use."""
+        raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureAware")
+
+    def set_active_feature_indices(self, indices: Iterable[int]) -> None:
+        """Use these features and no others."""
+        raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureAware")
+
+    def is_feature_used(self, index: int) -> bool:
+        """Whether one feature is in use."""
+        return index in set(self.get_active_feature_indices())
+
+
+class IFeatureImportance(ABC):
+    """How much each input feature matters."""
+
+    def get_feature_importance(self) -> dict[str, float]:
+        """Importance by feature name; `MissingInterfaceError` where the model knows none."""
+        raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureImportance")
+
+
+class ILossFunction(ABC):
+    """A loss as a weighted sum, so that the mean over ranks is exact for uneven batches."""
+
+    @abstractmethod
+    def forward(
+        self, prediction: Array, target: Array, training: bool = True
+    ) -> tuple[float, float, Any]:
+        """Sum of the losses, sum of their weights, and what `backward` needs.
+
+        Nothing need be kept for `backward` where ``training`` is False.
+        """
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets that `forward` could not take; nothing is communicated before."""
+
+    @abstractmethod
+    def backward(self, saved: Any) -> Array:
+        """Gradient of the *sum* with respect to the prediction."""
+
+    def derivative(self, prediction: Array, target: Array) -> Array:
+        """Gradient of the mean loss with respect to the prediction, in its shape."""
+        _, weight, saved = self.forward(prediction, target)
+        gradient = self.backward(saved)
+        if weight:
+            gradient /= weight
+        return gradient
+
+    def __call__(self, prediction: Array, target: Array) -> float:
+        """Mean loss: the sum divided by the weight (0 where there is no weight)."""
+        total, weight, _ = self.forward(prediction, target, training=False)
+        return total / weight if weight else 0.0
+
+
+@dataclass
+class ModelMetadata:
+    """What a model says about itself.
+
+    Parameters
+    ----------
+    name : str
+        The model's name: its class, unless it has another.
+    version : str
+        Of the model, as its author counts.
+    training_date : datetime
+        When it was trained, with time zone; the present where not given.
+    properties : dict
+        Anything else, by name.
+    feature_count : int
+        Number of features of one sample; 0 where the model does not know.
+    complexity : int
+        Number of parameters.
+    description : str
+        One line for people.
+    additional_info : dict
+        What a tool may want to show beside `properties`.
+    model_data : bytes
+        What ``serialize`` gave, for who keeps metadata and model together; empty unless set.
+    feature_importance : dict of str to float
+        Importance by feature name; empty for a model that knows no features.
+    model_type : str
+        The kind of model: its class.
+    """
+
+    name: str
+    version: str = "1"
+    training_date: datetime = field(default_factory=lambda: datetime.now(UTC))
+    properties: dict[str, Any] = field(default_factory=dict)
+    feature_count: int = 0
+    complexity: int = 0
+    description: str = ""
+    additional_info: dict[str, Any] = field(default_factory=dict)
+    model_data: bytes = b""
+    feature_importance: Mapping[str, float] = field(default_factory=dict)
+    model_type: str = ""
+
+    def set_property(self, key: str, value: Any) -> None:
+        """Set one property."""
+        self.properties[key] = value
+
+    def remove_property(self, key: str) -> bool:
+        """Remove one property; whether it was there."""
+        was_there = key in self.properties
+        self.properties.pop(key, None)
+        return was_there
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicShapeInfo:
+    """Which dims may differ from one batch to the next.
+
+    The number of samples always may. Dims are counted in a *sample's* shape, without the batch
+    dim: (0,) for a model of sequences of shape (T, D) says that T may differ.
+    """
+
+    dynamic_input_dims: tuple[int, ...] = ()
+    dynamic_output_dims: tuple[int, ...] = ()
+
+
+class IModelShape(ABC):
+    """Shapes of one sample, without the batch dim; unless a model knows better, none."""
+
+    def get_input_shape(self) -> list[int]:
+        """Shape of one sample; [] where the model has none to tell."""
+        return []
+
+    def get_output_shape(self) -> list[int]:
+        """Shape of one sample's prediction; [] where the model has none to tell."""
+        return []
+
+    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        """Which dims of those shapes may differ from batch to batch."""
+        return DynamicShapeInfo()
 
 
 class IModel(ABC):
@@ -137,3 +290,44 @@ class IFullModel(
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class IShardedModel(IFullModel):
+    """A model whose parameters live on several ranks."""
+
+    @property
+    @abstractmethod
+    def wrapped_model(self) -> Any:
+        """The user's model."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this process or thread."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    @abstractmethod
+    def local_parameter_shard(self) -> Array:
+        """What this rank owns, end to end; all parameters where they are replicated."""
+
+    @property
+    @abstractmethod
+    def sharding_configuration(self) -> Any:
+        """The choices this model was made with."""
+
+    @abstractmethod
+    def gather_full_parameters(self) -> Array:
+        """All parameters in layer order, on every rank. Collective."""
+
+    @abstractmethod
+    def synchronize_gradients(self) -> None:
+        """Reduce gradients that are still local. Collective."""
+
+
+ShardedModel = IShardedModel
+"""`IShardedModel`, as users write it."""

@@ -1,8 +1,15 @@
 """Data sets, and the order in which their samples are seen."""
 
-from mpishard.data.dataset import check_dataset, take
-from mpishard.data.local_sampler import LocalBatchSampler
-from mpishard.data.sampler import GlobalBatchSampler
-from mpishard.data.windows import TokenWindows
+from mpishard.data.dataset import TokenWindows, check_dataset, take
+from mpishard.data.distributed_sampler import DistributedSampler, ElasticDistributedSampler
+from mpishard.data.sampler import GlobalBatchSampler, LocalBatchSampler
 
-__all__ = ["GlobalBatchSampler", "LocalBatchSampler", "TokenWindows", "check_dataset", "take"]
+__all__ = [
+    "DistributedSampler",
+    "ElasticDistributedSampler",
+    "GlobalBatchSampler",
+    "LocalBatchSampler",
+    "TokenWindows",
+    "check_dataset",
+    "take",
+]

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from mpishard.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
-from mpishard.nn.attention import Attention, CausalAttention
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.composites import Residual, Sequential
-from mpishard.nn.convolution import Conv2D
-from mpishard.nn.cross_entropy import BinaryCrossEntropy, CrossEntropy
-from mpishard.nn.dropout import Dropout
-from mpishard.nn.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.feature_linear import FeatureLinear
-from mpishard.nn.flatten import Flatten
-from mpishard.nn.gated import SwiGLU
-from mpishard.nn.generation import generate
-from mpishard.nn.gpt import GPT
-from mpishard.nn.graph import ComputationNode
-from mpishard.nn.layer import Context, Layer, ParameterSpec
-from mpishard.nn.linear import Linear
-from mpishard.nn.linear_models import LinearModel, LinearRegression, LogisticRegression
-from mpishard.nn.losses import MAE, MSE, Huber, Loss
-from mpishard.nn.mlp import MLP
-from mpishard.nn.model import Model
-from mpishard.nn.normalization import LayerNorm, RMSNorm
-from mpishard.nn.pooling import MaxPool2D
-from mpishard.nn.softmax import Softmax
-from mpishard.nn.sub_model import SubModel
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.graph.node import ComputationNode
+from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh
+from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.composites import Residual, Sequential
+from mpishard.nn.layers.convolution import Conv2D
+from mpishard.nn.layers.dropout import Dropout
+from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.layers.layer import Context, KeyValueCache, Layer, ParameterSpec
+from mpishard.nn.layers.linear import FeatureLinear, Linear
+from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
+from mpishard.nn.layers.pooling import Flatten, MaxPool2D
+from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.losses.cross_entropy import BinaryCrossEntropy, CrossEntropy
+from mpishard.nn.losses.regression import MAE, MSE, Huber, Loss
+from mpishard.nn.models.gpt import GPT, generate
+from mpishard.nn.models.linear_models import LinearModel, LinearRegression, LogisticRegression
+from mpishard.nn.models.mlp import MLP
+from mpishard.nn.models.model import Model, SubModel
 
 __all__ = [
     "GELU",

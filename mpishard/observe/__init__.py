@@ -1,9 +1,8 @@
 """Watching a run: progress, metrics, traces, plots, memory, time."""
 
-from mpishard.observe.curves import Curve, Panel, plot_panels
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.observe.metrics import MetricsWriter, read_metrics
-from mpishard.observe.plots import plot_loss_curve
+from mpishard.observe.plots import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.progress import Progress
 from mpishard.observe.timing import (
     Timing,
@@ -13,8 +12,7 @@ from mpishard.observe.timing import (
     time_chain,
 )
 from mpishard.observe.trace import span, step_span, trace
-from mpishard.observe.trace_merge import merge_traces
-from mpishard.observe.trace_reader import Ending, JobTrace, open_trace
+from mpishard.observe.trace_reader import Ending, JobTrace, merge_traces, open_trace
 from mpishard.observe.trace_summary import (
     CallTotals,
     RankShares,
@@ -35,6 +33,7 @@ __all__ = [
     "RankShares",
     "Timing",
     "TraceSummary",
+    "losses_of",
     "memory_while",
     "merge_traces",
     "open_trace",

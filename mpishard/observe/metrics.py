@@ -37,10 +37,13 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = 0.0
         if self.path.exists():
-            _keep(self.path, math.inf if resume_step is None else resume_step)
+            before = _keep(self.path, math.inf if resume_step is None else resume_step)
         self._stream = self.path.open("a", encoding="utf-8")
-        self._opened = time.monotonic()
+        # A resumed run goes on from the time of the last line that was kept: its times rise with
+        # its steps, and a curve over time has no fold.
+        self._began = time.monotonic() - before
 
     def write(self, step: int, **values: Any) -> None:
         """Append a line.
@@ -51,10 +54,10 @@ class MetricsWriter:
             Steps done.
         **values : JSON values or NumPy scalars
             loss, learning_rate, gradient_norm and the like. ``time``, in seconds, is added
-            where it is not given: since the file was opened. Infinities and NaN, which JSON does
-            not know, become null.
+            if it is not given: since the file was opened, and on top of the last time in a file
+            that is continued. Infinities and NaN, which JSON does not know, become null.
         """
-        values.setdefault("time", round(time.monotonic() - self._opened, 3))
+        values.setdefault("time", round(time.monotonic() - self._began, 3))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         self._stream.write(json.dumps(record, allow_nan=False) + "\n")
         self._stream.flush()
@@ -97,8 +100,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _keep(path: Path, step: float) -> None:
-    """Drop what is behind ``step``, by writing a new file and renaming it."""
+def _keep(path: Path, step: float) -> float:
+    """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     text = "".join(json.dumps(record) + "\n" for record in kept)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -107,6 +110,8 @@ def _keep(path: Path, step: float) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+    times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
+    return float(max(times, default=0.0))
 
 
 def _plain(value: Any) -> Any:

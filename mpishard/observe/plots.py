@@ -1,16 +1,204 @@
-"""The picture of a training run."""
+"""Pictures of runs and of measurements, with one look; matplotlib is imported here."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from mpishard.observe.drawing import BLUE, GREY, RED, new_figure, plain_axes, save
+from mpishard.observe.metrics import read_metrics
 
-__all__ = ["plot_loss_curve"]
+__all__ = [
+    "BLUE",
+    "GREY",
+    "PALETTE",
+    "RED",
+    "Curve",
+    "Panel",
+    "losses_of",
+    "moving_mean",
+    "new_figure",
+    "plain_axes",
+    "plot_loss_curve",
+    "plot_panels",
+    "save",
+]
+
+
+BLUE = "#3b6fb6"
+RED = "#d1495b"
+GREY = "#5f6b73"
+PALETTE = (BLUE, RED, "#4f9d69", "#e09f3e", "#7d5ba6", GREY)
+"""Colours of curves, in order."""
+
+_GRID = "#e3e6e8"
+
+
+def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
+    """An empty figure with a canvas of its own: no window, no state shared between threads.
+
+    Raises
+    ------
+    ImportError
+        Where matplotlib is not installed; the message names ``what`` needs it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{what} needs matplotlib: pip install 'mpishard[plot]'") from error
+    figure: Any = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    # Notebooks ask an object for its picture; pyplot, which would tell them how, is not loaded.
+    figure._repr_png_ = lambda: _png(figure)
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    return stream.getvalue()
+
+
+def plain_axes(axes: Any, title: str, grid: str) -> None:
+    """Title on the left, a pale grid along ``grid``, no frame at the top and right."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
+    axes.grid(axis=grid, color=_GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write the figure as a PNG; missing parents are made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(_png(figure))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a panel.
+
+    Parameters
+    ----------
+    label : str
+        In the legend.
+    x, y : sequence of float
+        Of one length.
+    spread : sequence of (float, float), optional
+        Lowest and highest y of each point.
+    modelled : bool
+        A model's line, dashed and without points, in the colour of the curve before it.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    spread: Sequence[tuple[float, float]] = ()
+    modelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One of the pictures in a figure.
+
+    Parameters
+    ----------
+    title, x_label, y_label : str
+        What it shows.
+    curves : sequence of Curve
+        In the order of the legend.
+    logarithmic : {"xy", "x", ""}
+        Which axes are; others begin at 0.
+    boundary : (float, str), optional
+        An x from which on something holds, and what: shaded.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    logarithmic: Literal["xy", "x", ""] = "xy"
+    boundary: tuple[float, str] | None = None
+
+
+def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
+    """Draw panels side by side as a PNG.
+
+    Parameters
+    ----------
+    path : path
+        The file; missing parents are made.
+    panels : sequence of Panel
+        From left to right. Curves of one label have one colour in all of them.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture; as the last value of a notebook cell it shows itself.
+
+    Raises
+    ------
+    ImportError
+        Where matplotlib is not installed; the message says how to get it.
+    """
+    width = 4.8 if len(panels) < 3 else 3.7
+    figure = new_figure("plot_panels", width=width * len(panels), height=4.0)
+    labels = dict.fromkeys(c.label for panel in panels for c in panel.curves if not c.modelled)
+    colours = dict(zip(labels, itertools.cycle(PALETTE), strict=False))
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, panel, colours)
+    save(figure, path)
+    return figure
+
+
+def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    paint = PALETTE[0]
+    for curve in panel.curves:
+        if curve.modelled:
+            style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
+        else:
+            paint = colours[curve.label]
+            # Points of a measurement are marked; those of a long run would hide its line.
+            style = {"marker": "o" if len(curve.x) <= 50 else "", "markersize": 4, "linewidth": 1.6}
+        axes.plot(curve.x, curve.y, label=curve.label, color=paint, **style)
+        if curve.spread:
+            low, high = zip(*curve.spread, strict=True)
+            axes.fill_between(curve.x, low, high, color=paint, alpha=0.15, linewidth=0)
+    if panel.boundary is not None:
+        begin, text = panel.boundary
+        left, right = axes.get_xlim()
+        axes.axvspan(begin, right, color=GREY, alpha=0.08, linewidth=0)
+        axes.set_xlim(left, right)
+        axes.text(
+            begin, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color=GREY, fontsize=8
+        )
+    for axis in ("x", "y"):
+        if axis in panel.logarithmic:
+            axes.set(**{f"{axis}scale": "log"})
+    if "y" in panel.logarithmic:
+        _plain_ticks(axes.yaxis)
+    else:
+        axes.set_ylim(bottom=0)
+    plain_axes(axes, panel.title, grid="both")
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Numbers as people write them, and some between the powers of ten where there are few."""
+    from matplotlib.ticker import LogFormatter, StrMethodFormatter
+
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+
 
 Points = Sequence[tuple[int, float]]
 
@@ -20,36 +208,48 @@ _BASELINE = GREY
 
 
 def plot_loss_curve(
-    path: str | os.PathLike[str],
-    training: Points,
+    path: str | os.PathLike[str] | None = None,
+    training: Points | str | os.PathLike[str] = (),
     validation: Points = (),
     *,
     baseline: tuple[str, float] | None = None,
     title: str = "",
     unit: str = "",
-) -> None:
-    """Draw losses against steps as a PNG.
+) -> Any:
+    """Draw losses against steps.
 
     Parameters
     ----------
-    path : path
-        The file; missing parents are made.
-    training : sequence of (int, float)
-        Step and loss of each step; drawn pale, with their moving average on top.
+    path : path, optional
+        The PNG to write; missing parents are made. None writes no file.
+    training : sequence of (int, float), or path
+        Step and loss of each step; drawn pale, with their moving average on top. Or the metrics
+        file of a run (`MetricsWriter`, ``metrics=`` of a run), or the folder that it is in: then
+        its validation losses are drawn too.
     validation : sequence of (int, float)
         Step and loss of each validation.
     baseline : (str, float), optional
         Label and loss of something to compare with: a horizontal line.
     title : str
-        Above the picture.
+        Text above the picture.
     unit : str
-        Of the losses, as ``"nats per byte"``.
+        Unit of the losses, as ``"nats per byte"``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The picture; as the last value of a notebook cell it shows itself.
 
     Raises
     ------
     ImportError
-        Where matplotlib is not installed; the message says how to get it.
+        If matplotlib is not installed; the message says how to get it.
+    FileNotFoundError, ValueError
+        If `training` names no metrics file, or one that is damaged.
     """
+    if isinstance(training, str | os.PathLike):
+        training, in_file = losses_of(training)
+        validation = validation or in_file
     figure = new_figure("plot_loss_curve")
     from matplotlib.ticker import MaxNLocator
 
@@ -61,7 +261,43 @@ def plot_loss_curve(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="upper right")
-    save(figure, path)
+    if path is not None:
+        save(figure, path)
+    return figure
+
+
+def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
+    """Return steps and losses of a run's metrics: of its training, and of its validations.
+
+    Parameters
+    ----------
+    run : path
+        A metrics file, or a folder with a ``metrics.jsonl``.
+
+    Returns
+    -------
+    (sequence of (int, float), sequence of (int, float))
+        Step and loss of each step, and of each validation. Losses that were not finite are left
+        out.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If a line is damaged, or no line holds a loss.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path /= "metrics.jsonl"
+    rows = read_metrics(path)
+    training, validation = (
+        [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        for name in ("loss", "validation_loss")
+    )
+    if not training and not validation:
+        raise ValueError(f"{path} has no losses in its {len(rows)} lines")
+    return training, validation
 
 
 def _draw(
@@ -75,7 +311,7 @@ def _draw(
         width = max(1, steps.size // 50)
         axes.plot(steps, losses, color=_TRAINING, alpha=0.25, linewidth=0.8)
         label = f"training (mean of {width} steps)" if width > 1 else "training"
-        axes.plot(steps, _moving_mean(losses, width), color=_TRAINING, linewidth=1.8, label=label)
+        axes.plot(steps, moving_mean(losses, width), color=_TRAINING, linewidth=1.8, label=label)
     if validation.size:
         axes.plot(
             *validation, color=_VALIDATION, linewidth=1.0, marker="o", markersize=5,
@@ -109,7 +345,7 @@ def _finite(points: Points) -> np.ndarray[Any, Any]:
     return kept
 
 
-def _moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+def moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
     """Mean over a centred window of ``width`` values, shorter at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)

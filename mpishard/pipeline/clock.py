@@ -1,36 +1,198 @@
-"""A schedule run on a virtual clock: when each operation would begin and end, or who would wait."""
+"""Run a schedule on a virtual clock: begin and end of each operation, or the ranks that wait."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpishard.pipeline.completeness import check_completeness, describe, stages_of_ranks
 from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
 )
-from mpishard.pipeline.stage_times import StageTimes
 
-__all__ = ["TimedOperation", "bubble_fraction", "run_clock"]
+__all__ = [
+    "StageTimes",
+    "TimedOperation",
+    "Times",
+    "bubble_fraction",
+    "check_completeness",
+    "check_schedule",
+    "describe",
+    "run_clock",
+    "spread",
+    "stages_of_ranks",
+]
+
+
+Times = float | Sequence[float]
+"""One number, or one for each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """How long a global stage takes for a micro-batch, in any unit of time.
+
+    Parameters
+    ----------
+    forward, backward_input, backward_weight : float or sequence of float
+        Of each global stage, or one number for all. A combined backward takes the sum of both
+        halves.
+    communication : float or sequence of float
+        From one global stage to the next and, for gradients, back: one number, or one for each
+        of the boundaries between G global stages, G-1 of them. Nothing is sent, and no time
+        passes, where one rank has both stages. A rank computes while its messages are under way.
+
+    Raises
+    ------
+    ValueError
+        For a time that is negative or not finite.
+    """
+
+    forward: Times = 1.0
+    backward_input: Times = 1.0
+    backward_weight: Times = 1.0
+    communication: Times = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight", "communication"):
+            given = getattr(self, name)
+            for value in [given] if isinstance(given, int | float) else given:
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+
+    def of_stages(self, kind: PipelineOperationType, num_global_stages: int) -> list[float]:
+        """Seconds, or whatever the unit is, of an operation in each global stage.
+
+        Raises
+        ------
+        ValueError
+            Where there are times for another number of stages.
+        """
+        if kind is PipelineOperationType.BACKWARD:
+            inputs = self.of_stages(PipelineOperationType.BACKWARD_INPUT, num_global_stages)
+            weights = self.of_stages(PipelineOperationType.BACKWARD_WEIGHT, num_global_stages)
+            return [i + w for i, w in zip(inputs, weights, strict=True)]
+        return spread(kind.value, getattr(self, kind.value), num_global_stages, "global stages")
+
+    def of_boundaries(self, num_global_stages: int) -> list[float]:
+        """Of a message between each global stage and the next.
+
+        Raises
+        ------
+        ValueError
+            Where there are times for another number of boundaries.
+        """
+        return spread("communication", self.communication, num_global_stages - 1, "boundaries")
+
+
+def spread(name: str, given: Times, count: int, what: str) -> list[float]:
+    """One number for each of ``count`` of ``what``.
+
+    Raises
+    ------
+    ValueError
+        For a sequence of another length.
+    """
+    if isinstance(given, int | float):
+        return [float(given)] * count
+    if len(given) != count:
+        raise ValueError(f"{name} must be one number or {count}, for each of the {what}; "
+                         f"got {len(given)}")  # fmt: skip
+    return [float(value) for value in given]
+
 
 _FORWARD = PipelineOperationType.FORWARD
+_WHOLE = {_FORWARD, PipelineOperationType.BACKWARD}
+_HALVES = {
+    _FORWARD,
+    PipelineOperationType.BACKWARD_INPUT,
+    PipelineOperationType.BACKWARD_WEIGHT,
+}
+
+
+def describe(operation: PipelineOperation, global_stage: int) -> str:
+    """An operation in words."""
+    kind = operation.type.replace("_", " ")
+    return f"{kind} of micro-batch {operation.micro_batch_index} in global stage {global_stage}"
+
+
+def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[int]]:
+    """The global stages of each rank, by virtual index.
+
+    Raises
+    ------
+    ValueError
+        For fewer than one rank, or where a global stage is not on one rank.
+    """
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
+    virtual = range(schedule.virtual_stages_per_rank)
+    stages = [[schedule.global_stage(r, v, num_stages) for v in virtual] for r in range(num_stages)]
+    found = sorted(g for own in stages for g in own)
+    if found != list(range(num_stages * len(virtual))):
+        raise ValueError(
+            f"{schedule.name} must place each of {num_stages * len(virtual)} global stages on one "
+            f"rank; it places {found}"
+        )
+    return stages
+
+
+def check_completeness(
+    order: Sequence[PipelineOperation], stages: Sequence[int], num_micro_batches: int
+) -> None:
+    """Whether a rank with these global stages does everything once.
+
+    Raises
+    ------
+    ValueError
+        With what the rank does instead, to be read behind its name.
+    """
+    kinds: dict[tuple[int, int], list[PipelineOperationType]] = {
+        (virtual, micro_batch): []
+        for virtual in range(len(stages))
+        for micro_batch in range(num_micro_batches)
+    }
+    for place, operation in enumerate(order):
+        micro_batch, virtual = operation.micro_batch_index, operation.virtual_stage_index
+        done = kinds.get((virtual, micro_batch))
+        if done is None:
+            raise ValueError(
+                f"has at place {place} the {operation.type.replace('_', ' ')} of micro-batch "
+                f"{micro_batch} in its virtual stage {virtual}; it has {num_micro_batches} "
+                f"micro-batches and {len(stages)} virtual stages"
+            )
+        if operation.type in done:
+            raise ValueError(f"does the {describe(operation, stages[virtual])} twice")
+        done.append(operation.type)
+    for (virtual, micro_batch), done in kinds.items():
+        if set(done) not in (_WHOLE, _HALVES):
+            have = ", ".join(kind.replace("_", " ") for kind in done) or "nothing"
+            raise ValueError(
+                f"does {have} of micro-batch {micro_batch} in global stage {stages[virtual]}; it "
+                "must do forward and backward, or forward, backward input and backward weight"
+            )
+
+
 _BACKWARD_WEIGHT = PipelineOperationType.BACKWARD_WEIGHT
 
 
 class TimedOperation(NamedTuple):
-    """An operation, where it is done, and when.
+    """An operation with its stage and its times.
 
-    Parameters
+    Attributes
     ----------
     operation : PipelineOperation
-        What.
+        The operation.
     global_stage : int
-        In which of the model's stages.
-    start, end : float
-        In the unit of the `StageTimes`; the first operation of all begins at 0.
+        Index of the model's stage that the operation belongs to.
+    start : float
+        Begin, in the unit of the `StageTimes`; the first operation of all begins at 0.
+    end : float
+        End, in the same unit.
     """
 
     operation: PipelineOperation
@@ -40,7 +202,7 @@ class TimedOperation(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """From start to end."""
+        """Time from start to end."""
         return self.end - self.start
 
 
@@ -52,18 +214,22 @@ def run_clock(
 ) -> tuple[tuple[TimedOperation, ...], ...]:
     """Run a schedule without computing anything.
 
-    Each rank does its operations in order, each as soon as what it needs is there: the forward
-    of a global stage that of the stage before; its backward, or backward of the input, its own
-    forward and the backward of the stage behind; the parameters' half the input's.
+    Each rank runs its operations in order. An operation begins as soon as its inputs are there:
+
+    * a forward needs the forward of the stage before;
+    * a backward, or a backward of the input, needs the forward of its own stage and the backward
+      of the stage behind;
+    * a backward of the parameters needs the backward of the input.
 
     Parameters
     ----------
     schedule : IPipelineSchedule
-        What is run.
+        Schedule to run.
     num_stages, num_micro_batches : int
-        Ranks P and micro-batches M.
+        Number of ranks, P, and of micro-batches, M.
     times : StageTimes, optional
-        Default: 1 for each of forward and backward's halves, and none for communication.
+        Duration of each operation. Default: 1 for the forward and for each half of the backward,
+        0 for communication.
 
     Returns
     -------
@@ -73,7 +239,7 @@ def run_clock(
     Raises
     ------
     ValueError
-        For a schedule that `check_schedule` refuses, or times that do not fit.
+        If `check_schedule` would refuse the schedule, or if the times do not fit it.
     """
     stages = stages_of_ranks(schedule, num_stages)
     orders = [schedule.get_schedule(r, num_stages, num_micro_batches) for r in range(num_stages)]
@@ -87,18 +253,18 @@ def run_clock(
 
 
 def bubble_fraction(ranks: Sequence[Sequence[TimedOperation]]) -> float:
-    """1 - work / (the longest span of a rank from its first start to its last end).
+    """Return 1 - work / (the longest span of a rank from its first start to its last end).
 
-    The work is that of the mean rank; 0 where nothing takes time.
+    The work is the mean over the ranks. The result is 0 if no operation takes time.
     """
     longest = max(timed[-1].end - timed[0].start for timed in ranks)
     work = sum(operation.duration for timed in ranks for operation in timed) / len(ranks)
-    # Where no rank waits, sums of times in another order may differ in the last bit.
+    # If no rank waits, the two sums may still differ in the last bit: their order differs.
     return max(0.0, 1 - work / longest) if longest else 0.0
 
 
 class _Clock:
-    """The operations of all ranks, when they were done, and who waits for what."""
+    """The operations of all ranks, the times at which they ended, and the ranks that wait."""
 
     def __init__(
         self,
@@ -120,7 +286,7 @@ class _Clock:
             0.0 if rank_of[g] == rank_of[g + 1] else seconds
             for g, seconds in enumerate(times.of_boundaries(count))
         ]
-        # By stage and micro-batch: when it was done, and which other rank waits for that.
+        # By stage and micro-batch: the time at which it ended, and the rank that waits for it.
         self._forward_ends: list[float | None] = [None] * (count * num_micro_batches)
         self._backward_ends: list[float | None] = [None] * (count * num_micro_batches)
         self._forward_waiters: dict[int, int] = {}
@@ -137,7 +303,7 @@ class _Clock:
         return tuple(map(tuple, self._timed))
 
     def _advance(self, rank: int) -> None:
-        """Do a rank's operations until one needs what is not there."""
+        """Run operations of a rank until one needs an input that is not there."""
         order, timed, stages = self._orders[rank], self._timed[rank], self._stages[rank]
         now = timed[-1].end if timed else 0.0
         for place in range(len(timed), len(order)):
@@ -163,9 +329,10 @@ class _Clock:
     def _arrival(
         self, rank: int, kind: PipelineOperationType, stage: int, key: int
     ) -> float | None:
-        """When what an operation needs was there. None where it is not, and who is to be woken.
+        """Return the time at which an operation's input arrived, or None if it has not.
 
-        What the rank itself should have done before, nobody wakes it for.
+        If another rank computes the input, this rank is noted as waiting for it. An input that
+        the rank itself should have computed earlier wakes nobody.
         """
         if kind is _FORWARD:
             if stage == 0:
@@ -189,7 +356,7 @@ class _Clock:
         return end + self._boundaries[stage]
 
     def _deadlock(self) -> str:
-        """Who stands where, and what each waits for."""
+        """Describe the operation at which each rank stands, and the rank that it waits for."""
         places = {
             (operation.type is _FORWARD, self._stages[rank][operation.virtual_stage_index],
              operation.micro_batch_index): (rank, place)
@@ -215,9 +382,39 @@ class _Clock:
         return "\n".join(lines)
 
     def _needs(self, kind: PipelineOperationType, stage: int) -> list[tuple[bool, int]]:
-        """What comes before an operation: is it a forward, and in which global stage."""
+        """Return the operations that must come before, as pairs (is a forward, global stage)."""
         if kind is _FORWARD:
             return [(True, stage - 1)]
         if kind is _BACKWARD_WEIGHT:
             return [(False, stage)]
         return [(True, stage)] + [(False, stage + 1)] * (stage < self._last_stage)
+
+
+def check_schedule(schedule: IPipelineSchedule, num_stages: int, num_micro_batches: int) -> None:
+    """Execute a schedule's data, as ranks would that send what they can and wait for the rest.
+
+    Every micro-batch must pass each global stage forward once and backward once, whole or in its
+    two halves; each global stage must be on one rank; and each rank must come to the end of its
+    operations, which it does in order, each when what it needs is there (`run_clock` says what
+    that is). Which rank is how fast does not matter: an order that ends for some times ends for
+    all of them.
+
+    Parameters
+    ----------
+    schedule : IPipelineSchedule
+        Any, of this package or not.
+    num_stages, num_micro_batches : int
+        Ranks P and micro-batches M.
+
+    Raises
+    ------
+    ValueError
+        Naming the rank and the operation that is missing, done twice, of no micro-batch or stage
+        that there is, or that is waited for in vain.
+
+    Examples
+    --------
+    >>> from mpishard.pipeline import OneForwardOneBackwardSchedule, check_schedule
+    >>> check_schedule(OneForwardOneBackwardSchedule(), num_stages=4, num_micro_batches=8)
+    """
+    run_clock(schedule, num_stages, num_micro_batches)

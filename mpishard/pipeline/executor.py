@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -16,13 +19,103 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
-from mpishard.pipeline.checker import check_schedule
-from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperationType
+from mpishard.pipeline.clock import check_schedule
+from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperation, PipelineOperationType
 from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
-from mpishard.pipeline.record import OperationTimes, PipelineRecord
-from mpishard.pipeline.stage import IPipelineStage
 
-__all__ = ["PipelineExecutor"]
+__all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineRecord"]
+
+
+class IPipelineStage(ABC):
+    """One rank's stages, by virtual index; what a micro-batch leaves behind is kept in here.
+
+    Of each stage and micro-batch `forward` is called once, then either `backward`, or
+    `backward_input` and later `backward_weight`.
+    """
+
+    @abstractmethod
+    def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
+        """Shape, with the batch dim, of what the stage before sends; gradients have it too."""
+
+    @abstractmethod
+    def output_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
+        """Shape, with the batch dim, of what `forward` gives."""
+
+    @abstractmethod
+    def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
+        """Compute the stage's output; ``x`` is None for the model's first stage.
+
+        Returns
+        -------
+        Array or None
+            What the next stage takes; None of the model's last stage.
+        """
+
+    def describe(self, virtual_stage: int) -> str:
+        """A stage, as errors name it."""
+        return f"virtual stage {virtual_stage}"
+
+    @abstractmethod
+    def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
+        """Both halves. ``dy`` is None for the model's last stage; None comes of its first."""
+
+    @abstractmethod
+    def backward_input(
+        self, virtual_stage: int, micro_batch: int, dy: Array | None
+    ) -> Array | None:
+        """The gradient of the input, as `backward` returns it; the other half waits."""
+
+    @abstractmethod
+    def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
+        """The other half: add the gradients of the parameters."""
+
+
+class OperationTimes(NamedTuple):
+    """When one operation was begun, had its input, and ended, in seconds of `time.perf_counter`."""
+
+    operation: PipelineOperation
+    begun: float
+    ready: float
+    ended: float
+
+
+@dataclass(slots=True)
+class PipelineRecord:
+    """One run of one rank.
+
+    Attributes
+    ----------
+    operations : list of OperationTimes
+        In order.
+    begun, ended : float
+        Of the run, in seconds of `time.perf_counter`; after the last operation it waits until
+        what was sent has been taken.
+    peak_live : list of int
+        Of each virtual stage, the most micro-batches at a time that were through with forward and
+        not with backward (with its second half, where it is split). 0 for forward alone.
+    """
+
+    operations: list[OperationTimes] = field(default_factory=list)
+    begun: float = 0.0
+    ended: float = 0.0
+    peak_live: list[int] = field(default_factory=list)
+
+    def computing(self, kind: PipelineOperationType | None = None) -> float:
+        """Seconds spent in operations of this kind, or of any."""
+        return sum(
+            times.ended - times.ready
+            for times in self.operations
+            if kind in (None, times.operation.type)
+        )
+
+    def waiting(self, kind: PipelineOperationType | None = None) -> float:
+        """Seconds that operations of this kind, or of any, waited for what they take."""
+        return sum(
+            times.ready - times.begun
+            for times in self.operations
+            if kind in (None, times.operation.type)
+        )
+
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 

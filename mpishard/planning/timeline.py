@@ -13,7 +13,7 @@ from mpishard.pipeline import (
     bubble_fraction,
     run_clock,
 )
-from mpishard.pipeline.stage_times import spread
+from mpishard.pipeline.clock import spread
 
 __all__ = ["Timeline", "simulate"]
 

@@ -1,13 +1,20 @@
 """Who owns which elements: parameter table, units, pieces, configuration."""
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
-from mpishard.sharding.cells import cells_of, cut_at_cells
 from mpishard.sharding.configuration import ShardingConfiguration
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
 from mpishard.sharding.placement import Placement, Slice, written_part
 from mpishard.sharding.regions import Box, Region, whole_box
 from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
-from mpishard.sharding.units import Piece, Unit, build_units, owned_pieces, pieces_within
+from mpishard.sharding.units import (
+    Piece,
+    Unit,
+    build_units,
+    cells_of,
+    cut_at_cells,
+    owned_pieces,
+    pieces_within,
+)
 
 __all__ = [
     "Box",

@@ -211,8 +211,13 @@ class ParameterAnalyzer:
 
     def validate_grouping(
         self, groups: Sequence[ParameterGroup] | None, total_parameters: int
-    ) -> None:
+    ) -> bool:
         """Check that the groups hold each of ``total_parameters`` once; their order is free.
+
+        Returns
+        -------
+        bool
+            True; what is wrong is raised.
 
         Raises
         ------
@@ -244,6 +249,7 @@ class ParameterAnalyzer:
                 f"the last group, {before!r}, ends at {stop}, and there are {total_parameters} "
                 "parameters"
             )
+        return True
 
 
 def _length(parameters: Array) -> int:

@@ -1,14 +1,11 @@
 """Layers of which each rank of a group computes a part."""
 
-from mpishard.tensor.attention import TensorParallelAttention
-from mpishard.tensor.block import TensorParallelTransformerBlock
-from mpishard.tensor.cross_entropy import VocabularyParallelCrossEntropy
-from mpishard.tensor.dropout import SequenceParallelDropout, TensorParallelDropout
+from mpishard.tensor.attention import TensorParallelAttention, TensorParallelTransformerBlock
 from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.inference import TensorParallelInference
-from mpishard.tensor.layer import TensorParallelLayer
-from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from mpishard.tensor.losses import GatheredOutputLoss, parallel_loss
+from mpishard.tensor.layer import DimSplit, TensorParallelLayer
+from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
+from mpishard.tensor.losses import GatheredOutputLoss, VocabularyParallelCrossEntropy, parallel_loss
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
 from mpishard.tensor.partitioner import (
     TensorParallelLayerPartitioner,
@@ -22,9 +19,12 @@ from mpishard.tensor.regions import (
     ReduceFromRegion,
     ScatterSequence,
 )
-from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPositionalEmbedding
-from mpishard.tensor.split import DimSplit
-from mpishard.tensor.split_linear import SplitLinear
+from mpishard.tensor.sequence import (
+    SequenceParallelDropout,
+    SequenceParallelNorm,
+    SequenceParallelPositionalEmbedding,
+    TensorParallelDropout,
+)
 from mpishard.tensor.stage3 import Stage3ShardedLinear
 
 __all__ = [

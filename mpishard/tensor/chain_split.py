@@ -7,25 +7,34 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.attention import Attention
-from mpishard.nn.composites import Residual, Sequential
-from mpishard.nn.dropout import Dropout
-from mpishard.nn.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layer import Layer
-from mpishard.nn.linear import Linear
-from mpishard.nn.normalization import LayerNorm, RMSNorm
+from mpishard.nn.layers.attention import Attention
+from mpishard.nn.layers.composites import Residual, Sequential
+from mpishard.nn.layers.dropout import Dropout
+from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.layers.layer import Layer
+from mpishard.nn.layers.linear import Linear
+from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.sharding import Box
-from mpishard.tensor.dropout import SequenceParallelDropout, TensorParallelDropout
 from mpishard.tensor.embedding import VocabularyParallelEmbedding
-from mpishard.tensor.framed import Framed
-from mpishard.tensor.layer import TensorParallelLayer
+from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from mpishard.tensor.partition import LayerDecision, SplitKind
-from mpishard.tensor.regions import GatherSequence, ScatterSequence
-from mpishard.tensor.segments import ACTIVATIONS, ATTENTIONS, Segment, SegmentKind, find_segments
-from mpishard.tensor.sequence import SequenceParallelNorm, SequenceParallelPositionalEmbedding
-from mpishard.tensor.split import DimSplit
-from mpishard.tensor.ties import Ties
+from mpishard.tensor.partition import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    LayerDecision,
+    Segment,
+    SegmentKind,
+    SplitKind,
+    Ties,
+    find_segments,
+)
+from mpishard.tensor.regions import Framed, GatherSequence, ScatterSequence
+from mpishard.tensor.sequence import (
+    SequenceParallelDropout,
+    SequenceParallelNorm,
+    SequenceParallelPositionalEmbedding,
+    TensorParallelDropout,
+)
 
 __all__ = ["ChainSplit", "Extent"]
 

@@ -12,12 +12,11 @@ from typing import Any
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
-from mpishard.nn.embedding import Embedding, add_rows
-from mpishard.nn.layer import Context, Gradients, Initializer, Parameters, ParameterSpec
+from mpishard.nn.layers.embedding import Embedding, add_rows
+from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters, ParameterSpec
 from mpishard.sharding import Box
-from mpishard.tensor.layer import TensorParallelLayer
+from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time
-from mpishard.tensor.split import DimSplit
 
 __all__ = ["VocabularyParallelEmbedding"]
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 
-from mpishard.nn.layer import Layer
+from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh
+from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.composites import Residual, Sequential
+from mpishard.nn.layers.dropout import Dropout
+from mpishard.nn.layers.embedding import Embedding
+from mpishard.nn.layers.layer import Layer
+from mpishard.nn.layers.linear import Linear
 from mpishard.sharding import Box
 
-__all__ = ["LayerDecision", "SplitKind", "TensorPartition"]
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTIONS",
+    "LayerDecision",
+    "Segment",
+    "SegmentKind",
+    "SplitKind",
+    "TensorPartition",
+    "Ties",
+    "find_segments",
+    "is_open",
+    "walk_layers",
+]
 
 
 class SplitKind(StrEnum):
@@ -84,3 +102,189 @@ class TensorPartition:
     def log(self) -> tuple[str, ...]:
         """A line for each leaf layer: its name, what was done with it, and why."""
         return tuple(str(decision) for decision in self.decisions)
+
+
+def is_open(layer: Layer) -> bool:
+    """Whether the rules know what the composite computes, and go into it."""
+    return type(layer) in (Residual, Sequential)
+
+
+def walk_layers(layers: Mapping[str, Layer], prefix: str = "") -> Iterator[tuple[str, Layer]]:
+    """Yield (dotted name, layer) of all that the rules do not go into, in order."""
+    for name, layer in layers.items():
+        if is_open(layer):
+            yield from walk_layers(layer.children, f"{prefix}{name}.")
+        else:
+            yield prefix + name, layer
+
+
+class Ties:
+    """The ties of a model, of which a pipeline stage may hold one end alone.
+
+    Parameters
+    ----------
+    model_layers : mapping of str to Layer
+        All top-level layers of the model.
+    """
+
+    def __init__(self, model_layers: Mapping[str, Layer]) -> None:
+        self._owners: dict[str, tuple[str, Layer]] = {}
+        self._users: dict[str, list[tuple[str, Layer]]] = {}
+        for path, layer in walk_layers(model_layers):
+            for name, spec in layer.walk_parameters(f"{path}."):
+                self._owners[name] = path, layer
+                if spec.tied_to is not None:
+                    self._users.setdefault(spec.tied_to, []).append((path, layer))
+
+    def obstacle(self, path: str, layer: Layer) -> str | None:
+        """Why the layer called ``path`` must stay whole, where a tie is the reason.
+
+        An embedding and the linear layers that read logits from its table are split by rows of
+        the table, all alike. Whatever else shares a weight needs all of it.
+
+        Raises
+        ------
+        ValueError
+            Where the layer is tied to a parameter that none of the model's layers has.
+        """
+        for name, spec in layer.parameters.items():
+            target = spec.tied_to or f"{path}.{name}"
+            if target not in self._users and spec.tied_to is None:
+                continue
+            if target not in self._owners:
+                raise ValueError(
+                    f"{path}.{name} is tied to {target}, which none of the layers given has: pass "
+                    "model_layers, all layers of the model, where a part of it is partitioned"
+                )
+            owner = self._owners[target]
+            for other, sharer in [owner, *self._users[target]]:
+                expected = Embedding if other == owner[0] else Linear
+                if type(sharer) is not expected:
+                    return (
+                        f"it shares {target} with {other}, a {type(sharer).__name__}, and only an "
+                        "Embedding and Linear layers tied to it are split alike"
+                    )
+        return None
+
+    def is_shared(self, path: str, layer: Layer) -> bool:
+        """Whether another layer has a parameter of this one, or this one another's."""
+        return any(
+            spec.tied_to is not None or f"{path}.{name}" in self._users
+            for name, spec in layer.parameters.items()
+        )
+
+
+ACTIVATIONS = (GELU, ReLU, SiLU, Sigmoid, Tanh)
+"""What works element by element, and so on any slice."""
+
+ATTENTIONS = (Attention, CausalAttention)
+
+
+class SegmentKind(Enum):
+    """What a segment is."""
+
+    ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
+    PAIR = "two linear layers with what works element by element between them"
+    GATED = "the same with a gated activation behind the first, which halves its outputs"
+    ALONE = "one layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive layers of a chain that are split together, or one that stands alone.
+
+    Parameters
+    ----------
+    kind : SegmentKind
+        What they are.
+    layers : tuple of (str, Layer)
+        Names in the chain, and the layers.
+    """
+
+    kind: SegmentKind
+    layers: tuple[tuple[str, Layer], ...]
+
+
+def find_segments(
+    layers: Mapping[str, Layer], prefix: str, world_size: int, ties: Ties, *, keeps_split: bool
+) -> Iterator[Segment]:
+    """The segments of a chain, greedily from its first layer on.
+
+    Layers count by their exact type: a subclass may compute anything. With ``keeps_split`` a last
+    linear layer that is wider than its input stays alone, for its output is left split.
+
+    Parameters
+    ----------
+    layers : mapping of str to Layer
+        The chain.
+    prefix : str
+        What stands before its names in the model, with the dot.
+    world_size : int
+        Ranks, each of which needs a head or an output.
+    ties : Ties
+        Which weights are shared.
+    keeps_split : bool
+        Whether the chain's output may stay split.
+    """
+    chain = tuple(layers.items())
+    start = 0
+    while start < len(chain):
+        kind, stop = SegmentKind.ALONE, start + 1
+        end = _end_of_run(chain, start)
+        if end is not None and not (keeps_split and _widens(chain, end)):
+            found = _Run(chain[start : end + 1], prefix, world_size, ties).kind()
+            if found is not None:
+                kind, stop = found, end + 1
+        yield Segment(kind, chain[start:stop])
+        start = stop
+
+
+def _end_of_run(chain: tuple[tuple[str, Layer], ...], start: int) -> int | None:
+    """Where the next linear layer is, with nothing before it but what can be split like both."""
+    if type(chain[start][1]) is not Linear:
+        return None
+    for i in range(start + 1, len(chain)):
+        kind = type(chain[i][1])
+        if kind is Linear:
+            return i
+        if kind not in (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU):
+            return None
+    return None
+
+
+def _widens(chain: tuple[tuple[str, Layer], ...], index: int) -> bool:
+    layer = chain[index][1]
+    return index == len(chain) - 1 and isinstance(layer, Linear) and layer.outputs > layer.inputs
+
+
+class _Run:
+    """Two linear layers and what stands between them."""
+
+    def __init__(
+        self, layers: tuple[tuple[str, Layer], ...], prefix: str, world_size: int, ties: Ties
+    ) -> None:
+        self.layers = layers
+        self.prefix = prefix
+        self.world_size = world_size
+        self.ties = ties
+
+    def kind(self) -> SegmentKind | None:
+        """What they can be split as; None where they cannot be split together."""
+        (first_name, first), *between, (last_name, last) = self.layers
+        assert isinstance(first, Linear)
+        assert isinstance(last, Linear)
+        # A shared weight is split by rows, which the second of a pair is not.
+        if self.ties.is_shared(self.prefix + last_name, last):
+            return None
+        mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
+        if not mixers:
+            is_whole = self.ties.obstacle(self.prefix + first_name, first) is not None
+            too_few = first.outputs < self.world_size
+            return None if is_whole or too_few else SegmentKind.PAIR
+        # The outputs of the first are then blocks of which each is dealt: not a table's rows.
+        mixer = between[0][1]
+        if mixers != [mixer] or self.ties.is_shared(self.prefix + first_name, first):
+            return None
+        if isinstance(mixer, Attention):
+            return SegmentKind.ATTENTION if mixer.heads >= self.world_size else None
+        return SegmentKind.GATED if first.outputs >= 2 * self.world_size else None

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.convolution import Conv2D
-from mpishard.nn.flatten import Flatten
-from mpishard.nn.layer import Layer
-from mpishard.nn.pooling import MaxPool2D
+from mpishard.nn.layers.convolution import Conv2D
+from mpishard.nn.layers.layer import Layer
+from mpishard.nn.layers.pooling import Flatten, MaxPool2D
 from mpishard.tensor.chain_split import ChainSplit, Extent
-from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
-from mpishard.tensor.ties import Ties, is_open, walk_layers
+from mpishard.tensor.partition import (
+    LayerDecision,
+    SplitKind,
+    TensorPartition,
+    Ties,
+    is_open,
+    walk_layers,
+)
 
 __all__ = ["TensorParallelLayerPartitioner", "check_sequence", "partition_chain"]
 

@@ -14,11 +14,18 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
-from mpishard.nn.layer import Context, Gradients, Initializer, Layer, Parameters, ParameterSpec
-from mpishard.nn.linear import Linear
-from mpishard.nn.targets import unwritten
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Initializer,
+    Layer,
+    Parameters,
+    ParameterSpec,
+)
+from mpishard.nn.layers.linear import Linear
+from mpishard.nn.layers.targets import unwritten
 from mpishard.sharding import Box
-from mpishard.tensor.split_linear import SplitLinear
+from mpishard.tensor.linear import SplitLinear
 
 __all__ = ["Stage3ShardedLinear"]
 

@@ -23,12 +23,10 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.testing.movement import MovementChecks
-from mpishard.testing.reductions import ReductionChecks
+from mpishard.testing.reductions import MovementChecks, ReductionChecks
 from mpishard.testing.reference import assert_same, bounds, even_sizes, tree_reduce, values
 from mpishard.testing.refusals import RefusalChecks
-from mpishard.testing.transfers import TransferChecks
-from mpishard.testing.twins import TwinChecks
+from mpishard.testing.twins import TransferChecks, TwinChecks
 
 __all__ = ["CommunicationConformance"]
 

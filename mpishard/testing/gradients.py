@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.nn.initializers import parameter_generator
-from mpishard.nn.layer import Context, Layer
+from mpishard.nn.layers.initializers import parameter_generator
+from mpishard.nn.layers.layer import Context, Layer
 
 __all__ = [
     "GradientMismatchError",

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.nn.initializers import parameter_generator
-from mpishard.nn.layer import Context, Layer
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.layers.initializers import parameter_generator
+from mpishard.nn.layers.layer import Context, Layer
+from mpishard.nn.layers.targets import GradientTargets
 from mpishard.sharding import ParameterTable
 from mpishard.tensor import TensorParallelLayer
 from mpishard.testing.gradients import check_layer_promises, perturbed_parameters

@@ -3,19 +3,293 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.errors import CollectiveMismatchError
-from mpishard.testing.checks import CommunicationChecks
-from mpishard.testing.mismatches import COLLECTIVES, MISMATCHES, Arguments, refusal
-from mpishard.testing.reference import assert_raises, assert_same
+from mpishard.errors import CollectiveMismatchError, PeerError
+from mpishard.testing.reference import CommunicationChecks, assert_raises, assert_same
 
-__all__ = ["RefusalChecks"]
+__all__ = ["COLLECTIVES", "MISMATCHES", "Arguments", "Ask", "Mismatch", "RefusalChecks", "refusal"]
+
+
+SUM, MAX = ReductionOperation.SUM, ReductionOperation.MAX
+_WITHOUT_TWIN = ("split", "allocate_shared")
+
+
+class Ask(NamedTuple):
+    """A call that is not made yet: a method of a backend, and its arguments."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether it can be issued without waiting for it."""
+        return self.method not in _WITHOUT_TWIN
+
+    def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
+        """Call the method, or issue its twin and wait for that; return the result."""
+        if twin and self.has_twin:
+            work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
+            return work.wait()
+        return getattr(backend, self.method)(*self.arguments, **self.options)
+
+
+class Arguments:
+    """The arrays of one rank's call, all ones; `check` finds whether they still are.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        Whose call it will be.
+    length : int
+        Rows of an array, an even number.
+    memory : Array, optional
+        Bytes of this rank in which arrays lie; by default each has memory of its own.
+    """
+
+    def __init__(
+        self, backend: CommunicationBackend, length: int, memory: Array | None = None
+    ) -> None:
+        self.world_size = backend.world_size
+        self.length = length
+        self._memory = memory
+        self._used = 0
+        self._made: list[Array] = []
+
+    def ones(self, *shape: int, dtype: DTypeLike = np.float64) -> Array:
+        """An array of ``shape``, by default (length,)."""
+        shape = shape or (self.length,)
+        if self._memory is None:
+            array = np.empty(shape, dtype)
+        else:
+            wanted = np.dtype(dtype)
+            nbytes = int(np.prod(shape)) * wanted.itemsize
+            part = self._memory[self._used : self._used + nbytes]
+            array = part.view(wanted).reshape(shape)
+            self._used += -(-nbytes // 64) * 64
+        array[...] = 1
+        self._made.append(array)
+        return array
+
+    def check(self, what: str) -> None:
+        """Raise AssertionError where anybody wrote into an array."""
+        for array in self._made:
+            assert_same(array, np.ones(array.shape, array.dtype), f"an array given to {what}")
+
+
+Asking = Callable[[Arguments], Ask]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What all ranks but one call, and what the odd one does.
+
+    Parameters
+    ----------
+    collective : str
+        The method that the many call.
+    difference : str
+        What the error must say that they do not match in.
+    name : str
+        What the odd rank does.
+    many, odd : callable
+        Make a rank's call of its `Arguments`.
+    """
+
+    collective: str
+    difference: str
+    name: str
+    many: Asking
+    odd: Asking
+
+    def __str__(self) -> str:
+        return f"{self.collective}, {self.name}"
+
+    @property
+    def is_of_kind(self) -> bool:
+        """Whether the odd rank calls another collective."""
+        return self.difference == "kind or order"
+
+
+COLLECTIVES: dict[str, Asking] = {
+    "all_reduce": lambda a: Ask("all_reduce", (a.ones(),)),
+    "reduce_scatter": lambda a: Ask("reduce_scatter", (a.ones(),)),
+    "all_gather": lambda a: Ask("all_gather", (a.ones(),)),
+    "broadcast": lambda a: Ask("broadcast", (a.ones(), 0)),
+    "scatter": lambda a: Ask("scatter", (a.ones(), 0)),
+    "gather": lambda a: Ask("gather", (a.ones(), 0)),
+    "all_to_all": lambda a: Ask("all_to_all", ([a.ones() for _ in range(a.world_size)],)),
+    "barrier": lambda a: Ask("barrier"),
+    "split": lambda a: Ask("split", (0,)),
+    "allocate_shared": lambda a: Ask("allocate_shared", (a.length, np.float64)),
+}
+"""A right call of each collective, from a rank's `Arguments`."""
+
+
+def _counts(a: Arguments) -> list[int]:
+    return [0] * (a.world_size - 1) + [a.length]
+
+
+def _same_call(method: str, difference: str, odd: dict[str, Asking]) -> Iterator[Mismatch]:
+    for name, asking in odd.items():
+        yield Mismatch(method, difference, name, COLLECTIVES[method], asking)
+
+
+def _reductions(method: str) -> Iterator[Mismatch]:
+    yield from _same_call(method, "operation", {
+        "another operation": lambda a: Ask(method, (a.ones(), MAX)),
+    })  # fmt: skip
+    yield from _same_call(method, "shape", {
+        "a row less": lambda a: Ask(method, (a.ones(a.length - 1),)),
+        "no rows": lambda a: Ask(method, (a.ones(0),)),
+        "many more rows": lambda a: Ask(method, (a.ones(a.length + 500),)),
+        "a dim more": lambda a: Ask(method, (a.ones(a.length, 1),)),
+        "as many elements in two dims": lambda a: Ask(method, (a.ones(2, a.length // 2),)),
+    })  # fmt: skip
+    yield from _same_call(method, "dtype", {
+        "a narrower dtype": lambda a: Ask(method, (a.ones(dtype=np.float32),)),
+        "a dtype as wide": lambda a: Ask(method, (a.ones(dtype=np.int64),)),
+    })  # fmt: skip
+    yield Mismatch(
+        method, "operation", "another operation, into out",
+        lambda a: Ask(method, (a.ones(),), {"out": _out(a, method)}),
+        lambda a: Ask(method, (a.ones(), MAX), {"out": _out(a, method)}),
+    )  # fmt: skip
+    yield Mismatch(
+        method, "shape", "another trailing dim",
+        lambda a: Ask(method, (a.ones(a.length, 2),)),
+        lambda a: Ask(method, (a.ones(a.length, 3),)),
+    )  # fmt: skip
+
+
+def _out(a: Arguments, method: str) -> Array | None:
+    return a.ones() if method == "all_reduce" else None
+
+
+def _counted() -> Iterator[Mismatch]:
+    def asking(counts: Callable[[Arguments], list[int]]) -> Asking:
+        return lambda a: Ask("reduce_scatter", (a.ones(),), {"counts": counts(a)})
+
+    yield from _same_call("reduce_scatter", "counts", {"counts of its own": asking(_counts)})
+    yield Mismatch(
+        "reduce_scatter", "counts", "other counts",
+        asking(_counts), asking(lambda a: _counts(a)[::-1]),
+    )  # fmt: skip
+
+
+def _gathers(method: str) -> Iterator[Mismatch]:
+    yield from _same_call(method, "trailing dims", {
+        "a dim more": lambda a: Ask(method, (a.ones(a.length, 1),)),
+        "a dim more, no rows": lambda a: Ask(method, (a.ones(0, 1),)),
+    })  # fmt: skip
+    yield from _same_call(method, "dtype", {
+        "a narrower dtype": lambda a: Ask(method, (a.ones(dtype=np.float32),)),
+        "a dtype as wide": lambda a: Ask(method, (a.ones(dtype=np.int64),)),
+        "another dtype, no rows": lambda a: Ask(method, (a.ones(0, dtype=np.int8),)),
+    })  # fmt: skip
+    yield Mismatch(
+        method, "trailing dims", "another trailing dim",
+        lambda a: Ask(method, (a.ones(a.length, 2),)),
+        lambda a: Ask(method, (a.ones(a.length, 3),)),
+    )  # fmt: skip
+
+
+def _broadcasts() -> Iterator[Mismatch]:
+    def asking(*shape: int, dtype: DTypeLike = np.float64) -> Asking:
+        return lambda a: Ask("broadcast", (a.ones(*(shape or (a.length - 1,)), dtype=dtype), 0))
+
+    yield from _same_call("broadcast", "shape or dtype", {
+        "a row less": asking(),
+        "no rows": asking(0),
+        "a dim more": lambda a: Ask("broadcast", (a.ones(a.length, 1), 0)),
+        "a narrower dtype": lambda a: Ask("broadcast", (a.ones(dtype=np.float32), 0)),
+        "a dtype as wide": lambda a: Ask("broadcast", (a.ones(dtype=np.int64), 0)),
+    })  # fmt: skip
+
+
+def _rooted(method: str) -> Mismatch:
+    return Mismatch(
+        method, "root", "another root", COLLECTIVES[method], lambda a: Ask(method, (a.ones(), 1))
+    )
+
+
+def _all() -> Iterator[Mismatch]:
+    for method, many in COLLECTIVES.items():
+        for other, odd in COLLECTIVES.items():
+            if other != method:
+                yield Mismatch(method, "kind or order", f"calls {other}", many, odd)
+    for method in ("all_reduce", "reduce_scatter"):
+        yield from _reductions(method)
+    yield from _counted()
+    for method in ("all_gather", "gather"):
+        yield from _gathers(method)
+    yield from _broadcasts()
+    for method in ("broadcast", "scatter", "gather"):
+        yield _rooted(method)
+    yield from _same_call("all_to_all", "dtype", {
+        "another dtype": lambda a: Ask(
+            "all_to_all", ([a.ones(dtype=np.int64) for _ in range(a.world_size)],)
+        ),
+        "another dtype, nothing in it": lambda a: Ask(
+            "all_to_all", ([a.ones(0, dtype=np.int8) for _ in range(a.world_size)],)
+        ),
+    })  # fmt: skip
+    yield from _same_call("allocate_shared", "shape", {
+        "an element more": lambda a: Ask("allocate_shared", (a.length + 1, np.float64)),
+    })  # fmt: skip
+    yield from _same_call("allocate_shared", "dtype", {
+        "another dtype": lambda a: Ask("allocate_shared", (a.length, np.float32)),
+    })  # fmt: skip
+
+
+MISMATCHES = tuple(_all())
+"""Every pair of different collectives, and all that must match in each collective."""
+
+
+def refusal(
+    backend: CommunicationBackend, ask: Ask, odd_rank: int, *, twin: bool, what: str
+) -> str:
+    """The message with which ``ask`` is refused, on all ranks alike.
+
+    Raises
+    ------
+    AssertionError
+        Where it is not refused, the ranks' messages differ, or do not name each rank's call.
+    """
+    try:
+        ask.make(backend, twin=twin)
+    except CollectiveMismatchError as error:
+        message = str(error)
+    except PeerError:
+        raise  # another rank knows better
+    except Exception as error:
+        raise AssertionError(f"CollectiveMismatchError was not raised for {what}") from error
+    else:
+        raise AssertionError(f"CollectiveMismatchError was not raised for {what}")
+    lines = message.splitlines()[1:]
+    assert len(lines) == backend.world_size, f"{what}: a line for each rank is missing:\n{message}"
+    for rank, line in zip(backend.world_ranks, lines, strict=True):
+        assert line.startswith(f"  rank {rank}: collective "), f"{what}: {line}"
+        assert " at " in line, f"{what}: a call site is missing: {line}"
+    own = f", {ask.method}("
+    assert own in lines[backend.rank], f"{what}: {own} of rank {backend.rank} is not {lines}"
+    text = np.frombuffer(message.encode(), np.uint8)
+    for rank, other in enumerate(np.split(backend.all_gather(text), backend.world_size)):
+        assert other.tobytes() == text.tobytes(), (
+            f"{what}, rank {odd_rank} being odd: rank {rank} was told otherwise:\n"
+            f"{other.tobytes().decode(errors='replace')}\nand not\n{message}"
+        )
+    return message
+
 
 MAX, AVERAGE = ReductionOperation.MAX, ReductionOperation.AVERAGE
 

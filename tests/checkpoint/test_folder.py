@@ -397,8 +397,8 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        lost = "mpishard.checkpoint.saving.pending.share_path"
-        patch.setattr(lost, lambda _, path: path / "nowhere")
+        lost = "mpishard.checkpoint.saving.pending.path_from"
+        patch.setattr(lost, lambda text: Path(text) / "nowhere")
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -211,16 +212,18 @@ def test_a_blank_path_is_refused(fakes: Any) -> None:
 def test_a_directory_that_a_rank_cannot_see_is_named(
     tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pending.share_path
+    real, ranks = pending.path_from, threading.local()
 
-    def elsewhere(backend: Any, path: Path | None) -> Path:
-        shared = real(backend, path)
-        assert shared is not None
-        return shared if backend.rank == 0 else Path("/nowhere", shared.relative_to(tmp_path))
+    def elsewhere(text: str) -> Path | None:
+        shared = real(text)
+        if shared is None or ranks.mine == 0:
+            return shared
+        return Path("/nowhere", shared.relative_to(tmp_path))
 
-    monkeypatch.setattr(pending, "share_path", elsewhere)
+    monkeypatch.setattr(pending, "path_from", elsewhere)
 
     def work(backend: Any) -> None:
+        ranks.mine = backend.rank
         with pytest.raises(CheckpointError, match=r"rank 1: .* is not there; .* all ranks share"):
             save(backend, fakes, tmp_path / "c", 1)
 

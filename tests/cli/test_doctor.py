@@ -11,16 +11,21 @@ import pytest
 from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
-from mpishard.cli import app
+from mpishard.cli import app, machine
 from mpishard.cli.doctor import command as doctor
 from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import numpy_blas as doctor_numpy
-from mpishard.cli.doctor import packages as doctor_packages
 from mpishard.cli.doctor import probe as doctor_probe
 from mpishard.cli.doctor import shm as doctor_shm
-from mpishard.cli.doctor.finding import Finding, Verdict, examined
+from mpishard.cli.doctor.finding import (
+    Finding,
+    Verdict,
+    as_json,
+    examined,
+    show_findings,
+    summary,
+)
 from mpishard.cli.doctor.probe import Answer, ask, python_command
-from mpishard.cli.doctor.report import as_json, show_findings, summary
 
 OK, NOTE, PROBLEM = Verdict
 
@@ -121,13 +126,13 @@ def test_what_raises_is_a_finding():
 )
 def test_cores_of_a_control_group(tmp_path, files, own, cores):
     write(tmp_path, {**files, "own": own})
-    assert doctor_host.core_quota(tmp_path, tmp_path / "own") == cores
+    assert machine.core_quota(tmp_path, tmp_path / "own") == cores
 
 
 def test_memory_of_a_control_group(tmp_path):
-    unlimited = doctor_host.available_memory(tmp_path, tmp_path / "own")
+    unlimited = machine.available_memory(tmp_path, tmp_path / "own")
     write(tmp_path, {"own": "0::/j", "j/memory.max": "5000", "j/memory.current": "2000"})
-    assert doctor_host.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
+    assert machine.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
     assert unlimited is None or unlimited[0] > 2**24
 
 
@@ -175,7 +180,19 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     assert "122 and 61 GFLOP/s on 1 thread" in found["numpy.speed"].text
 
 
-@pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (180, OK)])
+def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda loaded: "SkylakeX")
+    answers(doctor_numpy, HASWELL, rates(100), rates(105))
+    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.kernel"]
+    assert (found.verdict, found.value["better"]) == (OK, None)
+    assert "105 instead of 100 GFLOP/s" in found.text
+    answers(doctor_numpy, HASWELL)  # nothing is measured: what the processor's name tells
+    found = by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.kernel"]
+    assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
+
+
+@pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (95, OK), (180, OK)])
 def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers):
     monkeypatch.setattr(doctor_numpy, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
@@ -282,10 +299,10 @@ def test_memory_that_others_cannot_open(monkeypatch, answers):
 
 # ------------------------------------------------------------------------------------------- report
 def test_packages(monkeypatch, answers):
-    monkeypatch.setattr(doctor_packages, "version", {"numba": "0.61", "h5py": "3"}.__getitem__)
-    monkeypatch.setattr(doctor_packages, "PackageNotFoundError", KeyError)
-    answers(doctor_packages, Answer(1, "", "ImportError: Numba needs NumPy 2.2\n", 1))
-    found = by_name(doctor_packages.look_at_packages())
+    monkeypatch.setattr(doctor_host, "version", {"numba": "0.61", "h5py": "3"}.__getitem__)
+    monkeypatch.setattr(doctor_host, "PackageNotFoundError", KeyError)
+    answers(doctor_host, Answer(1, "", "ImportError: Numba needs NumPy 2.2\n", 1))
+    found = by_name(doctor_host.look_at_packages())
     assert found["packages.h5py"].value == "3"
     assert found["packages.jax"].value is None
     assert found["packages.numba"].verdict is NOTE

@@ -14,7 +14,6 @@ from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor import shm as doctor_shm
-from mpishard.cli.doctor import slurm as doctor_slurm
 from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
@@ -92,6 +91,17 @@ def test_mpi_that_is_not_there(monkeypatch, programs):
     assert job.text.startswith("not tried")
 
 
+def test_fixes_are_commands_without_holes(monkeypatch, programs):
+    """A ``<folder>`` to be filled in is a redirection for the shell."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    found = [*look_at_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
+    found += doctor_mpi.look_at_slurm(NO_MPI)
+    mends = [finding.mend for finding in found if finding.mend]
+    mends += [cause.mend for cause in doctor_causes._KNOWN.values()]
+    assert len(mends) > 8
+    assert not [mend for mend in mends if "<" in mend]
+
+
 # What the libraries really say.
 SAID = {
     "root": "prterun has detected an attempt to run as root.\nYou can override\n",
@@ -99,6 +109,7 @@ SAID = {
     "read-only": "UCX  ERROR   shm_open(file_name=/ucx_shm flags=0xc2) failed: Read-only file",
     "crash": "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)\n",
     "world": "mpishard.errors.MPIUnavailableError: the library sees a world of one. Mend: start\n",
+    "srun": "the library sees a world of one. Mend: start with `srun --mpi=pmi2`\n",
     "name": "getaddrinfo failed: Name or service not known\n",
     "busy": "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n",
     "plugin": "srun: error: Invalid MPI type 'pmi9', --mpi=list for acceptable types\n",
@@ -112,10 +123,11 @@ SAID = {
         ("root", "refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
         ("bus", "no room there", "shm"),
         ("read-only", "may not write", "shm"),
-        ("world", "each rank found itself alone", "mpishard doctor --quick"),
+        ("world", "each rank found itself alone", "install --force-reinstall mpi4py mpich"),
+        ("srun", "srun needs a plugin", "export SLURM_MPI_TYPE=pmi2"),
         ("name", "has no address", "/etc/hosts"),
         ("busy", "no cores left", "export SLURM_OVERLAP=1"),
-        ("plugin", "has not the plugin", "unset SLURM_MPI_TYPE"),
+        ("plugin", "does not have the plugin", "unset SLURM_MPI_TYPE"),
         ("other", "ValueError: the sum is wrong", "mpiexec -n 2 p"),
         ("crash", "Segmentation fault (signal 11)", "mpiexec -n 2 p"),
     ],
@@ -140,7 +152,7 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
     answers(doctor_job, Answer(1, "", SAID["other"], 30))
     found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
     assert found.verdict is PROBLEM
-    assert "do not talk to each other: ValueError" in found.text
+    assert "two ranks do not communicate: ValueError" in found.text
     answers(doctor_job, Answer(11, answer_line({}), "", 30))
     found = by_name(doctor_job.look_at_a_job(mpi))["job.round_trip"]
     assert (found.verdict, "do not end well" in found.text) == (PROBLEM, True)
@@ -275,9 +287,9 @@ OLD = "srun: MPI types are...\nsrun: cray_shasta\nsrun: pmi2\nsrun: none"
 
 
 def test_plugins():
-    assert doctor_slurm.listed_plugins(NEW) == ["none", "pmi2", "pmix", "pmix_v4", "pmix_v5"]
-    assert doctor_slurm.listed_plugins(OLD) == ["cray_shasta", "pmi2", "none"]
-    fitting = doctor_slurm.fitting_plugins
+    assert doctor_mpi.listed_plugins(NEW) == ["none", "pmi2", "pmix", "pmix_v4", "pmix_v5"]
+    assert doctor_mpi.listed_plugins(OLD) == ["cray_shasta", "pmi2", "none"]
+    fitting = doctor_mpi.fitting_plugins
     assert fitting(MPIFamily.OPEN_MPI, ["pmi2", "pmix"]) == ["pmix"]
     assert fitting(MPIFamily.MPICH, ["none", "pmi2", "cray_shasta"]) == ["cray_shasta", "pmi2"]
     assert fitting(MPIFamily.INTEL, ["none"]) == []
@@ -291,7 +303,7 @@ def test_plugins():
         (OPEN_MPI, NEW, "pmi2", None, NOTE, "export SLURM_MPI_TYPE=pmix"),
         (OPEN_MPI, NEW, "pmi2", "pmix_v5", OK, None),
         (OPEN_MPI, OLD, "pmi2", None, PROBLEM, "--no-binary mpi4py mpi4py"),
-        (MPICH, "", "none", None, NOTE, "srun --mpi=list"),
+        (MPICH, "", "none", None, NOTE, "export SLURM_MPI_TYPE=pmi2  # the usual one"),
     ],
 )
 def test_the_plugin_of_a_cluster(
@@ -302,16 +314,16 @@ def test_the_plugin_of_a_cluster(
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
     programs("srun", listed)
     programs("scontrol", f"Configuration data\nMpiDefault              = {default}\nX = 1")
-    found = by_name(doctor_slurm.look_at_slurm(MPIInstallation(library)))
+    found = by_name(doctor_mpi.look_at_slurm(MPIInstallation(library)))
     assert found["slurm.allocation"].value == "17"
     assert found["slurm.plugin"].verdict is verdict
     assert (found["slurm.plugin"].mend or "").endswith(mend or "")
 
 
 def test_an_allocation_without_srun(monkeypatch, programs):
-    assert next(doctor_slurm.look_at_slurm(NO_MPI)).verdict is OK
+    assert next(doctor_mpi.look_at_slurm(NO_MPI)).verdict is OK
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert by_name(doctor_slurm.look_at_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
+    assert by_name(doctor_mpi.look_at_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
 
 
 # NumPy as CuPy, and ranks that try every operation in one job: on GPUs each has its own.
@@ -330,14 +342,14 @@ def asnumpy(array): return array
 """
 TRY_ALL = """
 import sys, cupy
-from mpishard.cli.doctor import cuda_rank as doctor_cuda_rank
+from mpishard.cli.doctor import rank as doctor_rank
 from mpishard.cli.doctor import gpu as doctor_gpu
 for operation in doctor_gpu._OPERATIONS:
     sys.argv[1:] = [operation]
-    doctor_cuda_rank.main()
+    doctor_rank.main()
 right = cupy.asnumpy
 cupy.asnumpy = lambda array: right(array) + 1
-doctor_cuda_rank.main()
+doctor_rank.main()
 """
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpishard.cli.machine import usable_cores
 from mpishard.cli.run.hosts import Host
 from mpishard.cli.run.launcher import (
     Launcher,
@@ -14,7 +15,6 @@ from mpishard.cli.run.launcher import (
     MPILibrary,
     find_launcher,
     loaded_library,
-    usable_cores,
 )
 from mpishard.errors import MPIUnavailableError
 

@@ -26,7 +26,7 @@ from mpishard.distributed import DistributedStrategy
 from mpishard.testing.worlds import in_worlds
 
 ALONE = None
-STRATEGIES = [strategy.value for strategy in DistributedStrategy]
+STRATEGIES = [s.value for s in DistributedStrategy if s != DistributedStrategy.NONE]
 
 
 def data() -> tuple[Any, Any]:

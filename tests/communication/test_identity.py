@@ -6,12 +6,12 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from reduction_bits import adversarial, canonical_bytes, reduction_digests
 
 from mpishard import run_in_threads
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
-from mpishard.testing.identity import adversarial, canonical_bytes, reduction_digests
 from mpishard.testing.reference import tree_reduce
 from mpishard.testing.worlds import in_worlds
 

@@ -9,7 +9,7 @@ import pytest
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Kind
 from mpishard.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
-from mpishard.testing.mismatches import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
+from mpishard.testing.refusals import COLLECTIVES, MISMATCHES, Arguments, Ask, refusal
 from mpishard.testing.worlds import in_worlds
 
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))

@@ -7,9 +7,8 @@ import pytest
 
 from mpishard.errors import CommunicationError
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.movement import MovementChecks
-from mpishard.testing.reductions import ReductionChecks
-from mpishard.testing.transfers import TransferChecks
+from mpishard.testing.reductions import MovementChecks, ReductionChecks
+from mpishard.testing.twins import TransferChecks
 
 _SMALL = 2048
 """Bytes that words about a group may take: names of files, counts."""

@@ -43,6 +43,7 @@ AT_LEAST = {
     "traces": 1,
     "tensor-parallel": 4,
     "training-loop": 8,
+    "tutorial": 5,
     "troubleshooting": 20,
     "write-a-backend": 10,
 }

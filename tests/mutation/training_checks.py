@@ -8,6 +8,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
+from cupy_stand_in import installed
 from registry import CHECKS, PATHS, STEPS, STRATEGIES, as_in_one_process, check, is_late, of
 from worlds import agree, close, copies_under_way, idle, refused, run
 
@@ -15,7 +16,6 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.adapters import AutogradModel
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.testing.cupy_stand_in import installed
 
 # ---------------------------------------------------------------------------------------- equality
 

@@ -4,14 +4,14 @@ import sys
 
 import numpy as np
 import pytest
+from cupy_stand_in import installed
 
 from mpishard import nn
 from mpishard.arrays import is_device_array, to_host
 from mpishard.devices import Device
 from mpishard.errors import DeviceUnavailableError
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.layers.targets import GradientTargets
 from mpishard.sharding import ParameterTable
-from mpishard.testing.cupy_stand_in import installed
 
 LAYERS = {
     "linear": (nn.Linear(5, 4), (5,)),

@@ -5,7 +5,7 @@ import pytest
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.nn.primitives import PRIMITIVES
+from mpishard.nn.graph.primitives import PRIMITIVES
 
 SIZES = {"vocabulary_size": 11, "context_length": 6, "width": 12, "heads": 3, "layers": 2}
 
@@ -115,7 +115,7 @@ def test_every_operation_is_used_and_no_layer_is_run(monkeypatch):
 
 
 def test_every_layer_of_the_package_has_operations():
-    from mpishard.nn.tracing import _COMPOSITES, _LEAVES
+    from mpishard.nn.graph.tracing import _COMPOSITES, _LEAVES
 
     layers = {
         getattr(nn, name)

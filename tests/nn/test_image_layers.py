@@ -20,9 +20,9 @@ from mpishard.nn import (
     ReLU,
     Sequential,
 )
-from mpishard.nn.initializers import zeros
-from mpishard.nn.layer import ParameterSpec
-from mpishard.nn.targets import GradientTargets
+from mpishard.nn.layers.initializers import zeros
+from mpishard.nn.layers.layer import ParameterSpec
+from mpishard.nn.layers.targets import GradientTargets
 from mpishard.sharding import ParameterTable
 from mpishard.testing.gradients import check_gradients, check_layer_gradients
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.nn.initializers import (
+from mpishard.nn.layers.initializers import (
     glorot_uniform,
     kaiming_uniform,
     normal,

@@ -32,7 +32,7 @@ from mpishard.nn import (
     SwiGLU,
     Tanh,
 )
-from mpishard.nn.initializers import normal
+from mpishard.nn.layers.initializers import normal
 from mpishard.testing.gradients import check_layer_gradients
 
 

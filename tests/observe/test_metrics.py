@@ -102,3 +102,15 @@ def test_a_failed_rewrite_keeps_the_old_file(
 def test_no_file_to_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_metrics(tmp_path / "none")
+
+
+def test_times_go_on_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        for step in range(1, 4):
+            metrics.write(step, time=100.0 * step)
+    with MetricsWriter(path, resume_step=2) as metrics:
+        metrics.write(3)
+    times = [record["time"] for record in read_metrics(path)]
+    assert times[:2] == [100.0, 200.0]
+    assert 200.0 <= times[2] < 260.0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpishard.observe import plot_loss_curve
-from mpishard.observe.plots import _moving_mean
+from mpishard.observe import MetricsWriter, plot_loss_curve
+from mpishard.observe.plots import moving_mean
 
 
 def curve(length: int, noise: float = 0.1) -> list[tuple[int, float]]:
@@ -73,4 +73,28 @@ def test_the_moving_mean_is_a_mean_of_neighbours(width: int) -> None:
     expected = [
         values[max(0, i - width // 2) : i + (width + 1) // 2].mean() for i in range(len(values))
     ]
-    np.testing.assert_allclose(_moving_mean(values, width), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(moving_mean(values, width), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_metrics_file_is_drawn_and_the_figure_shows_itself(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        for step, loss in curve(20):
+            metrics.write(step, loss=loss)
+        metrics.write(20, validation_loss=1.5)
+    figure = plot_loss_curve(None, tmp_path, title="A run")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert lines["training"].get_xdata().tolist() == list(range(1, 21))
+    assert lines["validation (last 1.500)"].get_ydata().tolist() == [1.5]
+    same = plot_loss_curve(tmp_path / "loss.png", tmp_path / "metrics.jsonl", title="A run")
+    assert (tmp_path / "loss.png").read_bytes() == same._repr_png_()
+
+
+def test_a_metrics_file_without_losses_is_refused(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as metrics:
+        metrics.write(1, gradient_norm=2.0)
+    with pytest.raises(ValueError, match=r"m\.jsonl has no losses in its 1 lines"):
+        plot_loss_curve(None, tmp_path / "m.jsonl")
+    with pytest.raises(FileNotFoundError):
+        plot_loss_curve(None, tmp_path)

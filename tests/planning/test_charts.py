@@ -14,7 +14,7 @@ from mpishard.pipeline import (
     ZeroBubbleH1Schedule,
     schedule_by_name,
 )
-from mpishard.planning import gantt, plot_timelines, simulate, text_chart
+from mpishard.planning import charts, plot_timelines, simulate, text_chart
 
 
 def test_text():
@@ -92,8 +92,8 @@ def test_picture_shows_each_operation(name):
     v = schedule_by_name(name).virtual_stages_per_rank
     timeline = simulate(schedule_by_name(name), 2, 3, StageTimes(1, 2, 3))
     axes = Axes()
-    gantt._draw(axes, timeline, 0.5, gantt._ROW)
-    blends = [lambda colour, v=v, k=k: gantt._paler(colour, 0.6 * k / max(v - 1, 1))
+    charts._draw(axes, timeline, 0.5, charts._ROW)
+    blends = [lambda colour, v=v, k=k: charts._paler(colour, 0.6 * k / max(v - 1, 1))
               for k in range(v)]  # fmt: skip
     bars, texts = [], []
     for rank, timed in enumerate(timeline.ranks):
@@ -101,13 +101,13 @@ def test_picture_shows_each_operation(name):
             paint = blends[operation.virtual_stage_index]
             texts.append((rank, (start + end) / 2, str(operation.micro_batch_index)))
             if operation.type is PipelineOperationType.BACKWARD:
-                bars += [(rank, paint(gantt._INPUT), start, start + 2),
-                         (rank, paint(gantt._WEIGHT), start + 2, end)]  # fmt: skip
+                bars += [(rank, paint(charts._INPUT), start, start + 2),
+                         (rank, paint(charts._WEIGHT), start + 2, end)]  # fmt: skip
             else:
                 colour = {
-                    PipelineOperationType.FORWARD: gantt._FORWARD,
-                    PipelineOperationType.BACKWARD_INPUT: gantt._INPUT,
-                    PipelineOperationType.BACKWARD_WEIGHT: gantt._WEIGHT,
+                    PipelineOperationType.FORWARD: charts._FORWARD,
+                    PipelineOperationType.BACKWARD_INPUT: charts._INPUT,
+                    PipelineOperationType.BACKWARD_WEIGHT: charts._WEIGHT,
                 }[operation.type]
                 bars.append((rank, paint(colour), start, end))
     rounded = [(round(rank, 6), *rest) for rank, *rest in axes.bars]
@@ -116,5 +116,5 @@ def test_picture_shows_each_operation(name):
     assert timeline.schedule_name in axes.get_title(loc="left")
     assert f"bubble {timeline.bubble_fraction:.1%}" in axes.get_title(loc="left")
     axes.texts.clear()
-    gantt._draw(axes, timeline, 0.01, gantt._ROW)  # too narrow for numbers
+    charts._draw(axes, timeline, 0.01, charts._ROW)  # too narrow for numbers
     assert axes.texts == []

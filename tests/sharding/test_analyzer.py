@@ -109,7 +109,7 @@ def test_a_whole_grouping_is_valid_in_any_order(sizes, random):
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     groups = [ParameterGroup(s, n, f"g{s}") for s, n in zip(starts, sizes, strict=True)]
     random.shuffle(groups)
-    ParameterAnalyzer().validate_grouping(groups, sum(sizes))
+    assert ParameterAnalyzer().validate_grouping(groups, sum(sizes)) is True
     for wrong in (sum(sizes) - 1, sum(sizes) + 1):
         with pytest.raises(RuntimeError, match=f"ends at {sum(sizes)}, and there are {wrong}"):
             ParameterAnalyzer().validate_grouping(groups, wrong)

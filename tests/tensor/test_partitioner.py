@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.nn.gpt import gpt_chain
-from mpishard.nn.initializers import parameter_generator
-from mpishard.nn.layer import Context, Layer, ParameterSpec
+from mpishard.nn.layers.initializers import parameter_generator
+from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
+from mpishard.nn.models.gpt import gpt_chain
 from mpishard.sharding import ParameterTable
 from mpishard.tensor import (
     ColumnParallelLinear,

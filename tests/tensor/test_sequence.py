@@ -44,7 +44,7 @@ def test_positions(backend, length, batch, time_slice):
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
     """Widths that leave a slice in the middle of what Philox makes at a time; masks of few rows."""
-    monkeypatch.setattr("mpishard.nn.chunks.chunk_length", lambda array: 2 * 12 * width)
+    monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 2 * 12 * width)
     take, whole = time_slice(backend), nn.Dropout(0.4)
     layer = SequenceParallelDropout(backend, whole)
     check_same_bits(layer, whole, draw(batch, 12, width), take)
@@ -55,7 +55,7 @@ def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
 @pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_columns(backend, batch, size, parts, multiple, columns, monkeypatch):
-    monkeypatch.setattr("mpishard.nn.chunks.chunk_length", lambda array: 2 * 3 * size)
+    monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 2 * 3 * size)
     whole = nn.Dropout(0.4)
     layer = TensorParallelDropout(backend, whole, size, parts=parts, multiple=multiple)
     take = columns(layer.split, backend)

@@ -4,8 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-
-from mpishard.testing.cupy_stand_in import installed
+from cupy_stand_in import installed
 
 
 def test_arrays_do_not_become_numpys_unasked(gpu):

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from mpishard.errors import CheckpointError, CommunicationError
 
 __all__ = [
     "GatheredTexts",
+    "Statements",
     "all_texts",
     "begin_all_gather",
     "differences",
     "gather_texts",
+    "path_from",
+    "path_text",
     "share_path",
     "share_text",
     "together",
@@ -43,29 +47,44 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
+@dataclass
+class Statements:
+    """The text that a rank passes to the others by `together`, and the texts of all ranks."""
+
+    own: str = ""
+    """To be set in the body; nothing is sent for an empty one."""
+    everyone: list[str] = field(default_factory=list)
+    """After the body: the ranks' texts in the order of ranks, without the empty ones."""
+
+
 @contextmanager
-def together(backend: CommunicationBackend | None) -> Iterator[None]:
-    """Leave the body on every rank, or raise on every rank. Collective.
+def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
+    """Leave the body on every rank, or raise on every rank. Collective: one all-gather.
 
     A rank whose body raised raises that again. The others raise an error of the same kind as that
-    of the first rank that failed, which names all that did. Where nobody failed, only headers
-    travel.
+    of the first rank that failed; the message names every rank that failed. If no rank failed and
+    none set a text, only headers travel.
     """
     failure: Exception | None = None
+    statements = Statements()
     try:
-        yield
+        yield statements
     except CommunicationError:  # all ranks have it already
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, when the others know of it
         failure = error
-    if backend is not None:
-        text = ""
+    if backend is None:
+        statements.everyone = [statements.own] if statements.own else []
+    else:
+        told: Any = statements.own
         if failure is not None:
-            text = json.dumps([backend.rank, type(failure).__name__, str(failure)])
-        failures = [json.loads(text) for text in all_texts(backend, text)]
+            told = [backend.rank, type(failure).__name__, str(failure)]
+        everyone = _gather_values(backend, told)
+        failures = [each for each in everyone if not isinstance(each, str)]
         if failures and failure is None:
             message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
             raise _KINDS.get(failures[0][1], CheckpointError)(message)
+        statements.everyone = everyone
     if failure is not None:
         raise failure
 
@@ -79,27 +98,31 @@ def share_text(backend: CommunicationBackend | None, text: str) -> str:
 
 
 def share_path(backend: CommunicationBackend | None, path: Path | None) -> Path | None:
-    """Rank 0's ``path``, or None, on every rank. Collective.
+    """Return rank 0's ``path``, or None, on every rank. Collective."""
+    return path_from(share_text(backend, path_text(path)))
 
-    It travels as the bytes that the file system knows, whatever the locales of the ranks are.
+
+def path_text(path: Path | None) -> str:
+    """Return a text that stands for ``path``, or for None, on ranks with another locale.
+
+    It has a character for each byte that the file system knows.
     """
-    if backend is None:
-        return path
-    raw = b"" if path is None else os.fsencode(path)
-    shared = backend.broadcast(np.frombuffer(raw, np.uint8).copy() if backend.rank == 0 else None)
-    return Path(os.fsdecode(shared.tobytes())) if shared.size else None
+    return "" if path is None else os.fsencode(path).decode("latin-1")
+
+
+def path_from(text: str) -> Path | None:
+    """Return the path, or None, that `path_text` was given."""
+    return Path(os.fsdecode(text.encode("latin-1"))) if text else None
 
 
 def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
-    """The ranks' ``text``, in the order of ranks, without those that are empty. Collective.
+    """Return the ranks' texts, in the order of ranks, without the empty ones. Collective.
 
-    Where all are empty only headers travel.
+    If all are empty only headers travel.
     """
     if backend is None:
         return [text] if text else []
-    line = json.dumps(text) + "\n" if text else ""
-    lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
-    return [json.loads(line) for line in lines]
+    return _gather_values(backend, text)
 
 
 def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
@@ -153,6 +176,13 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
             if any(other.get(name) != everyone[0].get(name) for other in everyone)
         ),
     )
+
+
+def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:
+    """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
+    line = json.dumps(value) + "\n" if value else ""
+    lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from mpishard.checkpoint.format.consensus import (
     GatheredTexts,
     all_texts,
     begin_all_gather,
-    share_path,
-    share_text,
+    path_from,
+    path_text,
     together,
 )
 from mpishard.checkpoint.format.manifest import MANIFEST
@@ -33,9 +34,12 @@ from mpishard.errors import CheckpointError
 
 __all__ = ["PendingSave", "require_room"]
 
-_JOIN_SECONDS = 0.05
+# Between two meetings of ranks that wait for a slow disk: far below the time after which a rank
+# that does not come to a collective counts as lost, and seldom enough to cost nothing.
+_MEET_SECONDS = 1.0
 _ABANDON_SECONDS = 2.0
 _YIELD_SECONDS = 0.001
+_NO_ROOM = "there is not enough room"
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -53,14 +57,19 @@ class PendingSave:
     manifest, and puts the directory in its place. What the ranks must know of each other they say
     in one `poll` and hear in the next, so that all go on, and raise, at the same call.
 
+    A save is four collectives. In the first the ranks exchange whatever one of them refuses, how
+    many bytes each will write, and where. When all have written, the second says so and the third
+    brings rank 0 the record of each file. The fourth says that rank 0 has committed. A second of
+    waiting for a slow disk, or a `poll` too early, adds one.
+
     Parameters
     ----------
     backend : CommunicationBackend or None
         The ranks that write together; None for a single process.
     make_target : callable
-        Called on rank 0: where it goes.
-    content : Content
-        What to write.
+        Called on rank 0; returns the place of the checkpoint.
+    make_content : callable
+        Called on every rank; returns what to write.
     staging : StagingBuffer, optional
         Takes a copy of host arrays, which may then change before the save is done.
 
@@ -69,53 +78,49 @@ class PendingSave:
     ValueError, TypeError
         For a blank path, or arrays that cannot be written.
     CheckpointError
-        Where the target holds something else, or there is not enough room. All ranks raise what
-        one of them raises.
+        If the target holds something else, or there is not enough room. All ranks raise what one
+        of them raises.
     """
 
     def __init__(
         self,
         backend: CommunicationBackend | None,
         make_target: Callable[[], Target],
-        content: Content,
+        make_content: Callable[[], Content],
         staging: StagingBuffer | None = None,
     ) -> None:
         self._backend = backend
         self._rank = 0 if backend is None else backend.rank
-        self._content = content
         self._target: Target | None = None
         self._error: BaseException | None = None
         self._ended: BaseException | None = None
         self._state = _State.WORKING
         self._record = ""
         self._records: GatheredTexts | None = None
+        self._is_awaited = False
         self._is_done = False
         self._is_abandoned = threading.Event()
         self._staging = staging
-        directory: Path | None = None
+        room: _Room | None = None
         is_staged = False
         try:
-            with together(backend):
+            with together(backend) as statements:
+                self._content = content = make_content()
                 pieces = on_host(content.arrays, staging)
                 is_staged = True
                 self._file = RankFile(self._rank, pieces)
                 if self._rank == 0:
                     # Training changes lists while this one is written.
                     self._content = replace(content, metadata=as_json(content.metadata))
-            sizes = np.array([self._file.nbytes])
-            self._nbytes = int((sizes if backend is None else backend.all_gather(sizes)).sum())
-            with together(backend):
-                if self._rank == 0:
                     self._target = make_target()
-                    with _telling_room(self._target.path, self._nbytes):
-                        directory = self._target.make_temporary()
-                    require_room(directory, self._nbytes)
-            shared = share_path(backend, directory)
-            assert shared is not None
-            self._directory = shared
+                    room = _Room.make(self._target)
+                statements.own = json.dumps([self._file.nbytes, room and room.to_json()])
+            said = [json.loads(text) for text in statements.everyone]
+            self._nbytes = sum(nbytes for nbytes, _ in said)
+            self._directory = _Room.from_json(said[0][1]).require(self._nbytes)
         except BaseException:
-            if directory is not None:
-                disk.remove_tree(directory)
+            if room is not None and room.directory is not None:
+                disk.remove_tree(room.directory)
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -164,9 +169,9 @@ class PendingSave:
         CheckpointError
             As `poll`.
         """
-        # The ranks meet all the while: a slow disk is no rank that hangs.
+        self._is_awaited = True
         while not self.poll():
-            self._thread.join(_JOIN_SECONDS)
+            pass
 
     def abandon(self) -> None:
         """Write no more, because this rank cannot go on with the others. Communicates nothing.
@@ -238,9 +243,9 @@ class PendingSave:
     # ---------------------------------------------------------------------------------- together
 
     def _advance(self) -> Iterator[None]:
-        """What the ranks do together, one part of it at each poll. Collective."""
+        """Take the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
         yield from self._meet()
-        self._records = records = GatheredTexts(self._backend, self._record)
+        records = self._records = GatheredTexts(self._backend, self._record)
         if self._rank == 0:
             self._state = _State.WORKING
         yield from self._meet()
@@ -248,61 +253,115 @@ class PendingSave:
         self._is_done = True
 
     def _meet(self) -> Iterator[None]:
-        """Poll until no rank works, and raise where one has failed. Collective."""
+        """Exchange states until no rank works; raise if one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
-            self._commit_where_heard()
+            self._commit_if_all_wrote()
+            if self._is_awaited:
+                # The ranks meet now and then: a slow disk is no rank that hangs.
+                self._thread.join(_MEET_SECONDS)
             said = begin_all_gather(self._backend, np.array([int(self._state)]))
-            yield
+            if not self._is_awaited:
+                yield
             states = said().tolist()
         if _State.FAILED in states:
             self._fail()
 
-    def _commit_where_heard(self) -> None:
-        """Let rank 0's thread commit, as soon as what the others wrote has come."""
-        if self._rank == 0 and self._records is not None and self._records.done:
-            self._thread = self._start(partial(self._commit, self._records.wait()))
+    def _commit_if_all_wrote(self) -> None:
+        """Let rank 0's thread commit as soon as the records of the others have come."""
+        records = self._records
+        if self._rank == 0 and records is not None and (self._is_awaited or records.done):
             self._records = None
+            self._thread = self._start(partial(self._commit, records.wait()))
 
     def _fail(self) -> None:
         """Raise on every rank what any of them says. Collective."""
-        text = ""
+        said = []
+        if self._target is not None:
+            if self._target.is_put:
+                said.append(
+                    f"the checkpoint {self._target.path} is whole and in its place, but not all "
+                    "was done that belongs to it"
+                )
+            else:
+                said.append(
+                    f"no checkpoint was written in {self._directory.parent}, and what was there "
+                    "is as it was"
+                )
+            disk.remove_tree(self._directory)
         if self._error is not None:
             own = self._error
             words = str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
-            text = f"rank {self._rank}: {words}"
-        failures = all_texts(self._backend, text)
-        state = f"no checkpoint was written in {self._directory.parent}, and what was there is as "
-        state += "it was"
-        if self._target is not None:
-            if self._target.is_put:
-                state = f"the checkpoint {self._target.path} is whole and in its place, but not all"
-                state += " was done that belongs to it"
-            disk.remove_tree(self._directory)
-        state = share_text(self._backend, state)
-        raise CheckpointError("; ".join([state, *failures])) from self._error
+            said.append(f"rank {self._rank}: {words}")
+        everyone = all_texts(self._backend, "; ".join(said))
+        raise CheckpointError("; ".join(everyone)) from self._error
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where rank 0 writes, and how many bytes are free there."""
+
+    directory: Path | None
+    """The temporary directory; None if the disk is too full to make one."""
+    parent: Path
+    free: int
+    full: str = ""
+    """The error of a disk that is full."""
+
+    @classmethod
+    def make(cls, target: Target) -> _Room:
+        """Make the temporary directory of ``target``."""
+        parent = target.path.parent
+        try:
+            directory = target.make_temporary()
+        except OSError as error:
+            if error.errno not in _IS_FULL:
+                raise
+            return cls(None, parent, disk.free_bytes(parent), f"rank 0: {error}")
+        try:
+            return cls(directory, parent, disk.free_bytes(parent))
+        except BaseException:
+            disk.remove_tree(directory)
+            raise
+
+    def to_json(self) -> list[Any]:
+        return [path_text(self.directory), path_text(self.parent), self.free, self.full]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> _Room:
+        directory, parent, free, full = value
+        place = path_from(parent)
+        assert place is not None
+        return cls(path_from(directory), place, free, full)
+
+    def require(self, needed: int) -> Path:
+        """Return the directory; refuse to write ``needed`` bytes if fewer are free."""
+        if self.directory is None or needed > self.free:
+            raise _no_room(self.full or _NO_ROOM, needed, self.free, self.parent)
+        return self.directory
 
 
 def require_room(directory: Path, needed: int) -> None:
-    """Refuse to write ``needed`` bytes where there is no room for them."""
-    if needed > disk.free_bytes(directory):
-        raise _no_room(directory, needed, "there is not enough room")
+    """Refuse to write ``needed`` bytes into ``directory`` if fewer are free."""
+    free = disk.free_bytes(directory)
+    if needed > free:
+        raise _no_room(_NO_ROOM, needed, free, directory.parent)
 
 
 @contextmanager
 def _telling_room(directory: Path, needed: int) -> Iterator[None]:
-    """Say how many bytes are needed and free, where the disk is full."""
+    """If the disk is full, say how many bytes are needed and free."""
     try:
         yield
     except OSError as error:
         if error.errno in _IS_FULL:
-            raise _no_room(directory, needed, str(error)) from error
+            free = disk.free_bytes(directory)
+            raise _no_room(str(error), needed, free, directory.parent) from error
         raise
 
 
-def _no_room(directory: Path, needed: int, why: str) -> CheckpointError:
-    free = disk.free_bytes(directory)
+def _no_room(why: str, needed: int, free: int, parent: Path) -> CheckpointError:
     return CheckpointError(
-        f"{why}: {needed:,} bytes are needed and {free:,} are free in {directory.parent}; free "
-        "some, or save elsewhere"
+        f"{why}: {needed:,} bytes are needed and {free:,} are free in {parent}; free some, or save "
+        "elsewhere"
     )

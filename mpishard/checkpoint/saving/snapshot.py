@@ -152,9 +152,9 @@ def begin_save(
 
     Without ``staging`` nothing may change before the save is done.
     """
-    with together(model.checkpoint_backend):
-        states = _states(model, optimizer, training)
-    return _begin(make_target, model, states, metadata, staging)
+    return _begin(
+        make_target, model, lambda: _states(model, optimizer, training), metadata, staging
+    )
 
 
 def save_states(
@@ -178,25 +178,25 @@ def save_states(
         As for `save`.
     """
     _check(path, model)
-    _begin(lambda: Target(path), model, states, metadata, None).wait()
+    _begin(lambda: Target(path), model, lambda: states, metadata, None).wait()
 
 
 def _begin(
     make_target: Callable[[], Target],
     model: Checkpointable,
-    states: Mapping[str, CheckpointState],
+    make_states: Callable[[], Mapping[str, CheckpointState]],
     metadata: Mapping[str, Any] | None,
     staging: StagingBuffer | None,
 ) -> PendingSave:
-    backend = model.checkpoint_backend
-    with together(backend):
+    def make_content() -> Content:
         arrays: dict[str, Any] = {}
         document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
-        for name, state in states.items():
+        for name, state in make_states().items():
             arrays |= state.arrays_to_write()
             document[name] = dict(state.checkpoint_metadata())
-        content = Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
-    return PendingSave(backend, make_target, content, staging)
+        return Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
+
+    return PendingSave(model.checkpoint_backend, make_target, make_content, staging)
 
 
 def load(
@@ -302,11 +302,8 @@ def _fitting(
     for name, pieces in wanted.items():
         _check_fits(reader, name, pieces)
     if "model" in states:
-        try:
-            with _using_metadata(reader, "model"):
-                model.check_metadata(reader.metadata["model"])
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+        with _using_metadata(reader, "model"):
+            model.check_metadata(reader.metadata["model"])
     return wanted
 
 
@@ -319,12 +316,14 @@ def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
 
 @contextmanager
 def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
-    """Say so where metadata are not what any save wrote: something else made the manifest."""
+    """Name file and reason if metadata do not fit, or are not what any save wrote."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"the checkpoint {reader.path} has no metadata that {_ARTICLES[name]} can use: "
+            f"the checkpoint {reader.path} has no metadata.{name} that {_ARTICLES[name]} can use: "
             f"{type(error).__name__}: {error}"
         ) from error
 

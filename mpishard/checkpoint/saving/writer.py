@@ -50,5 +50,6 @@ def write_checkpoint(
         the pieces of all ranks do not make up each parameter exactly once. All ranks raise it, and
         it lists those that failed.
     """
-    content = Content(parameters, dtype, arrays, metadata)
-    PendingSave(backend, lambda: Target(path), content).wait()
+    PendingSave(
+        backend, lambda: Target(path), lambda: Content(parameters, dtype, arrays, metadata)
+    ).wait()

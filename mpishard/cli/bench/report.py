@@ -12,7 +12,7 @@ from typing import Any
 
 import threadpoolctl
 
-from mpishard.cli.run.launcher import usable_cores
+from mpishard.cli.machine import processor_name, total_memory, usable_cores
 
 __all__ = ["describe_machine", "write_json"]
 
@@ -39,32 +39,15 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, and the versions that decide about speed."""
     blas = threadpoolctl.threadpool_info()
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": usable_cores(),
-        "memory_bytes": _memory(),
+        "memory_bytes": total_memory(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("mpishard", "numpy", "mpi4py")},
         "blas": [f"{i['internal_api']} {i['version']} {i.get('architecture')}" for i in blas],
         "blas_threads": [i["num_threads"] for i in blas],
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def _memory() -> int | None:
-    try:
-        first = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()[0]
-    except OSError:
-        return None
-    return int(first.split()[1]) * 1024
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""``mpishard doctor``: whether this installation is sound, and what mends it where it is not."""
+"""The command ``mpishard doctor``: groups of findings, one after the other."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 
 from mpishard import settings
-from mpishard.cli.doctor.finding import Finding, Verdict, examined
+from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.gpu import look_at_gpus
-from mpishard.cli.doctor.host import look_at_host
+from mpishard.cli.doctor.host import look_at_host, look_at_packages
 from mpishard.cli.doctor.job import look_at_a_job
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
+from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
 from mpishard.cli.doctor.numpy_blas import look_at_numpy
-from mpishard.cli.doctor.packages import look_at_packages
-from mpishard.cli.doctor.report import as_json, show_findings
 from mpishard.cli.doctor.shm import look_at_shared_memory
-from mpishard.cli.doctor.slurm import look_at_slurm
 
 __all__ = ["doctor"]
 
@@ -30,25 +27,25 @@ def doctor(
         bool, typer.Option("--quick", help="Measure nothing, and start no job of two ranks.")
     ] = False,
 ) -> None:
-    """Report on this environment: what is there, what is wrong, and the line that mends it.
+    """Examine this environment, and name commands that fix it.
 
     Looks at Python, cores and memory, NumPy and its BLAS, MPI and its launcher, shared memory,
-    GPUs, SLURM; measures matrix products; and starts two ranks that talk. It changes nothing.
+    GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It changes
+    nothing.
 
     --json prints {"schema": 1, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
-    and mend: the line that mends it, or null.
+    and mend: the command that fixes it, or null.
 
-    The exit code is 1 where there is a problem, and 0 otherwise.
+    Exit codes: 0, no problem; 1, a problem was found.
     """
     if (settings.launched_rank() or 0) > 0 and settings.launched_world_size() != 1:
-        return  # under a launcher, one rank speaks
-    found = _findings(quick)
+        return  # under a launcher only the first rank reports
     if json_wanted:
-        findings = list(found)
+        findings = list(_findings(quick))
         typer.echo(as_json(findings))
     else:
-        findings = show_findings(found)
+        findings = show_findings(_findings(quick))
     if any(finding.verdict is Verdict.PROBLEM for finding in findings):
         raise typer.Exit(1)
 

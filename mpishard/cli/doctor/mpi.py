@@ -1,19 +1,19 @@
-"""What ``mpishard doctor`` finds of MPI: mpi4py, the library, the launcher that belongs to it."""
+"""Findings about MPI: mpi4py, its library, the launcher that belongs to it, and SLURM's plugin."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from mpishard import settings
 from mpishard.cli.doctor.causes import why_it_failed
-from mpishard.cli.doctor.finding import Finding, Verdict, pip_install
+from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
 from mpishard.cli.doctor.probe import ask, python_command
 from mpishard.cli.run.launcher import (
     Launcher,
@@ -26,9 +26,13 @@ from mpishard.cli.run.launcher import (
 from mpishard.communication.mpi.library import launcher_name
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["MPIInstallation", "look_at_mpi"]
+__all__ = ["MPIInstallation", "fitting_plugins", "listed_plugins", "look_at_mpi", "look_at_slurm"]
 
 _LIMIT_SECONDS = 20
+_UNUSABLE = "mpi4py cannot be used here: "
+_ALLOW_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+_REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
+_PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
 
 _LEVELS = """
 from mpi4py import MPI
@@ -44,14 +48,14 @@ answer({"level": levels[MPI.Query_thread()], "agrees": agrees})
 
 @dataclass(frozen=True, slots=True)
 class MPIInstallation:
-    """What starts ranks here, or why nothing does.
+    """The library and launcher of MPI here, or the reason why there is none.
 
     Parameters
     ----------
     library : MPILibrary, optional
-        What mpi4py loads.
+        The library that mpi4py loads.
     launcher : Launcher, optional
-        What belongs to it.
+        The launcher that belongs to it.
     error : str
         In a line, why one of them is missing.
     """
@@ -62,7 +66,7 @@ class MPIInstallation:
 
     @classmethod
     def of_this_python(cls) -> MPIInstallation:
-        """What this Python finds, without loading it."""
+        """Find out, without loading the library."""
         library = None
         try:
             library = loaded_library()
@@ -72,156 +76,165 @@ class MPIInstallation:
 
 
 def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
-    """mpi4py, its library, the launcher that belongs to it, thread level, faults survived."""
+    """Yield mpi4py, its library, its launcher, thread level, and whether it survives faults."""
+    has_slurm = settings.is_slurm_allocation()
     try:
         bindings = version("mpi4py")
     except PackageNotFoundError:
-        yield _no_bindings()
+        text = "not installed: ranks can only be threads of one process"
+        # Nothing works if ranks are to be processes; elsewhere threads do.
+        if has_slurm or settings.launcher_variable() is not None:
+            yield problem("mpi.mpi4py", text, None, pip_install("mpi4py"))
+        else:
+            yield note("mpi.mpi4py", text, None, pip_install("mpi4py", "mpich"))
         return
-    if mpi.library is None:
-        yield Finding(
-            "mpi.mpi4py",
-            Verdict.PROBLEM,
-            f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}",
-            bindings,
-            pip_install("mpich") if not settings.is_slurm_allocation() else _REBUILD,
-        )
+    library, launcher = mpi.library, mpi.launcher
+    if library is None:
+        text = f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}"
+        mend = _REBUILD if has_slurm else pip_install("mpich")
+        yield problem("mpi.mpi4py", text, bindings, mend)
         return
-    yield Finding("mpi.mpi4py", Verdict.OK, bindings, bindings)
-    yield _library(mpi.library)
-    if mpi.launcher is None:
-        yield Finding(
-            "mpi.launcher",
-            Verdict.PROBLEM,
-            mpi.error,
-            None,
-            _onto_path(None),
-        )
-    else:
-        yield from _launcher(mpi.launcher)
-    yield from _strangers(mpi.library, mpi.launcher)
-    yield from _started_by_a_launcher()
-    if mpi.launcher is not None:
-        yield from _levels(mpi.launcher)
-
-
-_UNUSABLE = "mpi4py cannot be used here: "
-_REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
-
-
-def _no_bindings() -> Finding:
-    # Where ranks were to be processes, nothing works; elsewhere threads do.
-    wanted = settings.is_slurm_allocation() or settings.launcher_variable() is not None
-    return Finding(
-        "mpi.mpi4py",
-        Verdict.PROBLEM if wanted else Verdict.NOTE,
-        "not installed: ranks can be threads of one process, and no more",
-        None,
-        pip_install("mpi4py") if wanted else pip_install("mpi4py", "mpich"),
-    )
-
-
-def _library(library: MPILibrary) -> Finding:
-    value = {"version": library.version.strip(), "file": library.file and str(library.file)}
-    text = f"{library}, {library.file or 'in a file that this system does not tell'}"
-    return Finding("mpi.library", Verdict.OK, text, value)
-
-
-def _launcher(launcher: Launcher) -> Iterator[Finding]:
-    program = str(launcher.program)
-    root = os.geteuid() == 0 and launcher.library.family is MPIFamily.OPEN_MPI
-    if not root or launcher.is_slurm or settings.open_mpi_starts_for_root():
-        yield Finding("mpi.launcher", Verdict.OK, f"{program} belongs to it", program)
-        return
-    yield Finding(
-        "mpi.launcher",
-        Verdict.NOTE,
-        f"{program} belongs to it. It refuses to run as root, as you are: mpishard run tells it to",
-        program,
-        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-    )
-
-
-def _strangers(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
-    """Whether ``mpiexec`` and ``mpirun``, as they are typed, start ranks of this library."""
-    if launcher is not None and launcher.is_slurm:
-        return  # there srun is typed
-    for name in ("mpiexec", "mpirun"):
-        first = shutil.which(name)
-        family = None if first is None else launcher_family(Path(first))
-        if first is not None and family is library.family:
-            yield Finding(f"mpi.{name}", Verdict.OK, f"{first} is the first on PATH", first)
-        elif first is not None:
-            yield Finding(
-                f"mpi.{name}",
-                Verdict.NOTE,
-                f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py loads "
-                f"{library}: its ranks would each find themselves alone. mpishard run takes the "
-                "right one",
-                first,
-                _onto_path(launcher),
-            )
-        elif launcher is not None and name == launcher.program.name:
-            text = "not on PATH; mpishard run finds it"
-            yield Finding(f"mpi.{name}", Verdict.NOTE, text, None, _onto_path(launcher))
-
-
-def _onto_path(launcher: Launcher | None) -> str:
-    folder = "<bin folder of that MPI>"
+    yield ok("mpi.mpi4py", bindings, bindings)
+    file = library.file and str(library.file)
+    text = f"{library}, {file or 'in a file that this system does not tell'}"
+    yield ok("mpi.library", text, {"version": library.version.strip(), "file": file})
+    yield _launcher(launcher, mpi.error)
+    yield from _first_on_path(library, launcher)
+    if settings.launcher_variable() is not None:
+        yield _started_by_a_launcher()
     if launcher is not None:
-        folder = str(launcher.program.parent)
-    return f'export PATH={shlex.quote(folder)}:"$PATH"'
+        yield from _started(launcher)
 
 
-def _started_by_a_launcher() -> Iterator[Finding]:
-    if settings.launcher_variable() is None:
-        return
-    size = settings.launched_world_size()
+def _launcher(launcher: Launcher | None, error: str) -> Finding:
+    name = "mpi.launcher"
+    if launcher is None:
+        return problem(name, error, None, pip_install("--force-reinstall", "mpi4py", "mpich"))
+    program = str(launcher.program)
+    is_refused = os.geteuid() == 0 and launcher.library.family is MPIFamily.OPEN_MPI
+    if not is_refused or launcher.is_slurm or settings.open_mpi_starts_for_root():
+        return ok(name, f"{program} belongs to it", program)
+    text = f"{program} belongs to it. It refuses to run as root, as you are: mpishard run allows it"
+    return note(name, text, program, _ALLOW_ROOT)
+
+
+def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
+    """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
+    if launcher is not None and launcher.is_slurm:
+        return  # users type srun there
+    if launcher is not None:
+        mend = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
+    else:
+        mend = pip_install("--force-reinstall", "mpi4py", "mpich")
+    for program in ("mpiexec", "mpirun"):
+        name, first = f"mpi.{program}", shutil.which(program)
+        if first is not None:
+            family = launcher_family(Path(first))
+            if family is library.family:
+                yield ok(name, f"{first} is the first on PATH", first)
+                continue
+            text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py "
+            text += f"loads {library}: its ranks would each find themselves alone. mpishard run "
+            text += "takes the right one"
+            yield note(name, text, first, mend)
+        elif launcher is not None and program == launcher.program.name:
+            yield note(name, "not on PATH; mpishard run finds it", None, mend)
+
+
+def _started_by_a_launcher() -> Finding:
+    name, size = "mpi.started_by", settings.launched_world_size()
     text = f"{launcher_name()} started this process"
     value = {"variable": settings.launcher_variable(), "world_size": size}
     if size is None or size <= 1:
-        yield Finding("mpi.started_by", Verdict.OK, text, value)
-        return
-    yield Finding(
-        "mpi.started_by",
-        Verdict.NOTE,
-        f"{text}, one of {size}: only the first reports, and what it says of cores is true of a "
-        "rank",
-        value,
-        "mpishard doctor  # without a launcher: it starts the ranks that it needs",
-    )
+        return ok(name, text, value)
+    text += f", one of {size}: only the first reports, and sees the cores of one rank"
+    return note(name, text, value, "mpishard doctor  # without a launcher: it starts its own ranks")
 
 
-def _levels(launcher: Launcher) -> Iterator[Finding]:
-    """What MPI says of itself once it has started: asked of one rank."""
+def _started(launcher: Launcher) -> Iterator[Finding]:
+    """Start one rank, and yield what its library says of itself."""
     command = launcher.command(1, python_command(_LEVELS))
-    open_mpi = launcher.library.family is MPIFamily.OPEN_MPI and not launcher.is_slurm
+    is_open_mpi = launcher.library.family is MPIFamily.OPEN_MPI and not launcher.is_slurm
     tolerant = [command[0], "--with-ft", "ulfm", *command[1:]]
-    answer = ask(tolerant if open_mpi else command, _LIMIT_SECONDS)
-    survives = open_mpi and answer.found is not None and bool(answer.found["agrees"])
-    if open_mpi and answer.found is None:  # a launcher that knows no such option
+    answer = ask(tolerant if is_open_mpi else command, _LIMIT_SECONDS)
+    survives = is_open_mpi and answer.found is not None and bool(answer.found["agrees"])
+    if is_open_mpi and answer.found is None:  # an old launcher, without that option
         answer = ask(command, _LIMIT_SECONDS)
-    found: dict[str, Any] | None = answer.found
-    if found is None:
+    if answer.found is None:
         cause = why_it_failed(answer, command)
         text = f"one rank alone does not start: {cause.text}"
-        yield Finding("mpi.start", Verdict.PROBLEM, text, None, cause.mend)
+        yield problem("mpi.start", text, None, cause.mend)
         return
-    yield _thread_level(found["level"])
+    level = answer.found["level"]
+    if level == "MULTIPLE":
+        yield ok("mpi.threads", "MPI_THREAD_MULTIPLE", level)
+    else:
+        text = f"MPI_THREAD_{level} and not MULTIPLE: no thread moves data while a rank computes"
+        # mpi4py asks for MULTIPLE unless one of these is set; else the library was built without.
+        mend = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
+        yield note("mpi.threads", text, level, mend)
     text = "no: a rank that dies ends the job"
     if survives:
-        text = "the library has it: mpishard run --on-failure shrink lets ranks outlive another"
-    yield Finding("mpi.ulfm", Verdict.OK, text, survives)
+        text = "the library has it: with mpishard run --on-failure shrink ranks outlive another"
+    yield ok("mpi.ulfm", text, survives)
 
 
-def _thread_level(level: str) -> Finding:
-    if level == "MULTIPLE":
-        return Finding("mpi.threads", Verdict.OK, "MPI_THREAD_MULTIPLE", level)
-    return Finding(
-        "mpi.threads",
-        Verdict.NOTE,
-        f"MPI_THREAD_{level} and not MULTIPLE: no thread moves data while a rank computes",
-        level,
-        # mpi4py asks for MULTIPLE unless it is told otherwise; then it is the library's build.
-        "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY",
-    )
+# ------------------------------------------------------------------------------------------ SLURM
+
+
+def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
+    """Yield whether this is an allocation, and whether srun has a plugin for the MPI library."""
+    name, job, srun = "slurm.allocation", settings.slurm_job(), shutil.which("srun")
+    if srun is None and job is None:
+        yield ok(name, "no SLURM here", None)
+    elif srun is None:
+        text = f"inside job {job}, and srun is not on PATH, so that mpishard run takes mpiexec"
+        yield note(name, text, job, "module load slurm  # or add the folder of srun to PATH")
+    else:
+        where = f"inside job {job}"
+        yield ok(name, where if job else "outside an allocation: mpishard run takes mpiexec", job)
+        if mpi.library is not None:
+            yield _plugin(srun, mpi.library.family)
+
+
+def listed_plugins(text: str) -> list[str]:
+    """Return the plugins that ``srun --mpi=list`` names, in the format of old and new versions."""
+    words = [word for line in text.splitlines() for word in re.split(r"[\s,:]+", line)]
+    return list(dict.fromkeys(word for word in words if _PLUGIN.fullmatch(word)))
+
+
+def fitting_plugins(family: MPIFamily | None, plugins: list[str]) -> list[str]:
+    """Return those of ``plugins`` that an MPI library understands, the likeliest first."""
+    pmix = [plugin for plugin in plugins if plugin.startswith("pmix")]
+    if family is MPIFamily.OPEN_MPI:
+        return pmix
+    return [plugin for plugin in ("cray_shasta", "pmi2") if plugin in plugins] + pmix
+
+
+def _plugin(srun: str, family: MPIFamily | None) -> Finding:
+    name, whom = "slurm.plugin", family or "this MPI library"
+    answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
+    plugins = listed_plugins(answer.out + answer.err)
+    fitting = fitting_plugins(family, plugins)
+    taken = settings.slurm_plugin() or _default_plugin()
+    value = {"plugins": plugins, "fitting": fitting, "taken": taken}
+    text = f"srun has {', '.join(plugins)}"
+    if not plugins:
+        text = f"srun --mpi=list names no plugin: {shortened(answer.reason)}"
+        usual = "pmix" if family is MPIFamily.OPEN_MPI else "pmi2"
+        return note(name, text, value, f"export SLURM_MPI_TYPE={usual}  # the usual one")
+    if not fitting:
+        text += f", of which none works with {whom}: build mpi4py for the site's own MPI, with its "
+        return problem(name, f"{text}module loaded", value, _REBUILD)
+    if taken in fitting:
+        return ok(name, f"{text}, and takes {taken}", value)
+    text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
+    return note(name, text, value, f"export SLURM_MPI_TYPE={fitting[0]}")
+
+
+def _default_plugin() -> str | None:
+    """Return MpiDefault of the cluster; None if it is not known."""
+    program = shutil.which("scontrol")
+    said = ask([program, "show", "config"], _LIMIT_SECONDS).out if program else ""
+    found = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
+    return found[1] if found else None

@@ -28,7 +28,6 @@ __all__ = [
     "find_launcher",
     "launcher_family",
     "loaded_library",
-    "usable_cores",
 ]
 
 _PROBE_SECONDS = 60.0
@@ -262,13 +261,6 @@ def loaded_library() -> MPILibrary:
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     files = [Path(name) for name in answer["files"] if _LIBRARY_FILE.match(Path(name).name)]
     return MPILibrary(answer["version"], files[0] if files else None)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
-from mpishard.cli.run.launcher import Launcher, usable_cores
+from mpishard.cli.machine import usable_cores
+from mpishard.cli.run.launcher import Launcher
 
 __all__ = ["RankEnvironment", "parse_variables", "variables_for_ranks"]
 

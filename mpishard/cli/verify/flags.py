@@ -35,7 +35,7 @@ __all__ = [
     "TypeOption",
 ]
 
-STRATEGIES = tuple(strategy.value for strategy in DistributedStrategy)
+STRATEGIES = tuple(s.value for s in DistributedStrategy if s != DistributedStrategy.NONE)
 """What ``--strategy`` may be."""
 
 

@@ -28,7 +28,9 @@ MESH_FLAGS = {
 }
 """Flags of the command, and which option of `as_distributed` each of them is."""
 
-DATA_STRATEGIES = tuple(s.value for s in DistributedStrategy if s not in STRATEGY_OPTIONS)
+DATA_STRATEGIES = tuple(
+    s.value for s in DistributedStrategy if s not in {*STRATEGY_OPTIONS, DistributedStrategy.NONE}
+)
 """What ``--data-parallel-strategy`` may be."""
 
 
@@ -68,7 +70,7 @@ class MeshChoice:
         taken = STRATEGY_OPTIONS.get(kind, ())
         given = {flag: value for flag, value in flags.items() if value is not None}
         for flag in given:
-            takers = [s.value for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
+            takers = [str(s) for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
             if strategy not in takers:
                 raise UsageError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}

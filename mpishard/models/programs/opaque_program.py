@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from mpishard.arguments import adapter_hint
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
@@ -15,7 +16,7 @@ from mpishard.models.programs.program import Program
 from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layer import Context
+from mpishard.nn.layers.layer import Context
 from mpishard.sharding import ParameterEntry, Unit, build_units
 
 __all__ = ["OpaqueProgram"]
@@ -70,16 +71,18 @@ class OpaqueProgram(WholeProgram):
             )
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any) -> Any:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+        return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         self.check(x)
         require_plain(y)
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        return x, y
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
@@ -160,22 +163,22 @@ class OpaqueProgram(WholeProgram):
             )
         return float(loss.item() if hasattr(loss, "item") else loss)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units
         target, is_empty = gradients.target(unit)
-        if tape is None:
+        if saved is None:
             if is_empty:
                 target.fill(0)
         elif is_empty:
-            gradient, samples = tape
+            gradient, samples = saved
             array_namespace(target).multiply(beside(gradient, target), samples, out=target)
         else:
-            gradient, samples = tape
+            gradient, samples = saved
             target += beside(gradient, target) * samples
         gradients.reduce(unit)
 
-    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
-        gradient, samples = tape
+    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
+        gradient, samples = saved
         add(0, gradient, samples)
 
 
@@ -185,5 +188,5 @@ def _member(model: Any, name: str) -> Any:
     except AttributeError:
         raise MissingMemberError(
             f"{type(model).__name__} has no member {name!r}, which is needed now; a black box "
-            "needs get_parameters, set_parameters and compute_gradients"
+            f"needs get_parameters, set_parameters and compute_gradients{adapter_hint(model)}"
         ) from None

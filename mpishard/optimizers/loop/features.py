@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpishard.contracts import IFeatureAware
 from mpishard.models import ShardedModelBase
-from mpishard.nn.linear_models import LinearModel
+from mpishard.nn.models.linear_models import LinearModel
 from mpishard.optimizers.loop.result import OptimizationResult
 
 __all__ = ["describe_features"]

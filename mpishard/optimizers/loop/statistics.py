@@ -13,8 +13,8 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.cross_entropy import BinaryCrossEntropy, CrossEntropy
-from mpishard.nn.losses import MAE, MSE, Huber
+from mpishard.nn.losses.cross_entropy import BinaryCrossEntropy, CrossEntropy
+from mpishard.nn.losses.regression import MAE, MSE, Huber
 
 __all__ = ["Statistics", "statistics_for"]
 

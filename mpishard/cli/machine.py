@@ -1,0 +1,90 @@
+"""Cores, memory and processor of this machine, as far as this process may use them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_memory", "core_quota", "processor_name", "total_memory", "usable_cores"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_NO_LIMIT = 2**60  # version 1 of control groups writes "none" as the largest number of pages
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def core_quota(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> float | None:
+    """Return how many cores' time control groups give this process; None if there is no limit."""
+    quotas = []
+    for folder in _control_groups("cpu", groups, own):
+        text = _read(folder / "cpu.max").split()  # version 2
+        if not text:  # version 1
+            text = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+        if len(text) == 2 and text[0].isdecimal() and text[1].isdecimal():
+            quotas.append(int(text[0]) / int(text[1]))
+    return min(quotas, default=None)
+
+
+def total_memory() -> int | None:
+    """Return the machine's memory in bytes; None if the system does not tell."""
+    return _memory_facts().get("MemTotal")
+
+
+def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int, int] | None:
+    """Return the bytes that this process may ever have, and the free ones; None if not known."""
+    facts = _memory_facts()
+    if "MemTotal" not in facts or "MemAvailable" not in facts:
+        return None
+    total, free = facts["MemTotal"], facts["MemAvailable"]
+    for folder in _control_groups("memory", groups, own):
+        for limit, used in (
+            ("memory.max", "memory.current"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            most, now = _read(folder / limit), _read(folder / used)
+            if most.isdecimal() and now.isdecimal() and int(most) < _NO_LIMIT:
+                total, free = min(total, int(most)), min(free, int(most) - int(now))
+    return total, free
+
+
+def processor_name() -> str:
+    """Return the model name of the processor; its architecture if the system tells no more."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory_facts() -> dict[str, int]:
+    """Return the amounts of /proc/meminfo in bytes."""
+    facts = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, amount = line.partition(":")
+        facts[name] = int(amount.split()[0]) * 1024
+    return facts
+
+
+def _control_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
+    """Yield folders of this process's control groups, of both versions, up to the root."""
+    for line in _read(own).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root = groups / controller if names else groups
+        inside = Path(path.lstrip("/"))
+        for part in (inside, *inside.parents):
+            yield root / part
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

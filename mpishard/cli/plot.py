@@ -1,0 +1,89 @@
+"""``mpishard plot``: draw the losses of one run, or of several runs beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import numpy as np
+import typer
+
+from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
+from mpishard.observe.plots import moving_mean
+
+__all__ = ["plot"]
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Metrics file of a run, or the folder with its metrics.jsonl."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE.png",
+            help="The picture. Default: loss.png beside the metrics of the first run.",
+            show_default=False,
+        ),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Text above the picture.")] = "",
+    unit: Annotated[str, typer.Option(help="Unit of the losses, as 'nats per byte'.")] = "",
+) -> None:
+    """Draw the losses of one run, or of several.
+
+    The runs wrote them with metrics=FILE; they may still be going on. With one RUN: training
+    losses, their moving average, and validation losses. With several: the moving averages in one
+    panel, and the validation losses in another.
+    """
+    first = runs[0] if runs[0].is_dir() else runs[0].parent
+    target = first / "loss.png" if output is None else output
+    if target.suffix.lower() != ".png":
+        _refuse(f"--output writes PNG files, got {target}")
+    try:
+        if len(runs) == 1:
+            plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)
+        else:
+            plot_panels(target, _panels(runs, title, unit))
+    except (OSError, ValueError, ImportError) as error:
+        _refuse(str(error))
+    typer.echo(target)
+
+
+def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
+    """One panel of training losses and one of validation losses; none without curves."""
+    panels: list[tuple[str, list[Curve]]] = [("training loss", []), ("validation loss", [])]
+    for run in runs:
+        for (_, curves), points in zip(panels, losses_of(run), strict=True):
+            if points:
+                steps, losses = np.array(points, np.float64).T
+                if curves is panels[0][1]:
+                    losses = moving_mean(losses, max(1, len(steps) // 50))
+                curves.append(Curve(_name(run), steps.tolist(), losses.tolist()))
+    return [
+        Panel(
+            ": ".join(filter(None, [title, name])),
+            "step",
+            f"loss [{unit}]" if unit else "loss",
+            curves,
+            logarithmic="",
+        )
+        for name, curves in panels
+        if curves
+    ]
+
+
+def _name(run: Path) -> str:
+    """Name of a run: its folder's, unless the file has a name of its own."""
+    if run.is_dir() or run.name == "metrics.jsonl":
+        return (run if run.is_dir() else run.parent).resolve().name
+    return run.stem
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mpishard plot: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,269 @@
+"""Element-wise activations, softmax, and the gated activation SwiGLU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.layer import Context, Layer, Parameters
+
+__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "Tanh", "sigmoid"]
+
+
+_GELU_SLOPE = math.sqrt(2.0 / math.pi)
+_GELU_CUBIC = 0.044715
+
+
+def sigmoid(x: Array, out: Array | None = None) -> Array:
+    """The logistic function 1 / (1 + exp(-x)), element by element.
+
+    Computed from exp(-abs(x)), which neither overflows nor loses small values to a sum with 1.
+
+    Parameters
+    ----------
+    x : Array
+        Floating, of any shape.
+    out : Array, optional
+        Where to write; a new array where not given. May be ``x``.
+    """
+    xp = array_namespace(x)
+    small = xp.abs(x)
+    xp.negative(small, out=small)
+    xp.exp(small, out=small)
+    numerator = xp.where(x >= 0, xp.ones((), x.dtype), small)
+    small += 1.0
+    return xp.divide(numerator, small, out=out)
+
+
+class _Activation(Layer):
+    """What the activations share: the shape stays."""
+
+    category = LayerCategory.ACTIVATION
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape."""
+        return input_shape
+
+
+class ReLU(_Activation):
+    """Rectified linear unit, y = max(x, 0); its slope at 0 is taken as 0."""
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Rectify; saves y, which the next layer mostly saves too."""
+        y = array_namespace(x).maximum(x, 0)
+        return y, y if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` where y > 0, in its place."""
+        dy *= saved > 0
+        return dy, None
+
+
+class Tanh(_Activation):
+    """Hyperbolic tangent, y = tanh(x)."""
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Squash; saves y."""
+        y = array_namespace(x).tanh(x)
+        return y, y if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` * (1 - y^2), in its place."""
+        xp = array_namespace(dy)
+        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
+        for part in chunks(flat_dy):
+            slope = flat_y[part] * flat_y[part]
+            xp.subtract(1.0, slope, out=slope)
+            flat_dy[part] *= slope
+        return flat_dy.reshape(dy.shape), None
+
+
+class Sigmoid(_Activation):
+    """Logistic function, y = 1 / (1 + exp(-x))."""
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Squash; saves y."""
+        flat_x = x.reshape(-1)
+        flat_y = array_namespace(x).empty_like(flat_x)
+        for part in chunks(flat_x):
+            sigmoid(flat_x[part], out=flat_y[part])
+        y = flat_y.reshape(x.shape)
+        return y, y if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` * y (1 - y), in its place."""
+        xp = array_namespace(dy)
+        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
+        for part in chunks(flat_dy):
+            slope = xp.subtract(1.0, flat_y[part])
+            slope *= flat_y[part]
+            flat_dy[part] *= slope
+        return flat_dy.reshape(dy.shape), None
+
+
+class _SavedSlope(_Activation):
+    """An activation whose forward pass saves its slope, as large as the input would be."""
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` times the saved slope, in its place."""
+        dy *= saved.reshape(dy.shape)
+        return dy, None
+
+
+class SiLU(_SavedSlope):
+    """Sigmoid linear unit, y = x s(x) with the logistic function s; also called Swish.
+
+    Elfwing, Uchibe & Doya, "Sigmoid-weighted linear units for neural network function
+    approximation in reinforcement learning", 2017 (arXiv:1702.03118), eq. 8 and 9; Ramachandran,
+    Zoph & Le, "Searching for activation functions", 2017 (arXiv:1710.05941).
+    """
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Activate; saves the slope dy/dx = s + y (1 - s)."""
+        xp = array_namespace(x)
+        flat_x = x.reshape(-1)
+        flat_y = xp.empty_like(flat_x)
+        slope = xp.empty_like(flat_x) if context.training else None
+        for part in chunks(flat_x):
+            s, y_part = sigmoid(flat_x[part]), flat_y[part]
+            xp.multiply(flat_x[part], s, out=y_part)
+            if slope is not None:
+                slope_part = slope[part]
+                xp.subtract(1.0, s, out=slope_part)
+                slope_part *= y_part
+                slope_part += s
+        return flat_y.reshape(x.shape), slope
+
+
+class GELU(_SavedSlope):
+    """Gaussian error linear unit, in its tanh form.
+
+    y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): Hendrycks & Gimpel, "Gaussian error
+    linear units", 2016 (arXiv:1606.08415), section 2.
+    """
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Activate; saves the slope dy/dx, which costs no more memory than x would.
+
+        With h = (1 + tanh(u))/2, so that y = x h, the slope is h + 2 y (1 - h) du/dx.
+        """
+        xp = array_namespace(x)
+        flat_x = x.reshape(-1)
+        flat_y = xp.empty_like(flat_x)
+        slope = xp.empty_like(flat_x) if context.training else None
+        for part in chunks(flat_x):
+            x_part, y_part = flat_x[part], flat_y[part]
+            square = x_part * x_part
+            h = square * (_GELU_SLOPE * _GELU_CUBIC)
+            h += _GELU_SLOPE
+            h *= x_part
+            xp.tanh(h, out=h)
+            h *= 0.5
+            h += 0.5
+            xp.multiply(x_part, h, out=y_part)
+            if slope is not None:
+                square *= 6.0 * _GELU_SLOPE * _GELU_CUBIC
+                square += 2.0 * _GELU_SLOPE
+                square *= y_part
+                slope_part = slope[part]
+                xp.subtract(1.0, h, out=slope_part)
+                slope_part *= square
+                slope_part += h
+        return flat_y.reshape(x.shape), slope
+
+
+class Softmax(Layer):
+    """Softmax over the last dim: y_v = exp(x_v) / sum_u exp(x_u).
+
+    Bishop, "Pattern recognition and machine learning", 2006, eq. 4.62. It has no parameters. A
+    classifier that is trained with `CrossEntropy` needs none: that loss takes logits.
+    """
+
+    category = LayerCategory.ACTIVATION
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape, of which the last dim must not be empty."""
+        if not input_shape or input_shape[-1] == 0:
+            raise ValueError(
+                f"Softmax needs an input with a last dim of at least 1, got {input_shape}"
+            )
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Normalise the exponentials of each row, its largest element taken off; saves y."""
+        xp = array_namespace(x)
+        x_NV = x.reshape(-1, x.shape[-1])
+        y_NV = xp.empty_like(x_NV)
+        for rows in chunks(x_NV):
+            y = y_NV[rows]
+            xp.subtract(x_NV[rows], x_NV[rows].max(axis=-1, keepdims=True), out=y)
+            xp.exp(y, out=y)
+            y /= y.sum(axis=-1, keepdims=True)
+        y = y_NV.reshape(x.shape)
+        return y, y if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """With the row sums of y dy: y (dy - sum), in the place of ``dy``."""
+        xp = array_namespace(dy)
+        y_NV = saved.reshape(-1, saved.shape[-1])
+        dy_NV = dy.reshape(y_NV.shape)
+        for rows in chunks(dy_NV):
+            d = dy_NV[rows]
+            d -= xp.einsum("nv,nv->n", d, y_NV[rows])[:, None]
+            d *= y_NV[rows]
+        return dy_NV.reshape(dy.shape), None
+
+
+class SwiGLU(Layer):
+    """y = a s(a) b for x = [a | b], with the logistic function s: `SiLU` of one half as a gate.
+
+    Between a linear layer to 2 F outputs and one from F: Shazeer, "GLU variants improve
+    transformer", 2020 (arXiv:2002.05202), eq. 6.
+    """
+
+    category = LayerCategory.ACTIVATION
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., 2 F) -> (..., F)."""
+        if not input_shape or input_shape[-1] == 0 or input_shape[-1] % 2:
+            raise ValueError(
+                f"SwiGLU needs samples whose last dim is even, got sample shape {input_shape}"
+            )
+        return (*input_shape[:-1], input_shape[-1] // 2)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Gate x of shape (..., 2 F); saves x itself."""
+        xp = array_namespace(x)
+        y_NF = xp.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
+        x_N2F = x.reshape(-1, x.shape[-1])
+        for rows in chunks(y_NF):
+            a, b = _halves(x_N2F[rows])
+            y = sigmoid(a, out=y_NF[rows])
+            y *= a
+            y *= b
+        return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The gradient of x: dy b s (1 + a (1 - s)) beside dy a s."""
+        xp = array_namespace(dy)
+        dx = xp.empty(saved.shape, dtype=dy.dtype)
+        dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
+        dy_NF = dy.reshape(-1, dy.shape[-1])
+        for rows in chunks(dy_NF):
+            (a, b), (da, db) = _halves(x_N2F[rows]), _halves(dx_N2F[rows])
+            s = sigmoid(a)
+            xp.multiply(a, s, out=db)
+            xp.subtract(1.0, s, out=da)
+            da *= db
+            da += s
+            da *= b
+            da *= dy_NF[rows]
+            db *= dy_NF[rows]
+        return dx, None
+
+
+def _halves(x_N2F: Array) -> tuple[Array, Array]:
+    half = x_N2F.shape[1] // 2
+    return x_N2F[:, :half], x_N2F[:, half:]

@@ -1,0 +1,354 @@
+"""Convolution of images as matrix products.
+
+Shape suffixes: B batch, C channels of the input, O channels of the output, H rows and W columns of
+the input, P rows and Q columns of the output, S = P Q, K = C * (rows of the kernel) * (columns of
+the kernel), N = S times the samples of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.arguments import check_sizes, is_size
+from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.initializers import kaiming_uniform, zeros
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Initializer,
+    Layer,
+    Parameters,
+    ParameterSpec,
+)
+from mpishard.nn.layers.targets import unwritten
+
+__all__ = ["Conv2D", "WindowColumns", "Windows", "size_pair"]
+
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Where the windows of a convolution or pooling lie; pairs are (rows, columns).
+
+    Parameters
+    ----------
+    kernel, stride, padding : tuple of int
+        Size of a window, distance of neighbours, and how many rows and columns of zeros
+        surround the image on each side.
+    """
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+
+    def counts(self, height: int, width: int) -> Pair:
+        """How many windows fit along each dim: floor((size + 2 padding - kernel) / stride) + 1.
+
+        Raises
+        ------
+        ValueError
+            Where none does.
+        """
+        rows, columns = (
+            (size + 2 * padding - kernel) // stride + 1
+            for size, kernel, stride, padding in zip(
+                (height, width), self.kernel, self.stride, self.padding, strict=True
+            )
+        )
+        if rows < 1 or columns < 1:
+            raise ValueError(
+                f"a kernel of {self.kernel} does not fit images of {(height, width)} with "
+                f"padding {self.padding}"
+            )
+        return rows, columns
+
+    def views(self, image: Array, counts: Pair) -> Iterator[Array]:
+        """For each position in a window, row by row, the elements that all windows have there.
+
+        ``image`` has shape (..., height, width), padding included; each view has shape
+        (..., *counts).
+        """
+        (rows, columns), (down, right) = counts, self.stride
+        for i in range(self.kernel[0]):
+            for j in range(self.kernel[1]):
+                yield image[
+                    ...,
+                    i : i + down * (rows - 1) + 1 : down,
+                    j : j + right * (columns - 1) + 1 : right,
+                ]
+
+
+def size_pair(owner: str, name: str, value: Any, least: int = 1) -> Pair:
+    """``value``, an integer or a pair of them, as a pair (rows, columns).
+
+    Raises
+    ------
+    ValueError
+        For something else, or an integer below ``least``.
+    """
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2 or not all(is_size(size, least) for size in pair):
+        raise ValueError(
+            f"{owner} needs {name} as an integer >= {least} or a pair (rows, columns) of them, "
+            f"got {value!r}"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+# The columns of a chunk may take so many times what a chunk of an element-wise pass takes: they
+# are written once and read by a matrix product, which brings its own blocks into the cache.
+_CHUNKS_AT_A_TIME = 4
+
+
+class WindowColumns:
+    """Scratch memory of one pass over a batch, used again for each chunk of it.
+
+    Parameters
+    ----------
+    windows : Windows
+        Kernel, stride and padding.
+    images : Array
+        Of shape (batch, C, H, W): what is cut into windows, or its gradient. Only its shape,
+        dtype and device matter.
+    counts : (int, int)
+        Numbers P and Q of windows along each dim.
+    """
+
+    def __init__(self, windows: Windows, images: Array, counts: Pair) -> None:
+        xp = array_namespace(images)
+        batch, channels, height, width = images.shape
+        self._windows = windows
+        self._counts = counts
+        self._channels = channels
+        self._batch = batch
+        self._size = channels * math.prod(windows.kernel) * math.prod(counts)
+        limit = _CHUNKS_AT_A_TIME * chunk_length(images)
+        self._samples = max(1, min(batch, limit // self._size))
+        self._scratch = xp.empty(min(batch, self._samples) * self._size, dtype=images.dtype)
+        down, right = windows.padding
+        self._inner = (..., slice(down, down + height), slice(right, right + width))
+        self._frame: Array | None = None
+        if down or right:
+            framed = (self._samples, channels, height + 2 * down, width + 2 * right)
+            self._frame = xp.zeros(framed, dtype=images.dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the batch that each fit the scratch memory; the last may reach beyond it."""
+        for start in range(0, self._batch, self._samples):
+            yield slice(start, start + self._samples)
+
+    def empty(self, samples: int) -> Array:
+        """Columns of shape (B, K, S) to be written."""
+        return self._scratch[: samples * self._size].reshape(samples, -1, math.prod(self._counts))
+
+    def by_sample(self, images_BCHW: Array) -> Array:
+        """The columns of each sample, shape (B, K, S)."""
+        columns = self.empty(images_BCHW.shape[0])
+        self._gather(images_BCHW, columns.reshape(-1, self._channels, *self._rest()))
+        return columns
+
+    def by_row(self, images_BCHW: Array) -> Array:
+        """The columns of all samples side by side, shape (K, B S)."""
+        samples = images_BCHW.shape[0]
+        (positions, *counts), flat = self._rest(), self._scratch[: samples * self._size]
+        columns = flat.reshape(self._channels, positions, samples, *counts)
+        self._gather(images_BCHW, columns.transpose(2, 0, 1, 3, 4))
+        return flat.reshape(self._channels * positions, -1)
+
+    def scatter(self, columns_BKS: Array, images_BCHW: Array) -> None:
+        """Write into each pixel the sum of what columns hold for it: the transpose of gathering."""
+        samples = images_BCHW.shape[0]
+        columns = columns_BKS.reshape(samples, self._channels, *self._rest())
+        framed = images_BCHW if self._frame is None else self._frame[:samples]
+        framed.fill(0)
+        for position, view in enumerate(self._windows.views(framed, self._counts)):
+            view[...] += columns[:, :, position]
+        if self._frame is not None:
+            images_BCHW[...] = framed[self._inner]
+
+    def _gather(self, images_BCHW: Array, columns: Array) -> None:
+        """Fill ``columns``, a view of shape (B, C, positions, P, Q)."""
+        framed = images_BCHW
+        if self._frame is not None:
+            framed = self._frame[: images_BCHW.shape[0]]
+            framed[self._inner] = images_BCHW
+        for position, view in enumerate(self._windows.views(framed, self._counts)):
+            columns[:, :, position] = view
+
+    def _rest(self) -> tuple[int, int, int]:
+        """Positions in a window, P and Q."""
+        return (math.prod(self._windows.kernel), *self._counts)
+
+
+class Conv2D(Layer):
+    """Two-dimensional convolution, as a cross-correlation, of images with channels first.
+
+    y[b, o, p, q] = bias[o] + sum over c, i, j of weight[o, c, i, j] *
+    x[b, c, p stride + i - padding, q stride + j - padding], with zeros outside the image:
+    LeCun et al., "Gradient-based learning applied to document recognition", Proc. IEEE 86, 1998,
+    section II; Goodfellow, Bengio & Courville, "Deep learning", 2016, eq. 9.6.
+
+    The windows of a few samples at a time are laid out as the columns of a matrix, which meets
+    the kernels in one matrix product (Chellapilla, Puri & Simard, "High performance convolutional
+    neural networks for document processing", 2006, section 3); they are made again in the
+    backward pass, so that no more than the input is kept.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Numbers C and O of channels.
+    kernel : int or (int, int)
+        Rows and columns of the kernel.
+    stride : int or (int, int)
+        Distance of neighbouring windows.
+    padding : int or (int, int)
+        Rows and columns of zeros on each side.
+    bias : bool
+        Whether there is a bias of shape (O,), first 0.
+    initializer : Initializer, optional
+        Of the weight of shape (O, C, rows, columns); `kaiming_uniform` of the K = C * rows *
+        columns elements that feed on one window where not given.
+
+    Raises
+    ------
+    ValueError
+        For sizes that are no integers >= 1, or a padding below 0.
+
+    Examples
+    --------
+    A convolutional classifier of images of 8 x 8 pixels and one channel:
+
+    >>> import mpishard as ms
+    >>> chain = ms.nn.Sequential(
+    ...     ms.nn.Conv2D(1, 16, kernel=3, padding=1), ms.nn.ReLU(), ms.nn.MaxPool2D(2),
+    ...     ms.nn.Conv2D(16, 32, kernel=3, padding=1), ms.nn.ReLU(), ms.nn.MaxPool2D(2),
+    ...     ms.nn.Flatten(), ms.nn.Linear(32 * 2 * 2, 10),
+    ... )
+    >>> model = ms.nn.Model(chain, ms.nn.CrossEntropy(), input_shape=(1, 8, 8))
+    >>> model.parameter_count
+    6090
+    """
+
+    category = LayerCategory.CONVOLUTION
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+    ) -> None:
+        check_sizes("Conv2D", inputs=inputs, outputs=outputs)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.bias = bias
+        self.windows = Windows(
+            size_pair("Conv2D", "kernel", kernel),
+            size_pair("Conv2D", "stride", stride),
+            size_pair("Conv2D", "padding", padding, least=0),
+        )
+        shape = (outputs, inputs, *self.windows.kernel)
+        fan_in = inputs * shape[2] * shape[3]
+        weight = ParameterSpec(shape, initializer or kaiming_uniform(fan_in))
+        self._parameters = {"weight": weight}
+        if bias:
+            self._parameters["bias"] = ParameterSpec((outputs,), zeros())
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (O, C, rows, columns) and, with a bias, ``bias`` of shape (O,)."""
+        return self._parameters
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(C, H, W) -> (O, P, Q), with P = floor((H + 2 padding - kernel) / stride) + 1."""
+        if len(input_shape) != 3 or input_shape[0] != self.inputs:
+            raise ValueError(
+                f"Conv2D({self.inputs}, {self.outputs}) needs samples of shape "
+                f"({self.inputs}, H, W), got {input_shape}"
+            )
+        return (self.outputs, *self.windows.counts(*input_shape[1:]))
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 K for each element of the output, those of the product."""
+        window = math.prod(self._parameters["weight"].shape[1:])
+        return 2 * window * math.prod(self.output_shape(input_shape))
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """x_BCHW -> y_BOPQ; saves x itself."""
+        xp = array_namespace(x)
+        y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
+        y_BOS = _with_flat_images(y)
+        w_OK = p["weight"].reshape(self.outputs, -1)
+        columns = WindowColumns(self.windows, x, y.shape[2:])
+        for rows in columns.chunks():
+            part = y_BOS[rows]
+            xp.matmul(w_OK, columns.by_sample(x[rows]), out=part)
+            if self.bias:
+                part += p["bias"][:, None]
+        return y, x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient: that of the columns, w^T dy, added up where they came from."""
+        xp = array_namespace(dy)
+        dx = xp.empty(saved.shape, dtype=dy.dtype)
+        dy_BOS = _with_flat_images(dy)
+        w_KO = p["weight"].reshape(self.outputs, -1).T
+        columns = WindowColumns(self.windows, dx, dy.shape[2:])
+        for rows in columns.chunks():
+            part = dx[rows]
+            d_BKS = xp.matmul(w_KO, dy_BOS[rows], out=columns.empty(part.shape[0]))
+            columns.scatter(d_BKS, part)
+        return dx, (saved, dy)
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, or the weight's alone."""
+        if needs_input_gradient:
+            return super().backward(p, saved, dy, g)
+        self.backward_weight((saved, dy), g)
+        return None
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add dy times the columns into the weight's gradient, the sum of dy into the bias's."""
+        x, dy = pending
+        xp = array_namespace(dy)
+        if x.shape[0] == 0:
+            return
+        dy_BOS = _with_flat_images(dy)
+        columns = WindowColumns(self.windows, x, dy.shape[2:])
+        target = unwritten(g, "weight")
+        is_written = target is None
+        dw_OK = (g["weight"] if target is None else target).reshape(self.outputs, -1)
+        for rows in columns.chunks():
+            d_OBS = xp.ascontiguousarray(dy_BOS[rows].swapaxes(0, 1))
+            d_ON = d_OBS.reshape(self.outputs, -1)
+            columns_NK = columns.by_row(x[rows]).T
+            if is_written:
+                dw_OK += xp.matmul(d_ON, columns_NK)
+            else:
+                xp.matmul(d_ON, columns_NK, out=dw_OK)
+                is_written = True
+            if self.bias:
+                db_O = g["bias"]
+                db_O += d_ON @ xp.ones(d_ON.shape[1], dtype=dy.dtype)
+
+
+def _with_flat_images(y: Array) -> Array:
+    """y_BOPQ as y_BOS."""
+    return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])

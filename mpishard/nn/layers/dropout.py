@@ -1,0 +1,154 @@
+"""Dropout whose mask is a function of the sample."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.layer import Context, Layer, Parameters
+
+__all__ = ["Dropout", "MaskStream"]
+
+_WORDS_PER_COUNT = 8  # words of 32 bits that Philox4x64 makes of one value of its counter
+
+
+class Dropout(Layer):
+    """In training, set elements to 0 at random and scale up the others: y = x m / (1 - rate).
+
+    An element of the mask m is 0 with probability ``rate``, else 1, so that y has the mean x
+    and prediction needs no scaling: Srivastava et al., "Dropout: a simple way to prevent neural
+    networks from overfitting", JMLR 15, 2014, sections 4 and 10 (the *inverted* form). Without
+    training, and at rate 0, y is x.
+
+    The mask belongs to the sample: it is a function of the context's seed, step and path (the
+    layer's name in the model), and of the sample's index in the global batch. However the batch
+    is cut, over ranks or micro-batches, each sample meets the same mask. It comes from one
+    counter-based Philox generator, keyed by a hash of (seed, step, path), in which sample k
+    takes counts k c + 1 to (k + 1) c of the counter, with c = ceil(elements / 8): Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Parameters
+    ----------
+    rate : float
+        Probability in [0, 1) with which an element is set to 0.
+
+    Raises
+    ------
+    ValueError
+        For a rate outside [0, 1).
+    """
+
+    category = LayerCategory.REGULARIZATION
+
+    def __init__(self, rate: float) -> None:
+        if not 0 <= rate < 1:
+            raise ValueError(f"Dropout needs a rate in [0, 1), got {rate}")
+        self.rate = float(rate)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the rate is above 0."""
+        return self.rate > 0
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The input's shape."""
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Mask x of shape (B, ...); saves the mask, of a byte for each element."""
+        if not (context.training and self.is_random):
+            return x, None
+        return self.mask(x, MaskStream(context, math.prod(x.shape[1:]), self.rate).next_masks)
+
+    def mask(
+        self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
+    ) -> tuple[Array, Any]:
+        """As `forward` in training, with masks that are given.
+
+        Parameters
+        ----------
+        x : Array
+            Shape (B, ...).
+        next_masks : callable
+            ``next_masks(samples)``: the masks of the next so many samples, bool of shape
+            (samples, elements of a sample).
+        """
+        xp = array_namespace(x)
+        x_BE = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        y_BE = xp.empty_like(x_BE)
+        mask_BE = xp.empty(x_BE.shape, dtype=bool)
+        for rows in chunks(x_BE):
+            y = y_BE[rows]
+            mask_BE[rows] = xp.asarray(next_masks(y.shape[0]))
+            xp.multiply(x_BE[rows], 1.0 / (1.0 - self.rate), out=y)
+            y *= mask_BE[rows]
+        return y_BE.reshape(x.shape), mask_BE
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` m / (1 - rate), in its place."""
+        if saved is None:
+            return dy, None
+        dy_BE = dy.reshape(saved.shape)
+        for rows in chunks(dy_BE):
+            d = dy_BE[rows]
+            d *= 1.0 / (1.0 - self.rate)
+            d *= saved[rows]
+        return dy_BE.reshape(dy.shape), None
+
+
+class MaskStream:
+    """The masks of consecutive samples, from ``context.sample_start`` on.
+
+    An element stays where its 32-bit word is at least ``rate`` 2^32. Words are made on the host
+    for arrays of a GPU, too: both then train with the same masks.
+
+    Parameters
+    ----------
+    context : Context
+        Seed, step and path are the key.
+    elements : int
+        Of a sample.
+    rate : float
+        In (0, 1).
+    part : (int, int), optional
+        The range ``(start, stop)`` of each sample's elements whose masks are wanted; all where
+        not given. The others' words are jumped over, and not made.
+    """
+
+    def __init__(
+        self, context: Context, elements: int, rate: float, part: tuple[int, int] | None = None
+    ) -> None:
+        key = f"dropout/{int(context.seed)}/{int(context.step)}/{context.path}"
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        start, stop = part or (0, elements)
+        first = start // _WORDS_PER_COUNT
+        self._words = slice(start - first * _WORDS_PER_COUNT, stop - first * _WORDS_PER_COUNT)
+        self._counts = -(-self._words.stop // _WORDS_PER_COUNT)
+        self._counts_between = -(-elements // _WORDS_PER_COUNT) - self._counts
+        self._threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
+        self._generator = np.random.Philox(
+            key=int.from_bytes(digest, "little"),
+            counter=int(context.sample_start) * (self._counts + self._counts_between) + first,
+        )
+
+    def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
+        """Masks of the next samples, a bool array of shape (samples, elements wanted)."""
+        if self._counts_between:
+            words = np.stack([self._next_words(1) for _ in range(samples)])
+        else:
+            words = self._next_words(samples).reshape(samples, -1)
+        masks: np.ndarray[Any, Any] = words[:, self._words] >= self._threshold
+        return masks
+
+    def _next_words(self, samples: int) -> np.ndarray[Any, Any]:
+        """The words of this many samples, end to end; the generator stands at the next sample."""
+        words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
+        if self._counts_between:
+            self._generator.advance(self._counts_between)
+        return words.astype("<u8", copy=False).view("<u4")

@@ -1,0 +1,213 @@
+"""Lookup tables: token numbers to vectors, and positions to vectors.
+
+Shape suffixes: B batch, T time, D width, V vocabulary, C context length, N all tokens of the
+input in one dim, U distinct tokens among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.arguments import check_sizes
+from mpishard.arrays import Array, array_namespace, is_device_array
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.initializers import normal
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Initializer,
+    Layer,
+    Parameters,
+    ParameterSpec,
+)
+
+__all__ = ["Embedding", "PositionalEmbedding"]
+
+
+class Embedding(Layer):
+    """A vector for each token: y = W[tokens].
+
+    Parameters
+    ----------
+    vocabulary_size, width : int
+        Sizes V and D of the table W of shape (V, D).
+    initializer : Initializer, optional
+        Of W; normal with standard deviation 0.02 where not given, as in GPT-2.
+
+    Raises
+    ------
+    ValueError
+        For a size that is no integer >= 1.
+    """
+
+    category = LayerCategory.EMBEDDING
+
+    def __init__(
+        self, vocabulary_size: int, width: int, initializer: Initializer | None = None
+    ) -> None:
+        check_sizes("Embedding", vocabulary_size=vocabulary_size, width=width)
+        self.vocabulary_size = vocabulary_size
+        self.width = width
+        self._weight = ParameterSpec((vocabulary_size, width), initializer or normal(0.02))
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (vocabulary_size, width)."""
+        return {"weight": self._weight}
+
+    @property
+    def takes_integers(self) -> bool:
+        """True: tokens are integers."""
+        return True
+
+    def check_input(self, x: Array) -> None:
+        """Refuse what are no integers, and tokens outside [0, V)."""
+        array_namespace(x)
+        if x.dtype.kind not in "iu":
+            raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
+        if x.size:
+            for token in (int(x.min()), int(x.max())):
+                if not 0 <= token < self.vocabulary_size:
+                    raise ValueError(
+                        f"token {token} is outside the vocabulary [0, {self.vocabulary_size})"
+                    )
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(...) -> (..., width): each token becomes a vector."""
+        return (*input_shape, self.width)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """0: rows are copied."""
+        return 0
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Look up integer tokens of any shape; saves them.
+
+        Checks them again, as `check_input` does: that costs microseconds, and an index that is
+        negative would be taken from the table's end without a word.
+        """
+        self.check_input(x)
+        return p["weight"].take(x, axis=0), x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """None: token numbers have no gradient."""
+        return None, (saved, dy)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add each row of dy into the row of the token it came from."""
+        tokens, dy = pending
+        add_rows(g["weight"], tokens.reshape(-1), dy.reshape(-1, self.width))
+
+
+def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
+    """Add each row of dy into the table's row of its token.
+
+    Rows of one token are brought together by a stable sort and summed in the order of the
+    batch, so that the result is the same in every run; adding at scattered indices is slow
+    on a CPU and without order on a GPU.
+    """
+    if not tokens_N.size:
+        return
+    xp = array_namespace(dy_ND)
+    order_N = xp.argsort(tokens_N, kind="stable")
+    tokens_N = tokens_N[order_N]
+    first_N = xp.ones(tokens_N.shape, dtype=bool)
+    first_N[1:] = tokens_N[1:] != tokens_N[:-1]
+    starts_U = xp.flatnonzero(first_N)
+    table_VD[tokens_N[starts_U]] += _sums_of_runs(dy_ND[order_N], first_N, starts_U)
+
+
+def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
+    """The sum of each run of rows, shape (U, D); ``first_N`` says where runs begin.
+
+    On a GPU it overwrites ``rows_ND``: neighbours are added in rounds, so that the order is the
+    same in every run of the program. CuPy's own ``add.reduceat`` takes differences of running
+    sums, of which little is left where a run is small beside what came before it.
+    """
+    xp = array_namespace(rows_ND)
+    if not is_device_array(rows_ND):
+        return xp.add.reduceat(rows_ND, starts_U, axis=0)
+    run_N = xp.cumsum(first_N) - 1
+    stops_U = xp.full_like(starts_U, rows_ND.shape[0])
+    stops_U[:-1] = starts_U[1:]
+    row_N = xp.arange(rows_ND.shape[0])
+    place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
+    longest, step = int((stops_U - starts_U).max()), 1
+    while step < longest:
+        left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
+        rows_ND[left] += rows_ND[left + step]
+        step *= 2
+    return rows_ND[starts_U]
+
+
+class PositionalEmbedding(Layer):
+    """A learned vector for each position: y = x + P[:T].
+
+    Parameters
+    ----------
+    context_length, width : int
+        Sizes C and D of the table P of shape (C, D); inputs have T <= C.
+    initializer : Initializer, optional
+        Of P; normal with standard deviation 0.02 where not given, as in GPT-2.
+
+    Raises
+    ------
+    ValueError
+        For a size that is no integer >= 1.
+    """
+
+    category = LayerCategory.EMBEDDING
+
+    def __init__(
+        self, context_length: int, width: int, initializer: Initializer | None = None
+    ) -> None:
+        check_sizes("PositionalEmbedding", context_length=context_length, width=width)
+        self.context_length = context_length
+        self.width = width
+        self._weight = ParameterSpec((context_length, width), initializer or normal(0.02))
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (context_length, width)."""
+        return {"weight": self._weight}
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T, width) -> (T, width), with T at most the context length."""
+        if (
+            len(input_shape) != 2
+            or input_shape[0] > self.context_length
+            or input_shape[1] != self.width
+        ):
+            raise ValueError(
+                f"PositionalEmbedding needs samples of shape (T <= {self.context_length}, "
+                f"{self.width}), got {input_shape}"
+            )
+        return input_shape
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Add P[:T] to each sample of x_BTD, behind S cached positions P[S : S + T]; saves nothing.
+
+        Raises
+        ------
+        ValueError
+            Where there are not so many positions.
+        """
+        self.output_shape(x.shape[1:])
+        start = 0 if context.cache is None else context.cache.length
+        stop = start + x.shape[1]
+        if stop > self.context_length:
+            raise ValueError(
+                f"{start} positions are cached and {x.shape[1]} more are given; "
+                f"PositionalEmbedding has {self.context_length}"
+            )
+        return x + p["weight"][start:stop], None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
+        return dy, dy.sum(axis=0)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the sum over the batch into the first T rows."""
+        dw_TD = g["weight"][: pending.shape[0]]
+        dw_TD += pending

@@ -1,0 +1,359 @@
+"""What a layer is: a description of parameters and of three functions, and no arrays.
+
+Shape suffixes in ``nn``: B batch, T time (position in the sequence), D width, V vocabulary,
+H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has shape (B, T, D).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from mpishard.arguments import check_sizes
+from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import LayerCategory
+
+__all__ = [
+    "Context",
+    "Gradients",
+    "Initializer",
+    "KeyValueCache",
+    "Layer",
+    "ParameterSpec",
+    "Parameters",
+]
+
+
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
+"""``initializer(generator, shape) -> float64 array of that shape``."""
+
+Parameters = Mapping[str, Any]
+"""A layer's parameters: name -> read-only array; for a composite, child name -> its parameters."""
+
+Gradients = Mapping[str, Any]
+"""As `Parameters`, with writable arrays that gradients are *added* to.
+
+Where it is a `mpishard.nn.GradientTargets`, a layer may write what it would add to zeros.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of a layer, before it exists.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Its shape.
+    initializer : Initializer
+        Makes its first value from a generator that is keyed by (seed, parameter name).
+    tied_to : str, optional
+        Full name of another parameter of the model that this one *is*. It then adds nothing to
+        the parameter table, and its shape must be the other's.
+    trainable : bool
+        Whether training changes it. Where not, its gradient is 0 and it has no optimizer state.
+    """
+
+    shape: tuple[int, ...]
+    initializer: Initializer
+    tied_to: str | None = None
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a forward pass may depend on beside parameters and input.
+
+    Parameters
+    ----------
+    training : bool
+        Whether a backward pass may follow. Where False, ``forward`` need save nothing.
+    seed, step : int
+        With a layer's name and the global sample index, the key of any randomness.
+    sample_start : int
+        Index in the global batch of this rank's first sample.
+    path : str
+        Dotted name of the layer that is running, where it or a layer inside it `is_random`, or
+        where there is a cache.
+    cache : KeyValueCache, optional
+        What was kept of the positions before the input's first, where a sequence is read bit by
+        bit: see `KeyValueCache`. Layers for which positions differ, or see each other, go by it.
+    """
+
+    training: bool = True
+    seed: int = 0
+    step: int = 0
+    sample_start: int = 0
+    path: str = ""
+    cache: KeyValueCache | None = None
+
+    def enter(self, name: str, layer: Layer) -> Context:
+        """The context for ``layer``, which is called ``name`` in the one that runs."""
+        if not layer.is_random and self.cache is None:
+            return self
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+
+class Layer(ABC):
+    """A layer holds no arrays: parameters, gradients and what is saved all belong to the call.
+
+    Any number of threads, micro-batches and recomputations may therefore share one layer. A
+    leaf layer gives `parameters`, `forward`, `backward_input` and `backward_weight`; `backward`
+    runs the two halves.
+    """
+
+    category: ClassVar[LayerCategory] = LayerCategory.OTHER
+    """What the layer is for, of which reports and planners speak."""
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Own parameters, name -> description, in the order they take in the flat vector."""
+        return {}
+
+    @property
+    def children(self) -> Mapping[str, Layer]:
+        """Inner layers of a composite, name -> layer, in order; empty for a leaf."""
+        return {}
+
+    def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:
+        """Yield (dotted name, description) of own and inner parameters, in table order."""
+        for name, spec in self.parameters.items():
+            yield prefix + name, spec
+        for name, child in self.children.items():
+            yield from child.walk_parameters(f"{prefix}{name}.")
+
+    def copy(self) -> Self:
+        """A description of its own, for a copy of the model: what is chosen of it stays there.
+
+        What it refers to, such as initializers, is shared. A composite copies its children too.
+        """
+        return copy.copy(self)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the output in training depends on the context's seed, step and sample.
+
+        A composite is random where one of its children is.
+        """
+        return any(child.is_random for child in self.children.values())
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether integer inputs are to stay integers, and not become the model's dtype.
+
+        A composite's first child decides.
+        """
+        first = next(iter(self.children.values()), None)
+        return first is not None and first.takes_integers
+
+    def check_input(self, x: Array) -> None:
+        """Refuse an input, with its batch dim, whose dtype or values `forward` cannot take.
+
+        Callers ask the first layer of a model before they communicate, so that a rank's bad
+        input is an error on that rank and no failure in the middle of a collective. One pass over
+        ``x`` at most; shapes are `output_shape`'s business. A composite asks its first child.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for a dtype that the layer does not take.
+        ValueError
+            For values that the layer does not take.
+        """
+        array_namespace(x)
+        first = next(iter(self.children.values()), None)
+        if first is not None:
+            first.check_input(x)
+        elif x.dtype.kind not in "biuf":
+            raise TypeError(f"{type(self).__name__} takes real numbers, got an array of {x.dtype}")
+
+    @abstractmethod
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of one sample's output for one sample's input, without the batch dim.
+
+        Raises
+        ------
+        ValueError
+            Where the layer cannot take ``input_shape``; the message says what it takes.
+        """
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """Floating-point operations of one sample's forward pass, about.
+
+        A multiplication and an addition are two. Unless a layer knows better, it is taken for
+        element-wise: one for each element of the output.
+        """
+        return math.prod(self.output_shape(input_shape))
+
+    def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
+        """Elements of one sample's output, and of what inner layers put out before it."""
+        return math.prod(self.output_shape(input_shape))
+
+    @abstractmethod
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Compute the output.
+
+        Returns
+        -------
+        y : Array
+            The output. May be a view of, or ``x`` itself; ``x`` must not be changed.
+        saved : object
+            What the backward pass needs; None where ``context.training`` is False.
+        """
+
+    @abstractmethod
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """Gradient with respect to the input, from the gradient ``dy`` of the output.
+
+        ``dy`` belongs to the callee, which may overwrite it.
+
+        Returns
+        -------
+        dx : Array
+            The gradient of the input; None where the input has none (token numbers).
+        pending : object
+            What `backward_weight` needs. No array in it may be one that ``dx`` shares memory
+            with, for ``dx`` goes on to be overwritten.
+        """
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the gradients of the layer's parameters into ``g``."""
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, leaf by leaf: add into ``g`` and return the input's gradient.
+
+        Where ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
+        spare itself that gradient and return None.
+        """
+        dx, pending = self.backward_input(p, saved, dy)
+        self.backward_weight(pending, g)
+        return dx
+
+
+class KeyValueCache:
+    """What the attention layers of one model keep of one batch of sequences, while it is read.
+
+    Layers hold no arrays: the cache belongs to the caller, who passes it in
+    ``Context(training=False, cache=cache)``. A forward pass is then given the *new* tokens alone:
+    attention layers write their keys and values behind those of the `length` positions that
+    were read before and attend to all of them, and positional embeddings begin at `length`. When
+    the pass is over, the caller says so with `advance`; a pass that fails therefore leaves the
+    cache as it was. The arrays of a layer, of shape (B, H, C, K), are made when it first runs, in
+    the dtype and on the device of its input, and hold the heads that this rank has.
+
+    Parameters
+    ----------
+    capacity : int
+        Greatest number C of positions: at most the model's context length.
+
+    Attributes
+    ----------
+    length : int
+        Number of positions that have been read.
+
+    Raises
+    ------
+    ValueError
+        For a capacity that is no integer >= 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard.nn import CausalAttention, Context, KeyValueCache
+    >>> x = np.random.default_rng(0).standard_normal((1, 4, 6))
+    >>> core, cache = CausalAttention(1), KeyValueCache(4)
+    >>> context = Context(training=False, cache=cache)
+    >>> first, _ = core.forward({}, x[:, :3], context)
+    >>> cache.advance(3)
+    >>> last, _ = core.forward({}, x[:, 3:], context)
+    >>> whole, _ = core.forward({}, x, Context(training=False))
+    >>> bool(np.allclose(whole, np.concatenate([first, last], axis=1), rtol=0, atol=1e-15))
+    True
+    """
+
+    def __init__(self, capacity: int) -> None:
+        check_sizes("KeyValueCache", capacity=capacity)
+        self.capacity = int(capacity)
+        self.length = 0
+        self._arrays: dict[str, tuple[Array, Array]] = {}
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all keys and values that there is room for."""
+        return sum(int(array.nbytes) for pair in self._arrays.values() for array in pair)
+
+    def extend(self, name: str, keys_BHTK: Array, values_BHTK: Array) -> tuple[Array, Array]:
+        """Keep the keys and values of new positions.
+
+        Parameters
+        ----------
+        name : str
+            Dotted name of the attention layer in the model.
+        keys_BHTK, values_BHTK : Array
+            Of the positions from `length` on.
+
+        Returns
+        -------
+        keys_BHSK, values_BHSK : Array
+            Views of all that is kept, S = length + T.
+
+        Raises
+        ------
+        ValueError
+            Where they do not fit behind the others, or are of another batch.
+        """
+        batch, heads, count, size = keys_BHTK.shape
+        stop = self.length + count
+        if stop > self.capacity:
+            raise ValueError(
+                f"{self.length} positions are kept and {count} more do not fit in a cache for "
+                f"{self.capacity}"
+            )
+        if name not in self._arrays:
+            xp, shape = array_namespace(keys_BHTK), (batch, heads, self.capacity, size)
+            self._arrays[name] = (
+                xp.empty(shape, keys_BHTK.dtype),
+                xp.empty(shape, values_BHTK.dtype),
+            )
+        keys_BHCK, values_BHCK = self._arrays[name]
+        kept = (*keys_BHCK.shape[:2], keys_BHCK.shape[3])
+        if kept != (batch, heads, size):
+            raise ValueError(
+                f"{name} keeps keys for (batch, heads, head size) = {kept}, got "
+                f"{(batch, heads, size)}: a cache is for one batch of sequences"
+            )
+        keys_BHCK[:, :, self.length : stop] = keys_BHTK
+        values_BHCK[:, :, self.length : stop] = values_BHTK
+        return keys_BHCK[:, :, :stop], values_BHCK[:, :, :stop]
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more positions as read: a forward pass over them is over.
+
+        Raises
+        ------
+        ValueError
+            Where there is no room for them, or ``count`` is negative.
+        """
+        if not 0 <= count <= self.capacity - self.length:
+            raise ValueError(
+                f"cannot advance by {count}: {self.length} of {self.capacity} positions are read"
+            )
+        self.length += count
+
+    def clear(self) -> None:
+        """Forget all positions; the arrays stay for the next sequences."""
+        self.length = 0

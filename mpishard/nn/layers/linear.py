@@ -1,0 +1,202 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpishard.arguments import check_sizes, is_size
+from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.initializers import kaiming_uniform, zeros
+from mpishard.nn.layers.layer import (
+    Context,
+    Gradients,
+    Initializer,
+    Layer,
+    Parameters,
+    ParameterSpec,
+)
+from mpishard.nn.layers.targets import unwritten
+
+__all__ = ["FeatureLinear", "Linear"]
+
+
+# A weight gradient is made in blocks of at least so many output rows: fewer and the matrix
+# product packs x anew too often, more and the scratch block leaves the cache.
+_MINIMUM_BLOCK_ROWS = 256
+
+
+class Linear(Layer):
+    """Linear map of the last dim: y = x W^T + b.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Sizes I and O of the last dim of the input and of the output.
+    bias : bool
+        Whether there is a bias b of shape (O,), first 0.
+    initializer : Initializer, optional
+        Of the weight W of shape (O, I); `kaiming_uniform` of I where not given.
+    tied_to : str, optional
+        Full name of another parameter of shape (O, I) that serves as W.
+
+    Raises
+    ------
+    ValueError
+        For a size that is no integer >= 1.
+    """
+
+    category = LayerCategory.DENSE
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+        tied_to: str | None = None,
+    ) -> None:
+        check_sizes("Linear", inputs=inputs, outputs=outputs)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.bias = bias
+        weight = ParameterSpec((outputs, inputs), initializer or kaiming_uniform(inputs), tied_to)
+        self._parameters = {"weight": weight}
+        if bias:
+            self._parameters["bias"] = ParameterSpec((outputs,), zeros())
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight`` of shape (outputs, inputs) and, with a bias, ``bias`` of shape (outputs,)."""
+        return self._parameters
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., inputs) -> (..., outputs)."""
+        if not input_shape or input_shape[-1] != self.inputs:
+            raise ValueError(
+                f"Linear({self.inputs}, {self.outputs}) needs an input whose last dim is "
+                f"{self.inputs}, got sample shape {input_shape}"
+            )
+        return (*input_shape[:-1], self.outputs)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """2 I O for each row, those of the product."""
+        return 2 * self.inputs * math.prod(self.output_shape(input_shape))
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Map x of shape (..., I) to (..., O); saves x itself."""
+        xp = array_namespace(x)
+        x_NI = x.reshape(-1, self.inputs)
+        y_NO = xp.matmul(x_NI, p["weight"].T)
+        if self.bias:
+            y_NO += p["bias"]
+        return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient dy W, of shape (..., I)."""
+        xp = array_namespace(dy)
+        dx_NI = xp.matmul(dy.reshape(-1, self.outputs), p["weight"])
+        return dx_NI.reshape(saved.shape), (saved, dy)
+
+    def backward(
+        self,
+        p: Parameters,
+        saved: Any,
+        dy: Array,
+        g: Gradients,
+        *,
+        needs_input_gradient: bool = True,
+    ) -> Array:
+        """Both halves, or the weight's alone, which spares one of two matrix products."""
+        if needs_input_gradient:
+            return super().backward(p, saved, dy, g)
+        self.backward_weight((saved, dy), g)
+        return None
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""
+        x, dy = pending
+        xp = array_namespace(dy)
+        x_NI = x.reshape(-1, self.inputs)
+        dy_NO = dy.reshape(-1, self.outputs)
+        if x_NI.shape[0] == 0:
+            return
+        dw_OI = unwritten(g, "weight")
+        if dw_OI is not None:
+            xp.matmul(dy_NO.T, x_NI, out=dw_OI)
+        else:
+            _add_product(g["weight"], dy_NO, x_NI)
+        if self.bias:
+            db_O = g["bias"]
+            db_O += xp.ones(dy_NO.shape[0], dtype=dy.dtype) @ dy_NO
+
+
+def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
+    """Add dy^T x, block by block, so that the product is added while it is in the cache."""
+    xp = array_namespace(dw_OI)
+    outputs, inputs = dw_OI.shape
+    rows = min(outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // inputs))
+    scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
+    for start in range(0, outputs, rows):
+        block = slice(start, min(start + rows, outputs))
+        product = scratch[: block.stop - start]
+        xp.matmul(dy_NO[:, block].T, x_NI, out=product)
+        dw_OI[block] += product
+
+
+class FeatureLinear(Linear):
+    """`Linear`, of which the input features that are not active count as 0.
+
+    Whatever an inactive feature holds, NaN too, the output does not depend on it, and neither
+    it nor its column of the weight has a gradient. At first all are active. Parameters and errors
+    are those of `Linear`.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self._active = frozenset(range(inputs))
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Indices of the active features, ascending."""
+        return tuple(sorted(self._active))
+
+    @active.setter
+    def active(self, indices: Iterable[int]) -> None:
+        self._active = self.checked(indices)
+
+    def checked(self, indices: Iterable[int]) -> frozenset[int]:
+        """These indices, where each is that of a feature.
+
+        Raises
+        ------
+        ValueError
+            For one that is not.
+        """
+        chosen = list(indices)
+        wrong = [index for index in chosen if not is_size(index, 0) or int(index) >= self.inputs]
+        if wrong:
+            raise ValueError(
+                f"indices of features must be integers in [0, {self.inputs}), got {wrong[0]!r}"
+            )
+        return frozenset(int(index) for index in chosen)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Map x of shape (..., I) to (..., O); saves x, masked where a feature is inactive."""
+        if len(self._active) < self.inputs:
+            x = x.copy()
+            self._clear_inactive(x)
+        return super().forward(p, x, context)
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient, 0 for what is inactive."""
+        dx, pending = super().backward_input(p, saved, dy)
+        self._clear_inactive(dx)
+        return dx, pending
+
+    def _clear_inactive(self, x: Array) -> None:
+        inactive = sorted(frozenset(range(self.inputs)) - self._active)
+        if inactive:
+            x[..., array_namespace(x).asarray(inactive)] = 0

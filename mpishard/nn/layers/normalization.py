@@ -1,0 +1,216 @@
+"""Normalisation over the last dim.
+
+Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.arguments import check_sizes
+from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.contracts import LayerCategory
+from mpishard.nn.layers.initializers import ones, zeros
+from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(Layer):
+    """Normalise the last dim to mean 0 and variance 1, then scale and shift.
+
+    y = weight * (x - mean) / sqrt(variance + epsilon) + bias, with mean and (biased) variance
+    over the last dim: Ba, Kiros & Hinton, "Layer normalization", 2016 (arXiv:1607.06450), eq. 4.
+
+    Parameters
+    ----------
+    width : int
+        Size D of the last dim.
+    epsilon : float
+        Added to the variance.
+
+    Raises
+    ------
+    ValueError
+        For a width that is no integer >= 1 or an epsilon that is not positive.
+    """
+
+    category = LayerCategory.NORMALIZATION
+
+    def __init__(self, width: int, epsilon: float = 1e-5) -> None:
+        check_sizes("LayerNorm", width=width)
+        if not epsilon > 0:
+            raise ValueError(f"LayerNorm needs epsilon > 0, got {epsilon}")
+        self.width = width
+        self.epsilon = epsilon
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight``, first 1, and ``bias``, first 0, both of shape (width,)."""
+        return {
+            "weight": ParameterSpec((self.width,), ones()),
+            "bias": ParameterSpec((self.width,), zeros()),
+        }
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., width) -> (..., width)."""
+        if not input_shape or input_shape[-1] != self.width:
+            raise ValueError(
+                f"LayerNorm({self.width}) needs an input whose last dim is {self.width}, "
+                f"got sample shape {input_shape}"
+            )
+        return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """7 for each element: two for either moment, one to normalise, to scale and to shift."""
+        return 7 * math.prod(self.output_shape(input_shape))
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Normalise x of shape (..., D); saves the normalised input and the inverse deviations."""
+        xp = array_namespace(x)
+        x_ND = x.reshape(-1, self.width)
+        y_ND = xp.empty_like(x_ND)
+        h_ND = xp.empty_like(x_ND) if context.training else y_ND
+        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=x.dtype)
+        # Means as products with a constant vector: numpy's row sums are three times as slow.
+        average_D1 = xp.full((self.width, 1), 1.0 / self.width, dtype=x.dtype)
+        for rows in chunks(x_ND):
+            h, inverse, y = h_ND[rows], inverse_N1[rows], y_ND[rows]
+            xp.subtract(x_ND[rows], xp.matmul(x_ND[rows], average_D1), out=h)
+            inverse[:, 0] = xp.einsum("nd,nd->n", h, h)
+            inverse /= self.width
+            inverse += self.epsilon
+            xp.sqrt(inverse, out=inverse)
+            xp.divide(1.0, inverse, out=inverse)
+            h *= inverse
+            xp.multiply(h, p["weight"], out=y)
+            y += p["bias"]
+        return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient, in the place of ``dy``; pending are the parameters' gradients.
+
+        With h the normalised input and d = weight * dy, and means over the last dim:
+        dx = (d - mean(d) - h * mean(d * h)) / sqrt(variance + epsilon). The sums over samples
+        that the parameters need are made here, while the chunk is in the cache: what would have
+        to be kept for later is as large as the input, and the sums are vectors. Sums and means
+        are products with a vector, which NumPy's own sums are slower than.
+        """
+        h_ND, inverse_N1 = saved
+        xp = array_namespace(dy)
+        dy_ND = dy.reshape(-1, self.width)
+        dw_D = xp.zeros(self.width, dtype=dy.dtype)
+        db_D = xp.zeros_like(dw_D)
+        weight_D1 = p["weight"].reshape(-1, 1) / self.width
+        for rows in chunks(dy_ND):
+            d, h = dy_ND[rows], h_ND[rows]
+            ones_N = xp.ones(d.shape[0], dtype=dy.dtype)
+            dh = d * h
+            dw_D += ones_N @ dh
+            db_D += ones_N @ d
+            mean_dh = xp.matmul(dh, weight_D1)
+            mean_d = xp.matmul(d, weight_D1)
+            d *= p["weight"]
+            d -= xp.multiply(h, mean_dh, out=dh)
+            d -= mean_d
+            d *= inverse_N1[rows]
+        return dy_ND.reshape(dy.shape), (dw_D, db_D)
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the sums over samples of dy * h and of dy."""
+        dw_D, db_D = g["weight"], g["bias"]
+        dw_D += pending[0]
+        db_D += pending[1]
+
+
+class RMSNorm(Layer):
+    """Divide the last dim by its root mean square, then scale.
+
+    y = weight * x / sqrt(mean(x^2) + epsilon): Zhang & Sennrich, "Root mean square layer
+    normalization", 2019 (arXiv:1910.07467), eq. 4.
+
+    Parameters
+    ----------
+    width : int
+        Size D of the last dim.
+    epsilon : float
+        Added to the mean square.
+
+    Raises
+    ------
+    ValueError
+        For a width that is no integer >= 1 or an epsilon that is not positive.
+    """
+
+    category = LayerCategory.NORMALIZATION
+
+    def __init__(self, width: int, epsilon: float = 1e-6) -> None:
+        check_sizes("RMSNorm", width=width)
+        if not epsilon > 0:
+            raise ValueError(f"RMSNorm needs epsilon > 0, got {epsilon}")
+        self.width = width
+        self.epsilon = epsilon
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """``weight``, first 1, of shape (width,)."""
+        return {"weight": ParameterSpec((self.width,), ones())}
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., width) -> (..., width)."""
+        if not input_shape or input_shape[-1] != self.width:
+            raise ValueError(
+                f"RMSNorm({self.width}) needs an input whose last dim is {self.width}, "
+                f"got sample shape {input_shape}"
+            )
+        return input_shape
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """4 for each element: two for the mean square, one to normalise and one to scale."""
+        return 4 * math.prod(self.output_shape(input_shape))
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Normalise x of shape (..., D); saves x and the inverse root mean squares."""
+        xp = array_namespace(x)
+        x_ND = x.reshape(-1, self.width)
+        y_ND = xp.empty_like(x_ND)
+        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=x.dtype)
+        for rows in chunks(x_ND):
+            inverse, y = inverse_N1[rows], y_ND[rows]
+            inverse[:, 0] = xp.einsum("nd,nd->n", x_ND[rows], x_ND[rows])
+            inverse /= self.width
+            inverse += self.epsilon
+            xp.sqrt(inverse, out=inverse)
+            xp.divide(1.0, inverse, out=inverse)
+            xp.multiply(x_ND[rows], inverse, out=y)
+            y *= p["weight"]
+        return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The input's gradient, in the place of ``dy``; pending is the weight's.
+
+        With h the normalised input and d = weight * dy: dx = (d - h mean(d h)) / rms(x). The
+        sum over samples that the weight needs is made here, as in `LayerNorm`.
+        """
+        x_ND, inverse_N1 = saved
+        xp = array_namespace(dy)
+        dy_ND = dy.reshape(-1, self.width)
+        dw_D = xp.zeros(self.width, dtype=dy.dtype)
+        weight_D1 = p["weight"].reshape(-1, 1) / self.width
+        for rows in chunks(dy_ND):
+            d, inverse = dy_ND[rows], inverse_N1[rows]
+            h = x_ND[rows] * inverse
+            dh = d * h
+            dw_D += xp.ones(d.shape[0], dtype=dy.dtype) @ dh
+            h *= xp.matmul(dh, weight_D1)
+            d *= p["weight"]
+            d -= h
+            d *= inverse
+        return dy_ND.reshape(dy.shape), dw_D
+
+    def backward_weight(self, pending: Any, g: Gradients) -> None:
+        """Add the sum over samples of dy * h."""
+        dw_D = g["weight"]
+        dw_D += pending

@@ -1,0 +1,199 @@
+"""The losses of classification: negative log-likelihoods of classes, of logits.
+
+Shape suffixes: N all leading dims taken together, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.nn.layers.activations import sigmoid
+from mpishard.nn.losses.regression import Loss, check_real_target
+
+__all__ = ["BinaryCrossEntropy", "CrossEntropy"]
+
+
+class CrossEntropy(Loss):
+    """Negative log-likelihood of the target class under softmax of the logits.
+
+    For logits z and target c: log(Z) - z_c with Z = sum_v exp(z_v), counted once for each target
+    that is not ignored (Bishop, "Pattern recognition and machine learning", 2006, eq. 4.108).
+
+    Parameters
+    ----------
+    ignore_index : int
+        Targets of this value count for nothing.
+    label_smoothing : float
+        The part e of the target distribution that is spread evenly over all V classes, the
+        target's among them: the loss becomes log(Z) - (1 - e) z_c - (e / V) sum_v z_v (Szegedy
+        et al., "Rethinking the inception architecture", 2016, arXiv:1512.00567, section 7).
+    z_loss : float
+        Factor of log(Z)^2, which is added so that logits do not drift; 1e-4 in Chowdhery et al.,
+        "PaLM", 2022 (arXiv:2204.02311), section 5.
+
+    Raises
+    ------
+    ValueError
+        For a label smoothing outside [0, 1), or a factor that is not finite and >= 0.
+    """
+
+    def __init__(
+        self, ignore_index: int = -1, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+        if not 0 <= z_loss < math.inf:
+            raise ValueError(f"z_loss must be finite and >= 0, got {z_loss}")
+        self.ignore_index = ignore_index
+        self.label_smoothing = float(label_smoothing)
+        self.z_loss = float(z_loss)
+
+    def forward(
+        self, prediction: Array, target: Array, training: bool = True
+    ) -> tuple[float, float, Any]:
+        """Logits of shape (..., V) against integer targets of shape (...).
+
+        Saves the gradient itself, which takes the exponentials that the loss needs anyway.
+        Errors are those of `check_target`.
+        """
+        xp = array_namespace(prediction)
+        self.check_target(prediction.shape, target)
+        logits_NV = prediction.reshape(-1, prediction.shape[-1])
+        target_N = target.reshape(-1)
+        counted_N = target_N != self.ignore_index
+        gradient = xp.empty_like(logits_NV) if training else None
+        total = 0.0
+        for rows in chunks(logits_NV):
+            logits, counted = logits_NV[rows], counted_N[rows]
+            index = (xp.arange(logits.shape[0]), xp.where(counted, target_N[rows], 0))
+            largest = logits.max(axis=-1, keepdims=True)
+            exponentials = xp.subtract(
+                logits, largest, out=None if gradient is None else gradient[rows]
+            )
+            expected = self._expected_logit(exponentials, index)
+            xp.exp(exponentials, out=exponentials)
+            normalizer = exponentials.sum(axis=-1, keepdims=True)
+            log_normalizer = xp.log(normalizer)
+            losses = log_normalizer[:, 0] - expected
+            slope = 1.0
+            if self.z_loss:
+                log_normalizer += largest  # now log(Z)
+                losses += self.z_loss * xp.square(log_normalizer[:, 0])
+                slope = 1.0 + 2.0 * self.z_loss * log_normalizer
+            total += float(xp.where(counted, losses, 0).sum(dtype=xp.float64))
+            if gradient is not None:
+                exponentials *= xp.where(counted[:, None], slope / normalizer, 0)
+                self._subtract_target(exponentials, index, counted)
+        saved = None if gradient is None else gradient.reshape(prediction.shape)
+        return total, float(counted_N.sum()), saved
+
+    def _expected_logit(self, logits_NV: Array, index: tuple[Array, Array]) -> Array:
+        """The mean of each row's logits under the target distribution, shape (N,)."""
+        chosen = logits_NV[index]
+        if self.label_smoothing:
+            chosen *= 1.0 - self.label_smoothing
+            chosen += self.label_smoothing * logits_NV.mean(axis=-1)
+        return chosen
+
+    def _subtract_target(
+        self, gradient_NV: Array, index: tuple[Array, Array], counted_N: Array
+    ) -> None:
+        """Subtract the target distribution from each row that counts."""
+        if not self.label_smoothing:
+            gradient_NV[index] -= counted_N
+            return
+        evenly = self.label_smoothing / gradient_NV.shape[-1]
+        gradient_NV -= (evenly * counted_N).astype(gradient_NV.dtype)[:, None]
+        gradient_NV[index] -= (1.0 - self.label_smoothing) * counted_N
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets that name no class.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for any but an integer dtype.
+        ValueError
+            For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
+        """
+        array_namespace(target)
+        if not prediction_shape or target.shape != prediction_shape[:-1]:
+            raise ValueError(
+                "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
+                f"{prediction_shape} and {target.shape}"
+            )
+        if target.dtype.kind not in "iu":
+            raise TypeError(f"CrossEntropy takes integer targets, got an array of {target.dtype}")
+        classes = prediction_shape[-1]
+        wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            raise ValueError(
+                f"target {int(target[wrong][0])} is neither in [0, {classes}) nor "
+                f"the ignored {self.ignore_index}"
+            )
+
+    def backward(self, saved: Any) -> Array:
+        """(1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 where ignored."""
+        return saved
+
+
+class BinaryCrossEntropy(Loss):
+    """Negative log-likelihood of yes-or-no targets under the logistic function of the logits.
+
+    For a logit z and a target t, 0, 1 or a probability between them: log(1 + exp(z)) - t z,
+    computed as max(z, 0) - t z + log(1 + exp(-abs(z))), which does not overflow (Bishop, "Pattern
+    recognition and machine learning", 2006, eq. 4.90). It is averaged over the output dims and
+    summed over the samples, each of which weighs 1.
+    """
+
+    def forward(
+        self, prediction: Array, target: Array, training: bool = True
+    ) -> tuple[float, float, Any]:
+        """Logits and targets of one shape (N, ...); the weight is N.
+
+        Saves the gradient itself. Errors are those of `check_target`.
+        """
+        self.check_target(prediction.shape, target)
+        xp = array_namespace(prediction)
+        outputs = math.prod(prediction.shape[1:])
+        gradient = xp.empty_like(prediction) if training else None
+        total = 0.0
+        for rows in chunks(prediction):
+            z, t = prediction[rows], target[rows].astype(prediction.dtype, copy=False)
+            losses = xp.abs(z)
+            xp.negative(losses, out=losses)
+            xp.exp(losses, out=losses)
+            xp.log1p(losses, out=losses)
+            losses += xp.maximum(z, 0)
+            losses -= t * z
+            total += float(losses.sum(dtype=xp.float64))
+            if gradient is not None:
+                part = gradient[rows]
+                sigmoid(z, out=part)
+                part -= t
+                part *= 1.0 / outputs
+        return total / outputs, float(prediction.shape[0]), gradient
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+        """Refuse targets that are no probabilities.
+
+        Raises
+        ------
+        TypeError
+            For what is no array, and for a dtype that is not of real numbers.
+        ValueError
+            Where the shapes differ, or for a target outside [0, 1].
+        """
+        check_real_target(type(self).__name__, prediction_shape, target)
+        fits = (target >= 0) & (target <= 1)
+        if not fits.all():
+            raise ValueError(
+                f"BinaryCrossEntropy takes targets in [0, 1], got {target[~fits][0]}; classes "
+                "that are numbered otherwise need CrossEntropy, or y == positive_class"
+            )
+
+    def backward(self, saved: Any) -> Array:
+        """(s(z) - t) / (number of output elements per sample), with the logistic function s."""
+        return saved

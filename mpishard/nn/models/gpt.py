@@ -1,0 +1,331 @@
+"""A GPT-2-like language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import is_size
+from mpishard.arrays import Array, to_host
+from mpishard.devices import Device
+from mpishard.nn.layers.activations import GELU
+from mpishard.nn.layers.attention import CausalAttention
+from mpishard.nn.layers.composites import Residual, Sequential
+from mpishard.nn.layers.dropout import Dropout
+from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
+from mpishard.nn.layers.initializers import normal
+from mpishard.nn.layers.layer import Context, KeyValueCache, Layer
+from mpishard.nn.layers.linear import Linear
+from mpishard.nn.layers.normalization import LayerNorm
+from mpishard.nn.losses.cross_entropy import CrossEntropy
+from mpishard.nn.models.model import Model
+
+__all__ = ["GPT", "generate", "gpt_chain"]
+
+
+_STD = 0.02
+
+
+class GPT(Model):
+    """Decoder-only transformer with layer normalisation before each sub-layer.
+
+    Radford et al., "Language models are unsupervised multitask learners" (GPT-2), 2019,
+    section 2.3: weights are first normal with standard deviation 0.02, those that end a
+    residual branch with 0.02 / sqrt(2 * layers), biases 0. Unlike GPT-2, the projection to
+    queries, keys and values has no bias (see `CausalAttention`), and the head is tied to the
+    embedding only where asked.
+
+    Inputs are integer tokens of shape (B, T) with T <= context_length, predictions logits of
+    shape (B, T, vocabulary_size), targets integers of shape (B, T) of which -1 counts for
+    nothing; the loss is `CrossEntropy`.
+
+    Parameters
+    ----------
+    vocabulary_size : int
+        Number V of tokens.
+    context_length : int
+        Greatest length of a sequence.
+    width : int
+        Size D of the residual stream; a multiple of ``heads``.
+    heads : int
+        Number of attention heads.
+    layers : int
+        Number of blocks; 0 is allowed.
+    seed : int
+        Of the first parameters.
+    dtype : str or numpy.dtype
+        Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
+    tied_embeddings : bool
+        Whether the head's weight is the embedding's.
+    dropout : float
+        Rate of the `Dropout` after the embeddings and at the end of each residual branch, as in
+        GPT-2; attention probabilities, which are never kept, are not dropped.
+
+    Raises
+    ------
+    ValueError
+        For a size that is no integer >= 1, a number of layers that is none >= 0, heads that do
+        not divide the width, or a dropout outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary_size: int,
+        context_length: int,
+        width: int,
+        heads: int,
+        layers: int,
+        seed: int = 0,
+        dtype: Any = "float32",
+        tied_embeddings: bool = False,
+        dropout: float = 0.0,
+        device: str | Device = "cpu",
+    ) -> None:
+        chain = gpt_chain(
+            vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout
+        )
+        self.vocabulary_size = vocabulary_size
+        self.context_length = context_length
+        super().__init__(
+            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        prompt: Any,
+        length: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        top_k: int | None = None,
+        slide: int = 1,
+    ) -> np.ndarray[Any, Any]:
+        """Continue a sequence of tokens, each drawn from the model's prediction of the next.
+
+        Keys and values of earlier tokens are kept while the sequence fits in the context; see
+        `mpishard.nn.generate`, which any chain of layers can be given to.
+
+        Parameters
+        ----------
+        prompt : array_like of int, shape (P,)
+            What to continue; P >= 1. Of prompt and continuation, the last context_length tokens
+            are what the model sees.
+        length : int
+            Number of tokens to add.
+        temperature : float
+            What logits are divided by; 0 always takes the likeliest token.
+        seed : int
+            Of the draws.
+        top_k : int, optional
+            Draw among the so many likeliest tokens only.
+        slide : int
+            Tokens by which the window slides when it is full: 1 always shows the model as much as
+            it can see, and computes the whole window for each token.
+
+        Returns
+        -------
+        numpy.ndarray of int64, shape (P + length,)
+            Prompt and continuation.
+
+        Raises
+        ------
+        ValueError
+            For a prompt that is not 1-D, empty or of other than known tokens, or another
+            argument out of its range.
+        """
+        views = self._table.nested_views(self._parameters())
+
+        def forward_logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
+            context = Context(training=False, cache=cache)
+            return self.chain.forward(views, self._device.put(tokens), context)[0][0, -1]
+
+        return generate(
+            forward_logits, prompt, length, vocabulary_size=self.vocabulary_size,
+            context_length=self.context_length, temperature=temperature, seed=seed, top_k=top_k,
+            slide=slide,
+        )  # fmt: skip
+
+
+def gpt_chain(
+    vocabulary_size: int,
+    context_length: int,
+    width: int,
+    heads: int,
+    layers: int,
+    tied_embeddings: bool = False,
+    dropout: float = 0.0,
+) -> Sequential:
+    """The layers of a `GPT`.
+
+    ``embedding``, ``position``, for each block ``block<i>_attention`` and ``block<i>_mlp``, then
+    ``norm`` and ``head``; with dropout, ``dropout`` after ``position`` and last in each block.
+    Parameters and errors are those of `GPT`.
+    """
+    sizes = {
+        "vocabulary_size": vocabulary_size,
+        "context_length": context_length,
+        "width": width,
+        "heads": heads,
+    }
+    if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
+        raise ValueError(
+            f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
+        )
+    if width % heads:
+        raise ValueError(
+            f"heads must divide width, got {width} = {width // heads} * {heads} + {width % heads}"
+        )
+    chain: dict[str, Layer] = {
+        "embedding": Embedding(vocabulary_size, width, normal(_STD)),
+        "position": PositionalEmbedding(context_length, width, normal(_STD)),
+    }
+    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
+    chain |= drop
+    residual_std = _STD / math.sqrt(2 * layers) if layers else _STD
+    for i in range(layers):
+        chain[f"block{i}_attention"] = Residual(_attention(width, heads, residual_std) | drop)
+        chain[f"block{i}_mlp"] = Residual(_mlp(width, residual_std) | drop)
+    chain["norm"] = LayerNorm(width)
+    tied_to = "embedding.weight" if tied_embeddings else None
+    chain["head"] = Linear(width, vocabulary_size, False, normal(_STD), tied_to)
+    return Sequential(chain)
+
+
+def _attention(width: int, heads: int, residual_std: float) -> dict[str, Layer]:
+    return {
+        "norm": LayerNorm(width),
+        "qkv": Linear(width, 3 * width, bias=False, initializer=normal(_STD)),
+        "core": CausalAttention(heads),
+        "projection": Linear(width, width, initializer=normal(residual_std)),
+    }
+
+
+def _mlp(width: int, residual_std: float) -> dict[str, Layer]:
+    return {
+        "norm": LayerNorm(width),
+        "expansion": Linear(width, 4 * width, initializer=normal(_STD)),
+        "gelu": GELU(),
+        "projection": Linear(4 * width, width, initializer=normal(residual_std)),
+    }
+
+
+def generate(
+    forward_logits: Callable[[np.ndarray[Any, Any], KeyValueCache], Array],
+    prompt: Any,
+    length: int,
+    *,
+    vocabulary_size: int,
+    context_length: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    top_k: int | None = None,
+    slide: int = 1,
+) -> np.ndarray[Any, Any]:
+    """Continue a sequence of tokens, whatever computes the logits.
+
+    The prompt is read at once, then each new token alone, with the keys and values of all earlier
+    ones in a `KeyValueCache`. Positions are learned, and begin with the window's first: once the
+    sequence is longer than the context, the window slides, each token then has another position,
+    and nothing that was kept holds. The window is read anew whenever it slides; by default that
+    is for each token, which then is as dear as a prompt of ``context_length`` tokens. With
+    ``slide`` = s the window slides by s tokens at once, so that one token in s is that dear; the
+    others see up to s - 1 tokens less than they could.
+
+    Parameters
+    ----------
+    forward_logits : callable
+        ``forward_logits(tokens, cache) -> logits``: runs a model on tokens of shape (1, T) with
+        ``Context(training=False, cache=cache)``, and gives the logits of the last position,
+        shape (V,), on any device. Where several ranks generate together, each must be given the
+        same logits; they then draw the same tokens.
+    prompt : array_like of int, shape (P,)
+        What to continue; P >= 1. Of prompt and continuation, the last ``context_length`` tokens
+        are what the model sees.
+    length : int
+        Number of tokens to add.
+    vocabulary_size : int
+        Number V of tokens.
+    context_length : int
+        Greatest number of tokens that the model sees.
+    temperature : float
+        What logits are divided by; 0 always takes the likeliest token.
+    seed : int
+        Of the draws.
+    top_k : int, optional
+        Draw among the so many likeliest tokens only.
+    slide : int
+        Tokens by which the window slides when it is full, at most ``context_length``.
+
+    Returns
+    -------
+    numpy.ndarray of int64, shape (P + length,)
+        Prompt and continuation.
+
+    Raises
+    ------
+    ValueError
+        For a prompt that is not 1-D, empty or of other than known tokens, or another argument out
+        of its range; before anything is computed.
+    """
+    tokens = _checked_prompt(prompt, vocabulary_size)
+    if length < 0:
+        raise ValueError(f"length must be >= 0, got {length}")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+    if top_k is not None and not 1 <= top_k <= vocabulary_size:
+        raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
+    if not 1 <= slide <= context_length:
+        raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
+    generator = np.random.default_rng(seed)
+    cache = KeyValueCache(context_length)
+    sequence = np.empty(len(tokens) + length, dtype=np.int64)
+    sequence[: len(tokens)] = tokens
+    read = max(0, len(tokens) - context_length)  # the sequence's first token that is not kept
+    for end in range(len(tokens), len(sequence)):
+        if cache.length == context_length:
+            cache.clear()
+            read = end - (context_length - slide + 1)
+        logits_V = forward_logits(sequence[None, read:end], cache)
+        cache.advance(end - read)
+        read = end
+        sequence[end] = _draw(to_host(logits_V).astype(np.float64), temperature, top_k, generator)
+    return sequence
+
+
+def _checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
+    """The prompt as an array, or a ValueError that says what is wrong with it."""
+    tokens: np.ndarray[Any, Any] = np.asarray(prompt)
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            "prompt must be a 1-D array of at least one integer, got "
+            f"shape {tokens.shape} of {tokens.dtype}"
+        )
+    unknown = tokens[(tokens < 0) | (tokens >= vocabulary_size)]
+    if unknown.size:
+        raise ValueError(
+            f"token {int(unknown[0])} is outside the vocabulary [0, {vocabulary_size})"
+        )
+    return tokens
+
+
+def _draw(
+    logits_V: np.ndarray[Any, Any],
+    temperature: float,
+    top_k: int | None,
+    generator: np.random.Generator,
+) -> int:
+    """One token from softmax(logits / temperature), among the ``top_k`` likeliest."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]
+    scaled = (logits_V[likeliest_V] - logits_V.max()) / temperature
+    cumulative = np.cumsum(np.exp(scaled))
+    # The draw is below the last sum in exact arithmetic; min() holds where rounding meets it.
+    position = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
+    return int(likeliest_V[min(int(position), len(likeliest_V) - 1)])

@@ -1,0 +1,280 @@
+"""Linear and logistic regression, whose coefficients say what each feature does.
+
+Shape suffixes: B batch, F features, O outputs, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import check_sizes, is_size
+from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.contracts import ModelMetadata
+from mpishard.devices import Device
+from mpishard.nn.layers.activations import Softmax, sigmoid
+from mpishard.nn.layers.composites import Sequential
+from mpishard.nn.layers.layer import Context
+from mpishard.nn.layers.linear import FeatureLinear
+from mpishard.nn.losses.cross_entropy import BinaryCrossEntropy, CrossEntropy
+from mpishard.nn.losses.regression import MSE, Loss
+from mpishard.nn.models.model import Model
+
+__all__ = ["LinearModel", "LinearRegression", "LogisticRegression"]
+
+_SPREAD = "feature_spread"
+
+
+class LinearModel(Model):
+    """One linear layer and a loss; what the linear models share.
+
+    A model knows its features: which are active, and how much each matters. The choice of active
+    features and their spread are saved and loaded with the parameters, and a copy has its own;
+    with what was saved without them all features are active, and their spread is 1.
+
+    Parameters
+    ----------
+    features, outputs : int
+        Numbers F and O: inputs have shape (B, F), predictions (B, O).
+    loss : Loss
+        What training minimises.
+    seed : int
+        Of the first coefficients; the first intercept is 0.
+    dtype : str or numpy.dtype
+        Of parameters and computation.
+    device : str or Device
+        Where both are: see `Model`.
+    feature_names : sequence of str, optional
+        F different names; "feature0", "feature1", ... where not given.
+
+    Raises
+    ------
+    ValueError
+        For a size that is no integer >= 1, or names that are not F different ones.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        outputs: int,
+        loss: Loss,
+        *,
+        seed: int = 0,
+        dtype: Any = "float64",
+        device: str | Device = "cpu",
+        feature_names: Sequence[str] | None = None,
+    ) -> None:
+        check_sizes(type(self).__name__, features=features, outputs=outputs)
+        if feature_names is None:
+            feature_names = [f"feature{i}" for i in range(features)]
+        if len(set(feature_names)) != features or len(feature_names) != features:
+            raise ValueError(
+                f"feature_names must be {features} different names, got {len(feature_names)}, of "
+                f"which {len(set(feature_names))} differ"
+            )
+        self.feature_names = tuple(feature_names)
+        self._spread = np.ones(features)
+        chain = Sequential({"linear": FeatureLinear(features, outputs)})
+        super().__init__(
+            chain, loss, input_shape=(features,), seed=seed, dtype=dtype, device=device
+        )
+
+    @property
+    def coefficients(self) -> Array:
+        """A copy of the coefficients, shape (O, F)."""
+        return self._view("weight").copy()
+
+    @property
+    def intercept(self) -> Array:
+        """A copy of the intercept, shape (O,): the prediction where all features are 0."""
+        return self._view("bias").copy()
+
+    def _view(self, name: str) -> Array:
+        return self.parameter_table.nested_views(self._parameters())["linear"][name]
+
+    # ----------------------------------------------------------------------------------- features
+
+    def get_active_feature_indices(self) -> list[int]:
+        """Indices of the features in use, ascending; all of them at first."""
+        return list(self._feature_layer.active)
+
+    def set_active_feature_indices(self, indices: Iterable[int]) -> None:
+        """Use these features and no others: an inactive one counts as 0, and has no gradient.
+
+        Its coefficient stays what it is, but for an optimizer's weight decay and momentum, and
+        plays no part in predictions. Under sharding call it with the same indices on all ranks.
+
+        Raises
+        ------
+        ValueError
+            For an index that is no integer in [0, F).
+        """
+        self._feature_layer.active = tuple(indices)
+
+    @property
+    def _feature_layer(self) -> FeatureLinear:
+        layer = self.chain.children["linear"]
+        assert isinstance(layer, FeatureLinear)
+        return layer
+
+    @property
+    def feature_spread(self) -> np.ndarray[Any, Any]:
+        """Standard deviation of each feature over the data, shape (F,), in the features' units.
+
+        It is what `get_feature_importance` scales with, 1 for all until set: the model does not
+        keep statistics of what it sees. ``model.feature_spread = x.std(axis=0)`` sets it.
+        """
+        return self._spread.copy()
+
+    @feature_spread.setter
+    def feature_spread(self, spread: Array) -> None:
+        array_namespace(spread)
+        self._spread = self._checked_spread(to_host(spread))
+
+    def _checked_spread(self, spread: Any) -> np.ndarray[Any, Any]:
+        values = np.array(spread, np.float64)
+        if values.shape != self._spread.shape:
+            raise ValueError(f"feature_spread needs shape {self._spread.shape}, got {values.shape}")
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise ValueError(f"feature_spread must be finite and >= 0, got {values}")
+        return values
+
+    def get_feature_importance(self) -> dict[str, float]:
+        """How far one standard deviation of each feature moves the prediction, by name.
+
+        That is abs(coefficient) * `feature_spread`, averaged over the outputs, in units of the
+        prediction; 0 for an inactive feature.
+        """
+        sizes_OF = np.abs(self._effective_coefficients(to_host(self._view("weight"))))
+        active_F = np.zeros(len(self.feature_names))
+        active_F[self.get_active_feature_indices()] = 1.0
+        importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F
+        return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
+
+    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The part of the coefficients that shows in predictions: all of it."""
+        return weight_OF
+
+    def get_model_metadata(self) -> ModelMetadata:
+        """As of any model, with `get_feature_importance` where the parameters are here."""
+        metadata = super().get_model_metadata()
+        if self._holder is None:
+            metadata.feature_importance = self.get_feature_importance()
+        return metadata
+
+    # -------------------------------------------------------------------------------------- files
+
+    def choices(self) -> dict[str, Any]:
+        """The active features and the spread, where they are not as they were made."""
+        choices = super().choices()
+        if (self._spread != 1).any():
+            choices[_SPREAD] = self._spread.tolist()
+        return choices
+
+    def check_choices(self, choices: Mapping[str, Any]) -> None:
+        super().check_choices(choices)
+        self._spread_of(choices)
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        super().take_choices(choices)
+        self._spread = self._spread_of(choices)
+
+    def _spread_of(self, choices: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        return self._checked_spread(choices.get(_SPREAD, np.ones(len(self.feature_names))))
+
+
+class LinearRegression(LinearModel):
+    """y = x W^T + b, trained by least squares.
+
+    Targets have shape (B, O); a vector of targets becomes one by ``y[:, None]``. The loss is
+    `MSE`. Parameters and errors are those of `LinearModel`, with one output where not given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard.nn import LinearRegression
+    >>> x = np.random.default_rng(0).standard_normal((100, 2))
+    >>> model = LinearRegression(2)
+    >>> for _ in range(200):
+    ...     _ = model.train(x, x @ np.array([[3.0], [-1.0]]) + 5.0, learning_rate=0.2)
+    >>> model.coefficients.round(3).tolist(), model.intercept.round(3).tolist()
+    ([[3.0, -1.0]], [5.0])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        outputs: int = 1,
+        *,
+        seed: int = 0,
+        dtype: Any = "float64",
+        device: str | Device = "cpu",
+        feature_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            features, outputs, MSE(), seed=seed, dtype=dtype, device=device,
+            feature_names=feature_names,
+        )  # fmt: skip
+
+
+class LogisticRegression(LinearModel):
+    """Probabilities of classes from a linear function of the features.
+
+    ``predict`` gives what the loss takes and sharded models compute, logits; `predict_classes`
+    and `predict_probabilities` say what they mean. Two classes have one logit, that of class 1
+    (Bishop, "Pattern recognition and machine learning", 2006, section 4.3.2): predictions and
+    targets, 0 or 1, have shape (B, 1), and the loss is `BinaryCrossEntropy`. More classes have one
+    each (section 4.3.4): predictions have shape (B, C), targets are integers of shape (B,), and
+    the loss is `CrossEntropy`. Other parameters and errors are those of `LinearModel`.
+
+    Parameters
+    ----------
+    features : int
+        Number F.
+    classes : int
+        Number C of classes, at least 2.
+
+    Raises
+    ------
+    ValueError
+        For fewer than 2 classes, beside what `LinearModel` refuses.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        classes: int = 2,
+        *,
+        seed: int = 0,
+        dtype: Any = "float64",
+        device: str | Device = "cpu",
+        feature_names: Sequence[str] | None = None,
+    ) -> None:
+        if not is_size(classes, 2):
+            raise ValueError(f"LogisticRegression needs an integer classes >= 2, got {classes!r}")
+        self.classes = int(classes)
+        outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
+        super().__init__(
+            features, outputs, loss, seed=seed, dtype=dtype, device=device,
+            feature_names=feature_names,
+        )  # fmt: skip
+
+    def predict_probabilities(self, x: Array) -> Array:
+        """Probability of each class, shape (B, C), for inputs of shape (B, F); rows sum to 1."""
+        return self.probabilities(self.predict(x))
+
+    def predict_classes(self, x: Array) -> Array:
+        """The likeliest class of each input, integers of shape (B,)."""
+        return self.probabilities(self.predict(x)).argmax(axis=1)
+
+    def probabilities(self, logits: Array) -> Array:
+        """Probability of each class, shape (B, C), for what ``predict`` gave here or sharded."""
+        if self.classes > 2:
+            return Softmax().forward({}, logits, Context(training=False))[0]
+        return array_namespace(logits).concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
+
+    def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Softmax cannot see what all classes share: their mean is taken off."""
+        return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF

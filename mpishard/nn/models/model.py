@@ -1,0 +1,447 @@
+"""A model that is a chain of layers and a loss, built without arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.contracts import (
+    DynamicShapeInfo,
+    IFullModel,
+    ILayeredModel,
+    ILossFunction,
+    IPipelineDecomposableModel,
+    LayerInfo,
+    ModelMetadata,
+)
+from mpishard.devices import Device
+from mpishard.errors import MissingLossError, StructureOnlyError
+from mpishard.nn.graph.node import ComputationNode
+from mpishard.nn.graph.tracing import input_of, trace_chain
+from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
+from mpishard.nn.layers.initializers import parameter_generator
+from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
+from mpishard.nn.models.chain import ChainFiles, TrainingPass
+from mpishard.nn.models.vector import ParameterVector, VectorPart
+from mpishard.sharding import ParameterTable
+
+if TYPE_CHECKING:
+    from mpishard.contracts import ILossFunction
+
+__all__ = ["Model", "SubModel"]
+
+
+class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
+    """A chain of layers with a loss.
+
+    Making one allocates nothing: parameters are made on first use, each from a generator keyed
+    by (seed, parameter name). A sharded wrapper takes them unit by unit; from then on this
+    object is structure only, and asking it for parameters raises `StructureOnlyError`.
+
+    Parameters
+    ----------
+    chain : Sequential
+        The layers. Each child is a layer that sharding never cuts.
+    loss : ILossFunction or None
+        What training minimises; without one, gradients need a loss to be given.
+    input_shape : tuple of int
+        Shape of one sample, without the batch dim.
+    seed : int
+        Of the first parameters.
+    dtype : str or numpy.dtype
+        float32 or float64: parameters, activations, gradients.
+    device : str or Device
+        Where they lie: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``, with CuPy arrays. Plain
+        ``"cuda"`` is the thread's current GPU, and under a sharded wrapper GPU number
+        ``local_rank % device_count``. Inputs and targets may lie on either; parameters, gradients
+        and predictions that the model gives lie on its device.
+
+    Raises
+    ------
+    ValueError
+        For another dtype or device, or layers whose shapes do not fit each other.
+    DeviceUnavailableError
+        For a GPU, where CuPy is not installed or finds none.
+    """
+
+    def __init__(
+        self,
+        chain: Sequential,
+        loss: ILossFunction | None,
+        *,
+        input_shape: tuple[int, ...],
+        seed: int = 0,
+        dtype: Any = "float64",
+        device: str | Device = "cpu",
+    ) -> None:
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
+            raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
+        self._device = Device.parse(device)
+        self.chain = chain
+        self.seed = seed
+        self._loss = loss
+        self._specs = dict(chain.walk_parameters())
+        self._table = ParameterTable(self._specs.items())
+        self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
+        self._vector = ParameterVector(
+            self._table.length, self._dtype, self._initialize_range, device=self._device
+        )
+        self._holder: str | None = None
+
+    # ---------------------------------------------------------------------------------- structure
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return tuple(self.chain.children.values())
+
+    def get_layer_info(self, index: int) -> LayerInfo:
+        if not 0 <= index < len(self._infos):
+            raise ValueError(
+                f"layer {index} is outside [0, {len(self._infos)}), the layers of this "
+                f"{type(self).__name__}"
+            )
+        return self._infos[index]
+
+    def extract_sub_model(self, start: int, end: int) -> Model:
+        """A `SubModel` of the layers ``layers[start:end]``, which shares their parameters."""
+        from mpishard.nn.models.model import SubModel
+
+        return SubModel(self, start, end)
+
+    def get_input_shape(self) -> list[int]:
+        return list(self._infos[0].input_shape)
+
+    def get_output_shape(self) -> list[int]:
+        return list(self._infos[-1].output_shape)
+
+    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        """The dims for which the layers take other sizes: of a `GPT`, the length of a sequence."""
+        return dynamic_shapes(self.chain, self._infos[0].input_shape)
+
+    @property
+    def parameter_table(self) -> ParameterTable:
+        return self._table
+
+    @property
+    def parameter_count(self) -> int:
+        return self._table.length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = self._dtype
+        return dtype
+
+    @property
+    def device(self) -> Device:
+        """Where parameters, activations and gradients lie."""
+        return self._device
+
+    @property
+    def default_loss_function(self) -> ILossFunction | None:
+        return self._loss
+
+    def get_model_metadata(self) -> ModelMetadata:
+        kind = type(self).__name__
+        return ModelMetadata(
+            kind,
+            model_type=kind,
+            feature_count=math.prod(self._infos[0].input_shape),
+            complexity=self.parameter_count,
+            description=(
+                f"{kind}: {self.layer_count} layers, {self.parameter_count} parameters in "
+                f"{self._dtype.name}"
+            ),
+            properties={"ParameterCount": self.parameter_count, "DType": self._dtype.name},
+            additional_info={
+                "Layers": [info.name for info in self._infos],
+                "InputShape": self.get_input_shape(),
+                "OutputShape": self.get_output_shape(),
+                "Loss": None if self._loss is None else type(self._loss).__name__,
+                "Seed": self.seed,
+            },
+        )
+
+    # --------------------------------------------------------------------------------- parameters
+
+    def _parameters(self) -> Array:
+        """The flat vector itself, made if need be."""
+        if self._holder is not None:
+            raise StructureOnlyError(
+                f"the parameters of this {type(self).__name__} are held by {self._holder}; ask "
+                "it: gather_full_parameters() gives all of them, unsharded() the plain model"
+            )
+        return self._vector.get()
+
+    def _initialize_range(self, start: int, out: Array) -> None:
+        stop = start + int(out.size)
+        for entry in self._table.overlapping(start, stop):
+            spec: ParameterSpec = self._specs[entry.name]
+            value = spec.initializer(parameter_generator(self.seed, entry.name), entry.shape)
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            part = value.reshape(-1)[first - entry.start : last - entry.start]
+            out[first - start : last - start] = part
+
+    def fill_parameters(self, start: int, out: Array) -> None:
+        if self._holder is not None:
+            self._parameters()  # raises
+        self._vector.fill(start, out)
+
+    def release_parameters(self, holder: str) -> None:
+        self._vector = self._vector.holding(None)
+        self._holder = holder
+
+    def reclaim_parameters(self, parameters: Array) -> None:
+        self._vector = self._vector.holding(self._checked(parameters))
+        self._holder = None
+
+    def get_parameters(self) -> Array:
+        return self._parameters().copy()
+
+    def get_parameter_chunks(self) -> Iterator[Array]:
+        """Yield a copy of each parameter, in its shape and in the order of the table.
+
+        A model whose vector was never needed makes one parameter at a time.
+        """
+        for entry in self._table.entries:
+            chunk = np.empty(entry.size, self._dtype)
+            self.fill_parameters(entry.start, chunk)
+            yield self._device.put(chunk.reshape(entry.shape))
+
+    def set_parameters(self, parameters: Array) -> None:
+        if self._holder is not None:
+            self._parameters()  # raises
+        self._vector.replace(self._checked(parameters).copy())
+
+    def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
+        """Take the values of one array for each parameter, in the order of the table.
+
+        Beside the chunk at hand and the model's vector there is one more, which replaces it.
+
+        Raises
+        ------
+        TypeError
+            For a chunk that is no array.
+        ValueError
+            Where the number of chunks or a chunk's size does not fit; nothing has changed then.
+        """
+        if self._holder is not None:
+            self._parameters()  # raises
+        vector = np.empty(self._table.length, self._dtype)
+        given = iter(chunks)
+        for entry in self._table.entries:
+            chunk = next(given, None)
+            if chunk is None:
+                raise ValueError(f"the chunks ended before {entry.name} of shape {entry.shape}")
+            array_namespace(chunk)
+            if chunk.size != entry.size:
+                raise ValueError(
+                    f"{entry.name} of shape {entry.shape} got a chunk of shape {chunk.shape}"
+                )
+            vector[entry.start : entry.stop] = to_host(chunk).reshape(-1)
+        if next(given, None) is not None:
+            raise ValueError(f"more chunks than the {len(self._table.entries)} parameters")
+        self._vector.replace(self._device.put(vector))
+
+    def with_parameters(self, parameters: Array) -> Self:
+        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+
+        Works on a model that is structure only, too. ``parameters`` is copied only where its
+        dtype differs.
+        """
+        model = self.clone()
+        model.reclaim_parameters(parameters)
+        return model
+
+    def _share(self, model: Model, vector: ParameterVector) -> None:
+        """Have parameters in ``vector``, which is, or is part of, that of ``model``."""
+        self._vector, self._holder = vector, model._holder
+
+    def _checked(self, parameters: Array) -> Array:
+        array_namespace(parameters)
+        if parameters.shape != (self._table.length,):
+            raise ValueError(
+                f"{type(self).__name__} has {self._table.length} parameters; got a vector of "
+                f"shape {parameters.shape}"
+            )
+        return self._device.put(parameters).astype(self._dtype, copy=False)
+
+    def clone(self) -> Self:
+        """A copy that shares the parameters' array, and has layer descriptions of its own."""
+        model = super().clone()
+        model.chain = self.chain.copy()
+        own = model.chain.children
+        model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
+        return model
+
+    def deep_copy(self) -> Self:
+        """A copy with parameters of its own; a model that is structure only stays so."""
+        model = self.clone()
+        if self._holder is None:
+            model._vector = self._vector.copy()
+        return model
+
+    def close(self) -> None:
+        """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
+        if self._holder is None:
+            self.release_parameters("nobody: the model was closed")
+
+    # ---------------------------------------------------------------------------------- computing
+
+    def check_input(self, x: Array) -> None:
+        self.chain.check_input(x)
+
+    def as_input(self, x: Array) -> Array:
+        self.check_input(x)
+        x = self._device.put(x)
+        return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
+
+    def _prediction_shape(self, x: Array) -> tuple[int, ...]:
+        return (*x.shape[:1], *self.chain.output_shape(x.shape[1:]))
+
+    def predict(self, x: Array) -> Array:
+        """Outputs, shape (B, ...), for inputs of shape (B, ...)."""
+        x = self.as_input(x)
+        self._prediction_shape(x)  # raises where the layers cannot take x
+        views = self._table.nested_views(self._parameters())
+        y, _ = self.chain.forward(views, x, Context(training=False))
+        return y
+
+    def compute_loss_and_gradients(
+        self,
+        x: Array,
+        y: Array,
+        loss_function: ILossFunction | None = None,
+        *,
+        step: int = 0,
+        sample_start: int = 0,
+    ) -> tuple[float, Array]:
+        """Mean loss, and its gradient of shape (parameter_count,).
+
+        ``step`` and ``sample_start``, the index in the global batch of the first sample, are what
+        random layers go by beside the model's seed: a plain model does not count its steps.
+        """
+        run = self._run(x, y, loss_function, step, sample_start)
+        return run.mean_loss, run.gradients()
+
+    def _run(
+        self,
+        x: Array,
+        y: Array,
+        loss_function: ILossFunction | None = None,
+        step: int = 0,
+        sample_start: int = 0,
+    ) -> TrainingPass:
+        """Run layers and loss; what they cannot take is refused before they do."""
+        loss = loss_function or self._loss
+        if loss is None:
+            raise MissingLossError(
+                f"this {type(self).__name__} has no default loss; pass loss_function"
+            )
+        if not isinstance(loss, ILossFunction):
+            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
+        x = self.as_input(x)
+        loss.check_target(self._prediction_shape(x), y)
+        y = self._device.put(y)
+        context = Context(seed=self.seed, step=step, sample_start=sample_start)
+        return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
+
+    def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
+        run = self._run(x, target)
+        return run.input_gradient(), run
+
+    def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
+        is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
+        if not (is_ours and cached.is_pending):
+            raise ValueError(
+                "cached must be what this model's compute_activation_gradients(x, target) gave, "
+                "and serves once"
+            )
+        return cached.weight_gradients()
+
+    def compute_gradients(
+        self, x: Array, y: Array, loss_function: ILossFunction | None = None
+    ) -> Array:
+        return self.compute_loss_and_gradients(x, y, loss_function)[1]
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        self._parameters()[...] -= learning_rate * self._checked(gradients)
+
+    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
+        """One step of plain gradient descent; the loss before it."""
+        loss, gradients = self.compute_loss_and_gradients(x, y)
+        self.apply_gradients(gradients, learning_rate)
+        return loss
+
+    # -------------------------------------------------------------------------------------- graph
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        """True: see `export_computation_graph`."""
+        return True
+
+    def export_computation_graph(self, input_nodes: list[ComputationNode]) -> ComputationNode:
+        """The graph that `predict` computes, with a copy of the parameters as they are now.
+
+        Parameters are nodes of op "constant" with the names of the parameter table. A layer that
+        is not of `mpishard.nn` is one node of op "layer", which runs it.
+        """
+        shape = self._infos[0].input_shape
+        x = input_of(input_nodes, shape, self.get_dynamic_shape_info())
+        return trace_chain(self.chain, self._table, to_host(self.get_parameters()), x, shape)
+
+
+class SubModel(Model):
+    """The layers ``layers[start:end]`` of a model, sharing its parameters.
+
+    Its flat vector is a range of the model's, in the same memory: training either changes both.
+    Names and first values are the model's. It allocates nothing, and takes ``fill_parameters``
+    from the model, so that a stage of a pipeline can be dealt without the rest being made. Once a
+    wrapper has taken its parameters, the model keeps the values that it had.
+
+    It has the model's loss where it ends where the model ends, and no loss otherwise.
+
+    Parameters
+    ----------
+    model : Model
+        Whose layers they are.
+    start, end : int
+        First layer, and one past the last.
+
+    Raises
+    ------
+    ValueError
+        For a range that is empty or reaches outside the layers, or a layer whose parameters are
+        tied to a layer outside the range.
+    """
+
+    def __init__(self, model: Model, start: int, end: int) -> None:
+        if not 0 <= start < end <= model.layer_count:
+            raise ValueError(
+                f"layers [{start}, {end}) are empty or reach outside the {model.layer_count} "
+                f"layers of the {type(model).__name__}"
+            )
+        infos = model.get_all_layer_info()
+        own = dict(list(model.chain.children.items())[start:end])
+        for name, spec in Sequential(own).walk_parameters():
+            if spec.tied_to is not None and spec.tied_to.partition(".")[0] not in own:
+                raise ValueError(
+                    f"layers [{start}, {end}) cannot stand alone: {name} is {spec.tied_to}, of a "
+                    "layer outside of them; take both layers, or untie them"
+                )
+        loss: ILossFunction | None = model.default_loss_function if end == len(infos) else None
+        super().__init__(
+            Sequential(own),
+            loss,
+            input_shape=infos[start].input_shape,
+            seed=model.seed,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        offset = infos[start].parameter_offset
+        self._share(model, VectorPart(model._vector, offset, self.parameter_count))

@@ -1,0 +1,48 @@
+"""``mpishard plot``: pictures of runs from their metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import app
+from mpishard.observe import MetricsWriter
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / "small", tmp_path / "large"]
+    for folder in folders:
+        with MetricsWriter(folder / "metrics.jsonl") as metrics:
+            for step in range(1, 101):
+                metrics.write(step, loss=3 / step)
+            if folder.name == "large":
+                metrics.write(100, validation_loss=0.5)
+    return folders
+
+
+def plot(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plot", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_one_run_and_several(runs: list[Path], tmp_path: Path) -> None:
+    assert plot(runs[0]) == (0, f"{runs[0] / 'loss.png'}\n")
+    assert plot(runs[1] / "metrics.jsonl", "--unit", "nats")[0] == 0
+    assert plot(*runs, "-o", tmp_path / "both.png") == (0, f"{tmp_path / 'both.png'}\n")
+    for path in (runs[0] / "loss.png", runs[1] / "loss.png", tmp_path / "both.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_named(runs: list[Path], tmp_path: Path) -> None:
+    code, said = plot(tmp_path / "nothing")
+    assert (code, "No such file" in said) == (2, True)
+    code, said = plot(runs[0], "-o", "loss.pdf")
+    assert (code, said) == (2, "mpishard plot: --output writes PNG files, got loss.pdf\n")
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    code, said = plot(runs[0], tmp_path / "bad.jsonl")
+    assert (code, "line 1 is not JSON" in said) == (2, True)

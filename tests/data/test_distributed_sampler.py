@@ -1,0 +1,130 @@
+"""Samplers for other libraries' data loaders: who gets which sample, also as replicas change."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpishard.data import DistributedSampler, ElasticDistributedSampler
+
+SAMPLERS = [DistributedSampler, ElasticDistributedSampler]
+
+
+def dealt(kind, length, replicas, epoch=0, **options):
+    samplers = [kind(length, replicas, rank, **options) for rank in range(replicas)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    lengths = [len(sampler) for sampler in samplers]
+    parts = [list(sampler) for sampler in samplers]
+    assert [len(part) for part in parts] == lengths
+    return parts
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@given(
+    length=st.integers(1, 40),
+    replicas=st.integers(1, 9),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+)
+def test_every_sample_once_and_equal_shares(kind, length, replicas, epoch, shuffle):
+    parts = dealt(kind, length, replicas, epoch, shuffle=shuffle, seed=3)
+    share = -(-length // replicas)
+    assert {len(part) for part in parts} == {share}
+    if kind is DistributedSampler:
+        order = list(chain(*parts))
+    else:
+        order = list(chain(*zip(*parts, strict=True)))
+    assert sorted(order[:length]) == list(range(length))
+    assert order == [order[i % length] for i in range(share * replicas)], "padding wraps around"
+    if not shuffle:
+        assert order[:length] == list(range(length))
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_drop_last_repeats_nothing(kind):
+    parts = dealt(kind, 11, 4, shuffle=True, drop_last=True)
+    taken = list(chain(*parts))
+    assert [len(part) for part in parts] == [2] * 4
+    assert len(set(taken)) == 8
+    with pytest.raises(ValueError, match="3 samples are fewer than 4 replicas"):
+        kind(3, 4, 0, drop_last=True)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_orders_follow_seed_and_epoch(kind):
+    orders = {tuple(kind(20, 1, 0, seed=s)) for s in range(3)}
+    orders |= {tuple(*dealt(kind, 20, 1, e)) for e in range(1, 3)}
+    assert len(orders) == 5
+    assert list(kind(20, 1, 0, seed=1)) == list(kind(range(20), 1, 0, seed=1))
+
+
+def test_pinned_orders():
+    """A resumed run must go on in the order that it began with, whatever the version."""
+    assert list(DistributedSampler(6, 2, 1, seed=5)) == [4, 2, 1]
+    assert list(ElasticDistributedSampler(6, 2, 1, seed=5)) == [5, 4, 1]
+
+
+@given(
+    length=st.integers(1, 60),
+    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=4),
+)
+def test_after_rescaling_the_rest_is_dealt_and_nothing_twice(length, worlds):
+    seen: list[int] = []
+    start = 0
+    for replicas, steps in worlds:
+        samplers = [ElasticDistributedSampler(length, replicas, 0, start=start)]
+        samplers[0].rescale(replicas, 0)
+        samplers += [
+            ElasticDistributedSampler(length, replicas, rank, start=start)
+            for rank in range(1, replicas)
+        ]
+        rows = zip(*(list(islice(sampler, steps)) for sampler in samplers), strict=True)
+        seen += [index for row in rows for index in row]
+        assert len({sampler.seen for sampler in samplers}) == 1
+        start = samplers[0].seen
+    last = [ElasticDistributedSampler(length, 3, rank, start=start) for rank in range(3)]
+    seen += [index for row in zip(*last, strict=True) for index in row]
+    assert sorted(seen[:length]) == list(range(length))
+
+
+def test_rescale_ends_iterators_and_a_refused_one_changes_nothing():
+    sampler = ElasticDistributedSampler(10, 2, 0, shuffle=False, drop_last=True)
+    samples = iter(sampler)
+    assert [next(samples), next(samples)] == [0, 2]
+    with pytest.raises(ValueError, match="rank must be from 0 to 2"):
+        sampler.rescale(3, 3)
+    with pytest.raises(ValueError, match="6 samples are fewer than 7 replicas"):
+        sampler.rescale(7, 0)
+    assert next(samples) == 4
+    sampler.rescale(1, 0)
+    assert list(samples) == []
+    assert (len(sampler), list(sampler), len(sampler)) == (4, [6, 7, 8, 9], 0)
+    sampler.set_epoch(1)
+    assert (sampler.seen, len(sampler)) == (0, 10)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 1, 0), ValueError, "at least one sample"),
+        ((5, 0, 0), ValueError, "num_replicas must be 1 or more, got 0"),
+        ((5, 2, 2), ValueError, "rank must be from 0 to 1 for 2 replicas, got 2"),
+        ((5, 2, -1), ValueError, "got -1"),
+        ((2.5, 2, 0), TypeError, "got float"),
+    ],
+)
+def test_refusals(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(*arguments)
+
+
+def test_further_refusals():
+    with pytest.raises(ValueError, match="epoch must be 0 or more"):
+        DistributedSampler(5, 1, 0).set_epoch(-1)
+    with pytest.raises(ValueError, match="start must be from 0 to 5, got 6"):
+        ElasticDistributedSampler(5, 1, 0, start=6)

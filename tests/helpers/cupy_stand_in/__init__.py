@@ -1,0 +1,64 @@
+"""A strict stand-in for CuPy, so that code for GPUs can be tested where there is none.
+
+Its arrays are NumPy's underneath, and refuse what CuPy's refuse: to become NumPy arrays
+unasked, to be mixed with them, to be computed with on another device than they lie on.
+Reductions give 0-d arrays, results lie in C order, there is no writeable flag, sums by
+`add.reduceat` are differences of running sums. Where releases of CuPy differ (the type of a
+NumPy scalar times an array, bfloat16) it refuses, and so it does what CUDA leaves undefined: to
+read what another thread's stream may still be writing, or to overwrite what it may still be
+reading. What it lacks is an AttributeError, for what it has was compared with CuPy's sources
+and documentation ("Differences between CuPy and NumPy"), one by one.
+
+It knows nothing of speed, of memory that runs out, of streams other than each thread's own, or
+of the last bits of CUDA's arithmetic: code that passes here should run on a GPU, and is not
+proven to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from cupy_stand_in import operators as _operators  # noqa: F401 - completes ndarray
+from cupy_stand_in.array import ndarray
+from cupy_stand_in.cuda import Cuda
+from cupy_stand_in.functions import namespace
+
+__all__ = ["installed"]
+
+
+@contextmanager
+def installed(device_count: int = 1) -> Iterator[ModuleType]:
+    """Make ``import cupy`` give the stand-in inside the block.
+
+    Parameters
+    ----------
+    device_count : int
+        How many GPUs there seem to be.
+
+    Yields
+    ------
+    module
+        The stand-in.
+
+    Examples
+    --------
+    >>> with installed() as cupy:
+    ...     doubled = 2 * cupy.arange(3)
+    ...     print(type(doubled).__name__, doubled.get())
+    ndarray [0 2 4]
+    """
+    module = ModuleType("cupy", __doc__)
+    vars(module).update(namespace(), ndarray=ndarray, cuda=Cuda(device_count))
+    module.__stand_in__ = True  # type: ignore[attr-defined]
+    before = sys.modules.get("cupy")
+    sys.modules["cupy"] = module
+    try:
+        yield module
+    finally:
+        if before is None:
+            del sys.modules["cupy"]
+        else:
+            sys.modules["cupy"] = before
