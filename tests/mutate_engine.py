@@ -38,12 +38,14 @@ LATER = (1, 20)
 _SECONDS = 120  # that a test may take with a mutant
 _TESTS_FAILED = 1  # pytest's exit code; others say that there was no test, or that it was stopped
 
+_PROGRESS = "speed alone: lets what is under way go on; every result is waited for elsewhere"
 # What may survive, by function and text, and why.
 SPARED = {
-    ("Holdings.private_slot", "backend.barrier_async"):
+    ("StoreLayout.private_slot", "backend.barrier_async"):
         "not called: no other rank reads a private vector, which needs no fence",
-    ("LayerChain._views", "parameters.backend.progress()"):
-        "speed alone: lets what is under way go on; every result is waited for elsewhere",
+    ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
+    ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
+    ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun.run", "self.data.progress"): "a flag of the user's, of the same name",

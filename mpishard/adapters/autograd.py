@@ -236,8 +236,8 @@ class AutogradModel(PlacedVectorModel):
         total, weight, saved = loss.forward(trace.value, y)
         return total, weight, (trace, lambda: loss.backward(saved))
 
-    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
-        trace, cotangent = tape
+    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+        trace, cotangent = saved
         given = cotangent()
         with _tracing:
             gradients = trace.gradients(given)

@@ -113,10 +113,10 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         def receive(index: int, gradient: Array) -> None:
             parts[index] += gradient
 
-        total, weight, tape = self.forward_pass(x, y, loss_function or self.default_loss_function)
+        total, weight, saved = self.forward_pass(x, y, loss_function or self.default_loss_function)
         if weight == 0:
             return 0.0, full
-        self.backward_pass(tape, receive)
+        self.backward_pass(saved, receive)
         full /= weight
         return total / weight, full
 

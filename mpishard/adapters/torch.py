@@ -257,10 +257,10 @@ class TorchModel(PlacedVectorModel):
         total, weight, saved = loss.forward(prediction, y)
         return total, weight, (output, loss, saved)
 
-    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, kept: Any, receive: Callable[[int, Array], None]) -> None:
         import torch
 
-        output, loss, saved = tape
+        output, loss, saved = kept
         if not output.requires_grad:  # no parameter was used
             return
         handles = []

@@ -26,7 +26,7 @@ from mpishard.checkpoint import (
 )
 from mpishard.checkpoint.format.folder import LATEST, Entry
 from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.format.metadata import spelled
+from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.resume import newest_first
@@ -146,8 +146,8 @@ def convert(
         CheckpointForm | None,
         typer.Option(
             show_default=False,
-            help="The form of OUT. Default: safetensors where OUT ends so; else hf of a "
-            "checkpoint, and a checkpoint of other files.",
+            help="The form of OUT. Default: safetensors if OUT ends with .safetensors; else hf "
+            "of a checkpoint, and a checkpoint of other files.",
         ),
     ] = None,
     max_shard_size: Annotated[
@@ -226,6 +226,8 @@ def _entry_as_dict(entry: Entry) -> dict[str, Any]:
 
 def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
     model = report.metadata.get("model") or {}
+    form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
+    require_form(model, form, f"{report.path / MANIFEST}: metadata.model")
     return {
         "path": str(report.path),
         "saved": _time_of(report.path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,35 @@ def test_out_and_in_again(folder: Path, tmp_path: Path) -> None:
         assert wanted[name].tobytes() == array.tobytes()
 
 
+def test_a_target_that_is_named_like_another_file_needs_a_form(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert invoke("convert", folder, tmp_path / "v1.2").exit_code == 0
+    assert invoke("convert", folder, tmp_path / "x.bin", "--to", "hf").exit_code == 0
+    assert (tmp_path / "x.bin" / "model.safetensors.index.json").is_file()
+
+
+def test_forged_metadata_are_no_traceback(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "step-00000008", tmp_path / "c")
+    manifest = tmp_path / "c" / "manifest.json"
+    content = json.loads(manifest.read_text())["content"]
+    lies = [
+        (3, "metadata.model must be an object, got 3"),
+        ({"steps": "many"}, "metadata.model.steps must be a whole number from 0 on"),
+    ]
+    for model, words in lies:
+        content["metadata"]["model"] = model
+        text = json.dumps(content)
+        manifest.write_text(
+            f'{{"format": "mpishard checkpoint", "version": 3, '
+            f'"crc32": {zlib.crc32(text.encode())}, "content": {text}}}'
+        )
+        result = invoke("inspect", tmp_path / "c")
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert str(manifest) in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -241,6 +271,8 @@ def test_out_and_in_again(folder: Path, tmp_path: Path) -> None:
         (("convert", "run", "x", "--max-shard-size", "5 parsecs"), "got '5 parsecs'"),
         (("convert", "run", "x", "--max-shard-size", "0"), "got '0'"),
         (("convert", "run", "x", "--to", "gguf"), "gguf"),
+        (("convert", "run", "x.pt"), ".pt files are not written"),
+        (("convert", "run", "x.NPZ"), 'whose form is "checkpoint" or "hf"'),
     ],
 )
 def test_what_cannot_be_done(

@@ -73,7 +73,7 @@ def test_full_sharding_holds_its_shard_and_two_gradients(
     backend: Any, problems: Any, kind: str
 ) -> None:
     model, optimizer = problems.build(backend, kind, "fsdp", "adamw")
-    shard = sum(piece.length for piece in model.engine.holdings.pieces()) * 8
+    shard = sum(piece.length for piece in model.engine.layout.pieces()) * 8
     assert model.memory.as_dict() == {"parameters": shard}
     for step in range(3):
         optimizer.step(model, *problems.local_batch(backend, kind, step))

@@ -283,7 +283,7 @@ class Recorder:
         for index, layer in enumerate(held.layers):
             for unit in held.units_of(index):
                 if unit.first_layer <= index <= unit.last_layer:
-                    self._watch(layer, unit.index)
+                    self._watch(layer.layer, unit.index)
 
     def _record(self, store: Any, name: str) -> None:
         original = getattr(store, name)
@@ -300,7 +300,7 @@ class Recorder:
             original = getattr(layer, name)
 
             def call(*arguments: Any, original: Any = original, **options: Any) -> Any:
-                under_way = {i for i, work in self.store._works.items() if work is not None}
+                under_way = {i for i, work in self.store.in_flight.items() if work is not None}
                 self.resident.append((unit, set(self.store.resident), under_way))
                 return original(*arguments, **options)
 

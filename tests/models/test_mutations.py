@@ -203,9 +203,9 @@ def gradients_of_the_first_pass_alone(patch: Patch) -> None:
     """What a unit's later uses add is written over: a tied weight has two."""
     original = LayerChain._targets
 
-    def mutant(self: Any, index: int, gradients: Any, unwritten: set[str], xp: Any) -> Any:
-        found = original(self, index, gradients, unwritten, xp)
-        unwritten.update(entry.name for entry in self._held.of_layer[index].values())
+    def mutant(self: Any, group: Any, gradients: Any, unwritten: set[str]) -> Any:
+        found = original(self, group, gradients, unwritten)
+        unwritten.update(entry.name for entry in group.places)
         return found
 
     patch.setattr(LayerChain, "_targets", mutant)

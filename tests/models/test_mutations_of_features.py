@@ -142,13 +142,13 @@ def scales_by_layer(problems: Any, strategy: str) -> None:
 def encode_skipped(patch: Patch) -> None:
     """Nothing of the gradient reaches what travels."""
     for module in (gradient_store, sharded_gradients):
-        patch.setattr(module, "encode", lambda gradient, wire: wire.fill(0))
+        patch.setattr(module, "encode", lambda gradient, compressed: compressed.fill(0))
 
 
 def not_compressed(patch: Patch) -> None:
     """Gradients travel as they are."""
     for module in (gradient_store.ReplicatedGradients, sharded_gradients.ShardedGradients):
-        patch.setattr(module, "_make_wires", lambda self: None)
+        patch.setattr(module, "_make_buffers", lambda self: None)
 
 
 def sum_rounded_again(patch: Patch) -> None:
@@ -156,7 +156,7 @@ def sum_rounded_again(patch: Patch) -> None:
     original = sharded_gradients.ShardedGradients._finish_oldest
 
     def mutant(self: Any) -> None:
-        scatter = self._in_flight[0]
+        scatter = self.in_flight[0]
         scatter.work.wait()
         if scatter.extra is not None:
             scatter.extra[...] = scatter.extra.astype(ml_dtypes.bfloat16)
@@ -203,7 +203,7 @@ def sum_for_mean(patch: Patch) -> None:
 
     def mutant(self: Any) -> bool:
         changed = original(self)
-        for vector in self._parameters.owned(self._parameters.holdings.pieces(sharded=False)):
+        for vector in self._parameters.owned(self._parameters.layout.pieces(sharded=False)):
             vector[...] *= self._parameters.backend.world_size
         return changed
 

@@ -115,7 +115,7 @@ def test_keep_best_goes_through_all_epochs_and_each_rank_keeps_its_part(backend,
             validate_every=2, keep_best=True, **VALIDATION,
         )
     )  # fmt: skip
-    own = sum(piece.length for piece in model.engine.holdings.pieces())
+    own = sum(piece.length for piece in model.engine.layout.pieces())
     assert set(held) == {own * 8}
     assert own < model.parameter_count
     assert result.iterations == 60

@@ -136,7 +136,7 @@ def test_none_is_refused_without_stranding_peers():
 @in_worlds(1, 2, 3)
 def test_the_last_gradient_is_the_ranks_part_of_the_mean_over_all_samples(backend, strategy):
     model, optimizer = wrap(backend, strategy, ms.optimizers.SGD(0.1, clip_global_norm=1e-3))
-    pieces = model.engine.holdings.pieces()
+    pieces = model.engine.layout.pieces()
     for _ in range(2):
         expected = full_gradient(model.get_parameters())
         steps(backend, model, optimizer, 1)

@@ -90,13 +90,13 @@ def test_the_bits_are_those_of_kept_activations_in_tensor_slices():
 def computed(monkeypatch):
     """The layers that were computed forward, in order."""
     layers = []
-    forward = LayerChain._forward_layer
+    forward = LayerChain._forward
 
-    def _forward_layer(chain, index, *arguments):
-        layers.append(index)
-        return forward(chain, index, *arguments)
+    def _forward(chain, plan, *arguments, **options):
+        layers.extend(index for visit in plan for index in visit.group.layers)
+        return forward(chain, plan, *arguments, **options)
 
-    monkeypatch.setattr(LayerChain, "_forward_layer", _forward_layer)
+    monkeypatch.setattr(LayerChain, "_forward", _forward)
     return layers
 
 

@@ -35,6 +35,11 @@ ProgressCallback = Callable[[int, int], object]
 """Called with the bytes that are done and those of all tensors."""
 
 _SUFFIX = ".safetensors"
+# Names of files in other formats, which nobody means as a directory's.
+_OTHER_FILES = {
+    ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".json", ".msgpack", ".npy", ".npz", ".onnx",
+    ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip",
+}  # fmt: skip
 _ROOM = 1 << 20  # bytes, for headers and a manifest
 # What Hugging Face's loaders ask for; the tensors are the same whoever reads them.
 _FORMAT = {"format": "pt"}
@@ -138,7 +143,8 @@ def convert(
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one, and another form.
+        For what is no path, or a blank one, and another form; for a target that is named like a
+        file of another format, such as ``model.pt``, if no form is given.
     FileExistsError
         Where there is something at ``target``.
     FileNotFoundError
@@ -155,6 +161,12 @@ def convert(
         if wanted is None:
             others = CheckpointForm.HF if found.is_checkpoint else CheckpointForm.CHECKPOINT
             is_file = place.path.suffix == _SUFFIX
+            if place.path.suffix.lower() in _OTHER_FILES:
+                raise ValueError(
+                    f"{place.path.suffix} files are not written, and {target} would be a directory:"
+                    f" name a file that ends with {_SUFFIX}, or a directory, whose form is "
+                    '"checkpoint" or "hf"'
+                )
             wanted = CheckpointForm.SAFETENSORS if is_file else others
         chosen = found if wanted is CheckpointForm.CHECKPOINT else _without_states(found)
         return _write(place, _observed(chosen, progress), wanted, maximum_shard_bytes)

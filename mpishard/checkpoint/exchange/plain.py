@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, copy_into, to_host
+from mpishard.checkpoint.format.metadata import OBJECT, require_form
 from mpishard.checkpoint.format.protocol import Pieces
 from mpishard.checkpoint.format.tensor_bytes import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.saving.snapshot import load, save
@@ -151,7 +152,14 @@ def metadata_with(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices in a checkpoint's metadata."""
+    """The choices in a checkpoint's metadata.
+
+    Raises
+    ------
+    ValueError
+        If they are no object: something else wrote the file.
+    """
+    require_form(metadata, {"choices?": OBJECT}, "metadata.model")
     return dict(metadata.get("choices", {}))
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.format.coverage import check_coverage
-from mpishard.checkpoint.format.metadata import spelled, unspelled
+from mpishard.checkpoint.format.metadata import (
+    COUNT,
+    OBJECT,
+    TEXT,
+    require_form,
+    spelled,
+    unspelled,
+)
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
@@ -341,7 +348,7 @@ class Manifest:
             TypeError,
             ValueError,
         ) as error:
-            raise CheckpointError(f"it is malformed: {type(error).__name__}: {error}") from None
+            raise CheckpointError(f"it is malformed: {_reason(document, error)}") from None
         if manifest.length != length:
             raise CheckpointError(
                 f"its parameters have {manifest.length} elements, and it says {length}"
@@ -373,8 +380,39 @@ class Manifest:
                 str(name): FileRecord(int(file["bytes"]), tuple(int(crc) for crc in file["crc32"]))
                 for name, file in document["files"].items()
             },
-            metadata=dict(unspelled(document["metadata"])),
+            metadata=unspelled(document["metadata"] | {}),  # refuses what is no object
         )
+
+
+# Looked at only if a manifest cannot be read: one of thousands of pieces is read as fast as can be.
+_PIECE = {"file": TEXT, "offset": COUNT, "tensor": TEXT, "box": [(COUNT, COUNT)], "start": COUNT,
+          "stop": COUNT}  # fmt: skip
+_CONTENT = {
+    "identity": TEXT,
+    "sequence": COUNT,
+    "dtype": TEXT,
+    "length": COUNT,
+    PARAMETERS: [{"name": TEXT, "shape": [COUNT], "start": COUNT}],
+    "arrays": OBJECT,
+    "files": OBJECT,
+    "metadata": OBJECT,
+}
+
+
+def _reason(document: Any, error: Exception) -> str:
+    """Why a document is no manifest: the key whose value has another form, if there is one."""
+    try:
+        require_form(document, {"crc32": COUNT, "content": _CONTENT}, "manifest")
+        content = document["content"]
+        for kind, record in content["arrays"].items():
+            form = {"dtype": TEXT, "pieces": [_PIECE]}
+            require_form(record, form, f"manifest.content.arrays.{kind}")
+        for name, file in content["files"].items():
+            form = {"bytes": COUNT, "crc32": [COUNT]}
+            require_form(file, form, f"manifest.content.files.{name}")
+    except ValueError as malformed:
+        return str(malformed)
+    return f"{type(error).__name__}: {error}"
 
 
 def _check_shape(entry: ParameterEntry) -> None:

@@ -4,17 +4,92 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
-__all__ = ["as_json", "as_metadata", "check_keys", "spelled", "unspelled"]
+__all__ = [
+    "ANYTHING",
+    "COUNT",
+    "NUMBER",
+    "OBJECT",
+    "TEXT",
+    "Form",
+    "Kind",
+    "as_json",
+    "as_metadata",
+    "check_keys",
+    "require_form",
+    "spelled",
+    "unspelled",
+]
 
 _SPELLING = "$float"  # the only key of what stands for a number that JSON does not know
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SHOWN = 60  # characters of a value that a message quotes
 _CONTAINERS = (dict, list, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of JSON value: its name in messages, and the test of a value."""
+
+    name: str
+    holds: Callable[[Any], bool]
+
+
+ANYTHING = Kind("anything", lambda _: True)
+COUNT = Kind("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < 1 << 63)
+NUMBER = Kind("a number", lambda v: type(v) is float or (type(v) is int and abs(v) < 1 << 1023))
+OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+TEXT = Kind("a text", lambda v: isinstance(v, str))
+
+_LIST = Kind("a list", lambda v: isinstance(v, list))
+
+Form = Kind | list[Any] | tuple[Any, ...] | dict[str, Any]
+"""The form of a JSON value.
+
+A kind; ``[form]``, a list of such; ``(form, form)``, a list of two; ``{"a": form, "b?": form}``, an
+object that has a key a, and may have a key b.
+"""
+
+
+def require_form(value: Any, form: Form, key: str) -> None:
+    """Refuse a JSON value of another form: a file may hold anything and have the right checksum.
+
+    Raises
+    ------
+    ValueError
+        Naming the key, such as ``metadata.user.steps[3]``, the form and the value.
+    """
+    if isinstance(form, Kind):
+        if not form.holds(value):
+            raise ValueError(f"{key} must be {form.name}, got {_shortened(value)}")
+    elif isinstance(form, dict):
+        require_form(value, OBJECT, key)
+        for name, inner in form.items():
+            plain = name.removesuffix("?")
+            if plain in value:
+                require_form(value[plain], inner, f"{key}.{plain}")
+            elif plain == name:
+                raise ValueError(f"{key} has no key {name!r}, but {_shortened([*value])}")
+    else:
+        require_form(value, _LIST, key)
+        if isinstance(form, tuple) and len(value) != len(form):
+            raise ValueError(f"{key} must be a list of {len(form)}, got {_shortened(value)}")
+        forms = form if isinstance(form, tuple) else form * len(value)
+        for index, (item, inner) in enumerate(zip(value, forms, strict=True)):
+            require_form(item, inner, f"{key}[{index}]")
+
+
+def _shortened(value: Any) -> str:
+    if type(value) is int and abs(value) >= 1 << 63:  # Python refuses to print the longest
+        return f"a number of {value.bit_length()} bits"
+    text = json.dumps(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def as_metadata(given: Any) -> dict[str, Any]:

@@ -302,11 +302,8 @@ def _fitting(
     for name, pieces in wanted.items():
         _check_fits(reader, name, pieces)
     if "model" in states:
-        try:
-            with _using_metadata(reader, "model"):
-                model.check_metadata(reader.metadata["model"])
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+        with _using_metadata(reader, "model"):
+            model.check_metadata(reader.metadata["model"])
     return wanted
 
 
@@ -319,12 +316,14 @@ def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
 
 @contextmanager
 def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
-    """Say so where metadata are not what any save wrote: something else made the manifest."""
+    """Name file and reason if metadata do not fit, or are not what any save wrote."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"the checkpoint {reader.path} has no metadata that {_ARTICLES[name]} can use: "
+            f"the checkpoint {reader.path} has no metadata.{name} that {_ARTICLES[name]} can use: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -5,10 +5,13 @@ mpi4py is imported here and nowhere else.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import os
 import sys
+import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +22,11 @@ from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
-    "START_SECONDS", "check_launched_world", "check_machine", "finalize_mpi", "launcher_name",
-    "leave_mpi_running", "load_mpi", "not_launched_error",
+    "START_SECONDS", "call_uninterrupted", "check_launched_world", "check_machine", "finalize_mpi",
+    "launcher_name", "leave_mpi_running", "load_mpi", "not_launched_error",
 ]  # fmt: skip
 
+_POLL_SECONDS = 0.1
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
@@ -114,6 +118,46 @@ def _start_under_watch() -> ModuleType:
     if page is not None:
         page.end(RankState.LEFT)
     return MPI
+
+
+def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
+    """Return ``call()``, which no exception of a signal handler cuts off.
+
+    Python runs signal handlers on the main thread alone, so another thread makes the call. An
+    exception that strikes the main thread meanwhile is raised when the call is over.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        return call()
+    begun, over = threading.Lock(), threading.Lock()
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        if begun.acquire(blocking=False):
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it
+                errors.append(error)
+            over.release()
+
+    over.acquire()
+    struck: BaseException | None = None
+    try:
+        _thread.start_new_thread(run, ())
+    except BaseException as error:
+        if begun.acquire(blocking=False):
+            raise  # the thread, if there is one, makes no call any more
+        struck = error
+    while not results and not errors:
+        try:  # around a loop of its own: handlers also run when a loop begins again
+            while not results and not errors:
+                over.acquire(timeout=_POLL_SECONDS)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            struck = error
+    if struck is not None or errors:
+        raise struck or errors[0]
+    return results[0]
 
 
 def finalize_mpi(mpi: Any, process: int) -> None:

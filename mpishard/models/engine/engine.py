@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.policy import Policy
@@ -23,7 +22,7 @@ from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span, step_span
 from mpishard.sharding import ShardingConfiguration, pieces_within
@@ -44,21 +43,39 @@ class Engine:
     parameters : ParameterStore
         Who holds parameters.
     make_gradients : callable
-        ``make_gradients(holdings)`` makes the store of gradients, anew where units are frozen.
+        ``make_gradients(layout)`` makes the store of gradients, anew where units are frozen.
+    state_layout : StoreLayout
+        Of the optimizer's state.
+    stage : UpdateStage, optional
+        Brings what is updated to the state and back; None where all lies in host memory.
     policy : Policy
         What the strategy shards.
     loss : ILossFunction or None
         What is minimised; None where a black box knows.
     config : ShardingConfiguration
         Choices that may change between steps.
+
+    Attributes
+    ----------
+    layout : StoreLayout
+        Units, ranks, and where memory is booked.
+    backend : CommunicationBackend
+        The ranks that hold the same part of the model, and compute other samples.
+    world : CommunicationBackend
+        All ranks.
+    step_number, version : int
+        Steps made, and changes of the parameters.
+    observer : callable, optional
+        Context manager around each update, for whoever looks at parameters before and after.
     """
 
     def __init__(
         self,
         program: Program,
         parameters: ParameterStore,
-        make_gradients: Callable[[Holdings], GradientStore],
-        stage: UpdateStage,
+        make_gradients: Callable[[StoreLayout], GradientStore],
+        state_layout: StoreLayout,
+        stage: UpdateStage | None,
         policy: Policy,
         loss: ILossFunction | None,
         config: ShardingConfiguration,
@@ -70,9 +87,13 @@ class Engine:
         self.step_number = 0
         self.version = 0
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
+        self.layout = parameters.layout
+        self.backend = parameters.backend
+        self.world = config.communication_backend
         self._config = config
         self._make_gradients = make_gradients
-        self.stage = stage
+        self.state_layout = state_layout
+        self._stage = stage
         self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
         self.round = Round(config, parameters.backend, program.replicas(config))
         in_leaves = config.gradient_leaves is not None
@@ -97,24 +118,9 @@ class Engine:
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
-        holdings = replace(self.holdings, frozen=self.program.frozen_units)
-        self.gradients = self._make_gradients(holdings)
-        self.pieces = UpdatePieces.of(self.program, holdings, self.policy, self.leaves)
-
-    @property
-    def holdings(self) -> Holdings:
-        """Units, ranks, and where memory is booked."""
-        return self.parameters.holdings
-
-    @property
-    def backend(self) -> CommunicationBackend:
-        """The ranks that hold the same part of the model, and compute other samples."""
-        return self.parameters.backend
-
-    @property
-    def world(self) -> CommunicationBackend:
-        """All ranks."""
-        return self._config.communication_backend
+        layout = replace(self.layout, frozen=self.program.frozen_units)
+        self.gradients = self._make_gradients(layout)
+        self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
 
     def sum_over_owners(self, vector: Array) -> Array:
         """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
@@ -166,8 +172,8 @@ class Engine:
         NonFiniteLossError
             On every rank, where the loss or the gradient is not finite.
         """
-        self.holdings.device.use()  # of the thread that calls
-        self.program.check_pair(x, y, self.loss)
+        self.layout.device.use()  # of the thread that calls
+        inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
             self.replicas.require_drifting()
@@ -177,7 +183,7 @@ class Engine:
             self.leaves.require(self._config, accumulates=self.round.accumulates)
         try:
             self.program.require_one_batch("step", x, y, everywhere=True)
-            batches = self._batches(x, y, sample_start, is_local=is_local)
+            batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
                 return self._step(batches, rule, settings, is_local=is_local)
         except BaseException:
@@ -270,13 +276,21 @@ class Engine:
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
-        pieces = self.pieces.updated
-        parameters = self.parameters.owned(pieces)
-        with self.stage.staged(parameters, gradients) as (own, reduced):
-            updates = [Update(*given) for given in zip(pieces, own, reduced, strict=True)]
-            watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
-            with watched, span("update"):
-                rule(updates, report)
+        parameters = self.parameters.owned(self.pieces.updated)
+        if self._stage is None:
+            self._run_rule(rule, parameters, gradients, report)
+        else:
+            with self._stage.staged(parameters, gradients) as (own, reduced):
+                self._run_rule(rule, own, reduced, report)
+
+    def _run_rule(
+        self, rule: Rule, parameters: list[Array], gradients: list[Array], report: StepReport
+    ) -> None:
+        given = zip(self.pieces.updated, parameters, gradients, strict=True)
+        updates = [Update(*arrays) for arrays in given]
+        watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
+        with watched, span("update"):
+            rule(updates, report)
 
     def _end_round(self) -> None:
         self.changed()
@@ -316,7 +330,10 @@ class Engine:
         loss: ILossFunction | None = None,
     ) -> tuple[float, float]:
         """One forward and backward pass; this rank's loss sum and weight."""
-        gradients.begin(is_first=is_first, is_last=is_last, defer=self.round.defers)
+        gradients.begin(
+            is_first=is_first, is_last=is_last, defer=self.round.defers,
+            compresses=gradients is self.gradients and self._config.enable_gradient_compression,
+        )  # fmt: skip
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         total, weight = self.program.train(
             self.parameters, gradients, x, y, loss or self.loss, context
@@ -347,14 +364,16 @@ class Engine:
 
     def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
         """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
-        self.holdings.device.use()
-        self.program.check_pair(x, y, loss or self.loss)
-        holdings = self.gradients.holdings
-        sink = ReplicatedGradients(holdings)
+        self.layout.device.use()
+        inputs, targets = self.program.check_pair(x, y, loss or self.loss)
+        layout = self.gradients.layout
+        sink = ReplicatedGradients(layout)
         everywhere = self.policy.shards_parameters
         self.program.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
-            total, weight = self._pass(x, y, sink, is_first=True, is_last=False, loss=loss)
+            total, weight = self._pass(
+                inputs, targets, sink, is_first=True, is_last=False, loss=loss
+            )
             self.program.finish_local(sink)
         full = sink.vector
         if self.program.frozen:
@@ -362,7 +381,7 @@ class Engine:
                 (e.start, e.stop) for e in self.program.entries
                 if e.name not in self.program.frozen
             ]  # fmt: skip
-            pieces = pieces_within(holdings.pieces(sharded=False), ranges)
+            pieces = pieces_within(layout.pieces(sharded=False), ranges)
             full = array_namespace(full).zeros(self.program.length, full.dtype)
             for piece, values in zip(pieces, sink.local(pieces), strict=True):
                 full[piece.start : piece.stop] = values
@@ -375,16 +394,16 @@ class Engine:
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
-        self.holdings.device.use()
-        self.program.check(x)
+        self.layout.device.use()
+        inputs = self.program.check(x)
         self.program.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
         with self._leaving_no_unit():
-            return self.program.predict(self.parameters, x)
+            return self.program.predict(self.parameters, inputs)
 
     def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
         """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
-        self.holdings.device.use()
-        self.program.check_next(x)
+        self.layout.device.use()
+        x = self.program.check_next(x)
         with self._leaving_no_unit():
             return self.program.predict_next(self.parameters, x, cache)
 
@@ -393,16 +412,14 @@ class Engine:
 
         Without a gradient, but where a black box tells its loss only together with one.
         """
-        self.holdings.device.use()
-        self.program.check_pair(x, y, self.loss)
+        self.layout.device.use()
+        inputs, targets = self.program.check_pair(x, y, self.loss)
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
         if self.loss is None:
-            total, weight, _ = self.program.forward(
-                self.parameters, x, y, None, Context(training=False)
-            )
-            return total, weight
-        return self.program.measure(self.loss, self.predict(x), self.program.device.put(y))
+            context = Context(training=False)
+            return self.program.forward(self.parameters, inputs, targets, None, context)[:2]
+        return self.program.measure(self.loss, self.predict(x), targets)
 
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
@@ -416,7 +433,7 @@ class Engine:
 
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
-        self.holdings.device.use()
+        self.layout.device.use()
         placement = self.program.placement
         self.parameters.take(lambda start, out: placement.take(full, start, out))
         self.replicas.are_equal()
@@ -435,13 +452,13 @@ class Engine:
 
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
-        self.holdings.device.use()
+        self.layout.device.use()
         with self._leaving_no_unit():
             return self.program.gather(self.parameters)
 
     def gather_on(self, root: int) -> Array | None:
         """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
-        self.holdings.device.use()
+        self.layout.device.use()
         with self._leaving_no_unit():
             return self.program.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters

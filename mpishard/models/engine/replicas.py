@@ -100,7 +100,7 @@ class Replicas:
         total = float(backend.all_reduce(np.array([self._weight]))[0])
         if total == 0:
             return False
-        whole = self._parameters.holdings.pieces(sharded=False)
+        whole = self._parameters.layout.pieces(sharded=False)
         for replica in self._parameters.owned(whole):
             mine = replica
             mine *= self._weight / total

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mpishard.models.engine.policy import Policy
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, pieces_within
 
 __all__ = ["UpdatePieces"]
@@ -39,7 +39,7 @@ class UpdatePieces:
 
     @classmethod
     def of(
-        cls, program: Program, holdings: Holdings, policy: Policy, leaves: GradientLeaves | None
+        cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
     ) -> UpdatePieces:
         """Those of a program, which says what of it is frozen; ``leaves`` hear of them."""
         without_gradient = program.frozen_units
@@ -52,7 +52,7 @@ class UpdatePieces:
 
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
-            for pieces in (holdings.pieces(), holdings.pieces_of_all())
+            for pieces in (layout.pieces(), layout.pieces_of_all())
         )
         owned = counted = trained(own)
         if leaves is not None:

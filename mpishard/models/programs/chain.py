@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layers.layer import Context
+from mpishard.nn.layers.layer import Context, Layer
 from mpishard.nn.layers.targets import GradientTargets
 from mpishard.sharding import ParameterEntry, Unit, nested_views
 
-__all__ = ["HeldLayers", "LayerChain"]
+__all__ = ["HeldLayer", "HeldLayers", "LayerChain"]
 
 Reduce = Callable[[Unit], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """Layers that left nothing of a forward pass but the input of the first of them."""
+class HeldLayer:
+    """A layer that a rank computes.
 
-    layers: range
-    x: Array
-    context: Context
+    Parameters
+    ----------
+    name : str
+        Name in the model.
+    layer : Layer
+        The description.
+    entries : mapping of str to ParameterEntry
+        Dotted name inside the layer -> entry in the rank's flat vector.
+    is_random : bool
+        Whether its output in training depends on seed, step and sample.
+    """
+
+    name: str
+    layer: Layer
+    entries: Mapping[str, ParameterEntry]
+    is_random: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +50,17 @@ class HeldLayers:
 
     Parameters
     ----------
-    names, layers : sequence
-        Of each layer, in the model's order.
-    of_layer : sequence of mapping
-        Of each layer: name inside the layer -> entry.
+    layers : sequence of HeldLayer
+        In the model's order.
     entries : sequence of ParameterEntry
-        All of them, each once, in flat order.
+        All parameters, each once, in flat order.
     units : tuple of Unit
-        What is gathered and reduced as one; their layers count from 0 in ``layers``.
+        Ranges that are gathered and reduced as one; their layers count from 0 in ``layers``.
     dtype : numpy.dtype
         Of parameters and gradients.
     """
 
-    names: Sequence[str]
-    layers: Sequence[Any]
-    of_layer: Sequence[Mapping[str, ParameterEntry]]
+    layers: Sequence[HeldLayer]
     entries: Sequence[ParameterEntry]
     units: tuple[Unit, ...]
     dtype: np.dtype[Any]
@@ -61,7 +71,7 @@ class HeldLayers:
 
     def units_of(self, layer: int) -> tuple[Unit, ...]:
         """The units that a layer uses, in order: its own, and those of parameters it is tied to."""
-        starts = {entry.start for entry in self.of_layer[layer].values() if entry.size}
+        starts = {entry.start for entry in self.layers[layer].entries.values() if entry.size}
         return tuple(u for u in self.units if any(u.start <= s < u.stop for s in starts))
 
     @property
@@ -75,11 +85,57 @@ class HeldLayers:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Forgotten:
+    """Layers that saved nothing of a forward pass but the input of the first of them."""
+
+    layers: range
+    x: Array
+    context: Context
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Consecutive layers that use the same units: all that is the same in every pass.
+
+    Layers without parameters belong to it if those on both sides do. Otherwise they stand alone, so
+    that a unit is fetched as late and let go as early as possible.
+    """
+
+    layers: range
+    units: tuple[Unit, ...]
+    places: dict[ParameterEntry, tuple[int, slice]]
+    """Of each parameter: its unit, and its range in the unit's buffer."""
+    segment: range | None
+    """Layers that are computed again in backward, of which these are some."""
+    begun: tuple[Unit, ...]
+    """Units that no earlier group uses: backward is through with them here."""
+    buffers: list[Array] = field(default_factory=list)
+    views: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Parameters of each layer, as views of ``buffers``; made again when these are others."""
+
+    def arrays(self, buffers: Mapping[int, Array]) -> dict[ParameterEntry, Array]:
+        """The range of each parameter in the buffers of the units that are given."""
+        return {
+            entry: buffers[unit][place]
+            for entry, (unit, place) in self.places.items()
+            if unit in buffers
+        }
+
+
+class _Visit(NamedTuple):
+    """A group's turn in a forward pass: the unit to fetch meanwhile, and those to let go after."""
+
+    group: _Group
+    following: Unit | None
+    done: tuple[Unit, ...]
+
+
 class LayerChain:
     """Consecutive layers. A unit is unsharded when its first layer begins, let go after its last.
 
     The units in ``kept`` stay unsharded from their first use in forward to their last in backward.
-    What is saved and what is pending belongs to the caller, so that micro-batches may overlap.
+    Saved activations and pending gradients belong to the caller, so that micro-batches may overlap.
 
     A segment of layers may save its input alone. Backward then computes it again, for which its
     units are unsharded once more, one after the other; the last stays for backward.
@@ -87,7 +143,7 @@ class LayerChain:
     Parameters
     ----------
     held : HeldLayers
-        What the rank holds.
+        The rank's layers.
     first, stop : int
         The chain's layers among them, half open.
     kept : frozenset of int
@@ -101,85 +157,99 @@ class LayerChain:
         recomputed: Sequence[range] = (),
     ) -> None:  # fmt: skip
         self._held = held
+        self._layers = held.layers
         self._range = range(first, stop)
         self._kept = kept
-        self._segment_of = {index: segment for segment in recomputed for index in segment}
         self._uses = {i: held.units_of(i) for i in self._range}
-        self._of_unit = {u.index: held.entries_of(u) for u in held.units}
-        # Where each parameter lies: its unit, and its range in the unit's buffer.
-        self._places = {
-            entry.name: (index, slice(entry.start - start, entry.stop - start))
-            for index, entries in self._of_unit.items()
-            for start in [held.units[index].start]
-            for entry in entries
-        }
-        own = [u for i in self._range for u in self._uses[i]]
-        self.units = tuple(u for u in held.units if u in own)
-        # Forward is through with a unit at the last layer that uses it, backward at the first.
-        self._first_use = self._ends(self._range)
-        self._last_use = self._ends(reversed(self._range))
-        self._is_frozen: dict[int, bool] = {}
+        self._names_in = {u.index: [e.name for e in held.entries_of(u)] for u in held.units}
+        self._groups = self._laid_out(recomputed)
+        own = {unit for uses in self._uses.values() for unit in uses}
+        self.units = tuple(unit for unit in held.units if unit in own)
+        self._forward_plan = self._plan()
         self._without_gradient: frozenset[int] = frozenset()
-        self._first_trained: int | None = first
+        self._frozen_layers: frozenset[int] = frozenset()
+        self._first_trained = first
         self.freeze(frozenset(), frozenset())
 
     @property
-    def names(self) -> Sequence[str]:
+    def names(self) -> list[str]:
         """The layers' names, in order."""
-        return self._held.names[self._range.start : self._range.stop]
+        return [self._layers[index].name for index in self._range]
 
-    def _ends(self, order: Any) -> dict[int, list[Unit]]:
-        seen: set[int] = set()
-        ends: dict[int, list[Unit]] = {}
-        for index in order:
-            ends[index] = [unit for unit in self._uses[index] if unit.index not in seen]
-            seen |= {unit.index for unit in ends[index]}
-        return ends
+    def _laid_out(self, recomputed: Sequence[range]) -> list[_Group]:
+        segment_of = {index: segment for segment in recomputed for index in segment}
+
+        def key(index: int) -> tuple[range | None, tuple[Unit, ...]]:
+            sides = range(index, self._range.start - 1, -1), range(index, self._range.stop)
+            before, after = (next(filter(None, map(self._uses.get, side)), ()) for side in sides)
+            return segment_of.get(index), before if before == after else ()
+
+        groups, seen = [], set[Unit]()
+        for (segment, units), indices in groupby(self._range, key):
+            layers = [*indices]
+            places = {
+                entry: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
+                for index in layers
+                for entry in self._layers[index].entries.values()
+                for unit in self._held.units
+                if unit.start <= entry.start and entry.stop <= unit.stop
+            }
+            begun = tuple(unit for unit in units if unit not in seen)
+            seen.update(units)
+            groups.append(_Group(range(layers[0], layers[-1] + 1), units, places, segment, begun))
+        return groups
+
+    def _plan(self) -> list[_Visit]:
+        plan, later = list[_Visit](), set[Unit]()
+        for group in reversed(self._groups):
+            upcoming = range(group.layers.stop, self._range.stop)
+            done = [u for u in group.units if u not in later and u.index not in self._kept]
+            later.update(group.units)
+            plan.append(_Visit(group, self._following(group, upcoming), tuple(done)))
+        return plan[::-1]
 
     def freeze(self, names: frozenset[str], frozen_units: frozenset[int]) -> None:
         """Leave the parameters of these names as they are, and give these units no gradient."""
         self._without_gradient = frozen_units
-        # Of a layer: whether it has parameters and training changes none of them.
-        of_layer = self._held.of_layer
-        self._is_frozen = {
-            i: bool(of_layer[i]) and all(e.name in names for e in of_layer[i].values())
-            for i in self._range
-        }
-        self._first_trained = next(
-            (i for i in self._range if any(e.name not in names for e in of_layer[i].values())),
-            None,
-        )
+        entries = {i: self._layers[i].entries.values() for i in self._range}
+        trained = [i for i in self._range if any(e.name not in names for e in entries[i])]
+        self._frozen_layers = frozenset(i for i in self._range if entries[i]) - {*trained}
+        self._first_trained = trained[0] if trained else self._range.stop
+
+    # --------------------------------------------------------------------------------- computing
 
     def forward(
         self, parameters: ParameterStore, x: Array, context: Context
     ) -> tuple[Array, list[Any]]:
-        """The output, and what each layer saves."""
-        tape: list[Any] = []
-        for index in self._range:
-            segment = self._segment_of.get(index) if context.training else None
-            if segment is not None and index == segment.start:
-                tape.append(Forgotten(segment, x, context))
-            upcoming = range(index + 1, self._range.stop)
-            x, saved = self._forward_layer(index, parameters, x, context, upcoming)
-            if segment is None:
-                tape.append(saved)
-            del saved
-            for unit in self._last_use[index]:
-                if unit.index not in self._kept:
-                    parameters.reshard(unit)
-        return x, tape
+        """The output, and the saved activations: an entry for each layer, or for a segment."""
+        activations: list[Any] = []
+        return self._forward(self._forward_plan, parameters, x, context, activations), activations
 
-    def _forward_layer(
-        self, index: int, parameters: ParameterStore, x: Array, context: Context,
-        upcoming: Iterable[int],
-    ) -> tuple[Array, Any]:  # fmt: skip
-        layer = self._held.layers[index]
-        views = self._views(index, parameters, upcoming)
-        y, saved = layer.forward(views, x, context.enter(self._held.names[index], layer))
-        return y, saved
+    def _forward(
+        self, plan: Iterable[_Visit], parameters: ParameterStore, x: Array, context: Context,
+        activations: list[Any], *, again: bool = False,
+    ) -> Array:  # fmt: skip
+        for group, following, done in plan:
+            segment = group.segment if context.training and not again else None
+            if segment is not None and segment.start == group.layers.start:
+                activations.append(_Forgotten(segment, x, context))
+            views = self._open(group, parameters, following)
+            for index in group.layers:
+                if parameters.in_flight:  # it may have something to send now
+                    parameters.backend.progress()
+                layer = self._layers[index]
+                is_keyed = layer.is_random or context.cache is not None
+                own = context.enter(layer.name, layer.layer) if is_keyed else context
+                x, saved = layer.layer.forward(views[index], x, own)
+                if segment is None:
+                    activations.append(saved)
+                del saved
+            for unit in done:
+                parameters.reshard(unit)
+        return x
 
     def let_go(self, parameters: ParameterStore) -> None:
-        """Reshard what a forward pass has kept for a backward pass that will not be."""
+        """Reshard the units that a forward pass has kept, if no backward pass follows."""
         for unit in self.units:
             if unit.index in self._kept:
                 parameters.reshard(unit)
@@ -188,7 +258,7 @@ class LayerChain:
         self,
         parameters: ParameterStore,
         gradients: GradientStore,
-        tape: list[Any],
+        activations: list[Any],
         dy: Array,
         reduce: Reduce,
         *,
@@ -196,116 +266,122 @@ class LayerChain:
     ) -> Array:
         """Both halves, layer by layer; ``reduce`` is called with each unit that is complete."""
         unwritten: set[str] = set()
-        xp = array_namespace(dy)
-        first = self._first_needed(needs_input_gradient)
-        for index in reversed(self._range):
-            saved = self._take(index, parameters, tape, first)
-            if index >= first:
-                layer = self._held.layers[index]
-                views = self._views(index, parameters, self._back_from(index, tape, first))
-                targets = self._targets(index, gradients, unwritten, xp)
-                if self._is_frozen[index]:
-                    dy, _ = layer.backward_input(views, saved, dy)
+        first = self._range.start if needs_input_gradient else self._first_trained
+        for group in reversed(self._groups):
+            views: dict[int, Any] = {}
+            for index in reversed(group.layers):
+                if index < first:
+                    activations.clear()  # nothing more is needed
+                    break
+                if isinstance(activations[-1], _Forgotten):
+                    self._recompute(activations, parameters, first)
+                saved = activations.pop()
+                if not views:
+                    upcoming = self._back_from(index, activations, first)
+                    views = self._open(group, parameters, self._following(group, upcoming))
+                    targets = self._targets(group, gradients, unwritten)
+                if parameters.in_flight or gradients.in_flight:
+                    parameters.backend.progress()
+                layer = self._layers[index].layer
+                if index in self._frozen_layers:
+                    dy, _ = layer.backward_input(views[index], saved, dy)
                 else:
                     dy = layer.backward(
-                        views, saved, dy, targets,
+                        views[index], saved, dy, targets[index],
                         needs_input_gradient=needs_input_gradient or index > first,
                     )  # fmt: skip
-                targets.clear_unwritten()
-                del views, targets
-            del saved
-            for unit in self._first_use[index]:
+                targets.pop(index).clear_unwritten()
+                del saved
+            for unit in group.begun:
                 parameters.reshard(unit)
                 if unit.index not in self._without_gradient:
                     reduce(unit)
         return dy
 
     def backward_input(
-        self, parameters: ParameterStore, tape: list[Any], dy: Array, *, needs_input_gradient: bool
+        self,
+        parameters: ParameterStore,
+        activations: list[Any],
+        dy: Array,
+        *,
+        needs_input_gradient: bool,
     ) -> tuple[Array, list[Any]]:
         """The input's gradient, and what `backward_weight` needs, last layer first."""
         pending: list[Any] = []
-        first = self._first_needed(needs_input_gradient)
-        for index in reversed(self._range):
-            saved = self._take(index, parameters, tape, first)
-            if index >= first:
-                views = self._views(index, parameters, self._back_from(index, tape, first))
-                dy, waits = self._held.layers[index].backward_input(views, saved, dy)
-                pending.append(None if self._is_frozen[index] else waits)
-                del views, waits
-            del saved
-            for unit in self._first_use[index]:
+        first = self._range.start if needs_input_gradient else self._first_trained
+        for group in reversed(self._groups):
+            views: dict[int, Any] = {}
+            for index in reversed(group.layers):
+                if index < first:
+                    activations.clear()
+                    break
+                if isinstance(activations[-1], _Forgotten):
+                    self._recompute(activations, parameters, first)
+                saved = activations.pop()
+                if not views:
+                    upcoming = self._back_from(index, activations, first)
+                    views = self._open(group, parameters, self._following(group, upcoming))
+                if parameters.in_flight:
+                    parameters.backend.progress()
+                dy, waits = self._layers[index].layer.backward_input(views[index], saved, dy)
+                pending.append(None if index in self._frozen_layers else waits)
+                del saved, waits
+            for unit in group.begun:
                 parameters.reshard(unit)
         return dy, pending
 
-    def backward_weight(
-        self, gradients: GradientStore, pending: list[Any], reduce: Reduce, xp: ModuleType
-    ) -> None:
+    def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
         """The other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()
-        waiting = list(reversed(pending))
+        waiting = pending[::-1]
         pending.clear()
-        for index in reversed(self._range):
-            if waiting:
+        for group in reversed(self._groups):
+            targets = self._targets(group, gradients, unwritten) if waiting else {}
+            for index in reversed(group.layers):
+                if not waiting:
+                    break
                 own = waiting.pop()
-                targets = self._targets(index, gradients, unwritten, xp)
-                if not self._is_frozen[index]:
-                    self._held.layers[index].backward_weight(own, targets)
-                targets.clear_unwritten()
-                del own, targets
-            for unit in self._first_use[index]:
+                if index not in self._frozen_layers:
+                    self._layers[index].layer.backward_weight(own, targets[index])
+                targets.pop(index).clear_unwritten()
+                del own
+            for unit in group.begun:
                 if unit.index not in self._without_gradient:
                     reduce(unit)
 
-    def _first_needed(self, needs_input_gradient: bool) -> int:
-        """The layer at which backward ends."""
-        if needs_input_gradient or self._first_trained is None:
-            return self._range.start if needs_input_gradient else self._range.stop
-        return self._first_trained
-
-    # ----------------------------------------------------------------------- computing once more
-
-    def _take(self, index: int, parameters: ParameterStore, tape: list[Any], first: int) -> Any:
-        """What a layer saved, off the tape; computes its segment again where that is forgotten."""
-        if index < first:
-            tape.clear()  # nothing more is needed
-            return None
-        if isinstance(tape[-1], Forgotten):
-            self._recompute(tape.pop(), parameters, tape, first)
-        return tape.pop()
-
-    def _recompute(
-        self, forgotten: Forgotten, parameters: ParameterStore, tape: list[Any], first: int
-    ) -> None:
-        """Run a segment's forward again, and put on the tape what its layers save."""
-        layers, x = forgotten.layers, forgotten.x
-        used = {index: set(self._uses[index]) for index in layers}
+    def _recompute(self, activations: list[Any], parameters: ParameterStore, first: int) -> None:
+        """Run the last segment's forward again, and save in its place what its layers save."""
+        forgotten: _Forgotten = activations.pop()
+        layers = forgotten.layers
+        groups = [group for group in self._groups if group.segment == layers]
         # Units that layers behind the segment use too are here: backward is not through with them.
         behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))
-        held = behind & set[Unit]().union(*used.values())
+        held = behind & {unit for group in groups for unit in group.units}
         # Backward begins with those of the last layer that has any.
-        stay = held | next((used[index] for index in reversed(layers) if used[index]), set())
+        stay = held | next((set(g.units) for g in reversed(groups) if g.units), set())
         then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
-        then += self._back_from(layers.start, tape, first)
-        for index in layers:
+        then += self._back_from(layers.start, activations, first)
+        plan = []
+        for group in groups:
             # No third buffer where one waits already for its turn in backward.
-            waits = any(unit.index not in self._kept for unit in held - used[index])
-            upcoming = [] if waits else [*range(index + 1, layers.stop), *then]
-            x, saved = self._forward_layer(index, parameters, x, forgotten.context, upcoming)
-            tape.append(saved)
-            later = set[Unit]().union(*(used[i] for i in range(index + 1, layers.stop)))
-            for unit in used[index] - stay - later:
-                if unit.index not in self._kept:
-                    parameters.reshard(unit)
+            waits = any(unit.index not in self._kept for unit in held - {*group.units})
+            upcoming = [] if waits else [*range(group.layers.stop, layers.stop), *then]
+            later = {u for i in range(group.layers.stop, layers.stop) for u in self._uses[i]}
+            done = [
+                unit for unit in group.units
+                if unit not in stay | later and unit.index not in self._kept
+            ]  # fmt: skip
+            plan.append(_Visit(group, self._following(group, upcoming), tuple(done)))
+        self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
 
-    def _back_from(self, index: int, tape: Sequence[Any], first: int) -> Iterator[int]:
+    def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
         """The layers in the order in which they are computed in backward, before ``index``.
 
         Those of a segment that is computed again come as they do then; what follows is its
         business.
         """
-        for entry in reversed(tape):
-            if isinstance(entry, Forgotten):
+        for entry in reversed(activations):
+            if isinstance(entry, _Forgotten):
                 if entry.layers.stop > first:
                     yield from entry.layers
                 return
@@ -316,51 +392,45 @@ class LayerChain:
 
     # -------------------------------------------------------------------------------- parameters
 
-    def _views(
-        self, index: int, parameters: ParameterStore, upcoming: Iterable[int]
-    ) -> dict[str, Any]:
-        """The parameters of one layer; starts to fetch the unit that ``upcoming`` needs next."""
-        parameters.backend.progress()  # what was begun before may have something to send now
-        uses = self._uses[index]
-        buffers = {unit.index: parameters.unshard(unit) for unit in uses}
-        if uses:
-            following = self._following(index, upcoming)
-            if following is not None:
-                parameters.prefetch(following)
-        return nested_views(self._held.of_layer[index], self._finder(buffers))
+    def _open(
+        self, group: _Group, parameters: ParameterStore, following: Unit | None
+    ) -> dict[int, dict[str, Any]]:
+        """The parameters of a group's layers; starts to fetch the unit that is needed next."""
+        buffers = [parameters.unshard(unit) for unit in group.units]
+        if following is not None and buffers:
+            parameters.prefetch(following)
+        is_new = not group.views or any(map(operator.is_not, buffers, group.buffers))
+        if is_new:
+            arrays = group.arrays({u.index: b for u, b in zip(group.units, buffers, strict=True)})
+            group.buffers = buffers
+            group.views = {
+                i: nested_views(self._layers[i].entries, arrays.__getitem__) for i in group.layers
+            }
+        return group.views
 
-    def _following(self, index: int, upcoming: Iterable[int]) -> Unit | None:
-        """The next unit that is not in use by this layer."""
-        current = {unit.index for unit in self._uses[index]}
-        for other in upcoming:
-            for unit in self._uses[other]:
-                if unit.index not in current:
-                    return unit
-        return None
+    def _following(self, group: _Group, upcoming: Iterable[int]) -> Unit | None:
+        """The next unit that is not in use by this group."""
+        units = (unit for index in upcoming for unit in self._uses[index])
+        return next((unit for unit in units if unit not in group.units), None)
 
     def _targets(
-        self, index: int, gradients: GradientStore, unwritten: set[str], xp: ModuleType
-    ) -> GradientTargets:
+        self, group: _Group, gradients: GradientStore, unwritten: set[str]
+    ) -> dict[int, GradientTargets]:
+        """The gradients of a group's layers. Names of those that hold nothing go to the set."""
         buffers: dict[int, Array] = {}
-        for unit in self._uses[index]:
-            if unit.index in self._without_gradient:
-                continue
-            buffers[unit.index], is_empty = gradients.target(unit)
-            if is_empty:
-                unwritten.update(entry.name for entry in self._of_unit[unit.index])
-
-        def find(entry: ParameterEntry) -> Array:
-            unit, place = self._places[entry.name]
-            if unit in buffers:
-                return buffers[unit][place]
-            # Frozen, and another layer's beside: what is added here nobody reads.
-            return xp.zeros(entry.size, self._held.dtype)
-
-        return GradientTargets(self._held.of_layer[index], find, unwritten)
-
-    def _finder(self, buffers: dict[int, Array]) -> Callable[[ParameterEntry], Array]:
-        def find(entry: ParameterEntry) -> Array:
-            unit, place = self._places[entry.name]
-            return buffers[unit][place]
-
-        return find
+        for unit in group.units:
+            if unit.index not in self._without_gradient:
+                buffers[unit.index], is_empty = gradients.target(unit)
+                if is_empty:
+                    unwritten.update(self._names_in[unit.index])
+        arrays = group.arrays(buffers)
+        for index in group.layers:
+            if index not in self._frozen_layers:
+                for entry in self._layers[index].entries.values():
+                    if entry not in arrays:  # frozen beside trained ones: nobody reads its gradient
+                        xp = gradients.layout.device.namespace
+                        arrays[entry] = xp.zeros(entry.size, self._held.dtype)
+        return {
+            index: GradientTargets(self._layers[index].entries, arrays.__getitem__, unwritten)
+            for index in group.layers
+        }

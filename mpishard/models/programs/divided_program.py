@@ -100,11 +100,11 @@ class DividedProgram(Program):
 
     # -------------------------------------------------------------------------------- computing
 
-    def check(self, x: Any) -> None:
-        self._whole.check(x)
+    def check(self, x: Any) -> Any:
+        return self._whole.check(x)
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
-        self._whole.check_pair(x, y, loss)
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+        return self._whole.check_pair(x, y, loss)
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return self._whole.knows_loss(loss)
@@ -125,7 +125,7 @@ class DividedProgram(Program):
     ) -> tuple[float, float, Any]:
         return self._whole.forward(parameters, x, y, loss, context)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         start, stop = self._own
         for unit in self.units:  # one, or none
             if unit.index in self.frozen_units:
@@ -138,8 +138,8 @@ class DividedProgram(Program):
                     target = own[low - start : high - start]
                     target += beside(values[low - begin : high - begin], target) * factor
 
-            if tape is not None:
-                self._whole.contribute(tape, add)
+            if saved is not None:
+                self._whole.contribute(saved, add)
             gradients.reduce(unit)
 
     def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
@@ -182,7 +182,7 @@ class DividedProgram(Program):
         self._holder = holder
         if self._full is not None:  # a copy of a black box has its parameters
             if self._whole.computes_in_place:
-                full = parameters.holdings.allocate(MemoryCategory.GATHERED, int(self._full.size))
+                full = parameters.layout.allocate(MemoryCategory.GATHERED, int(self._full.size))
             else:
                 full = self.device.namespace.empty(self._full.size, self.dtype)
             copy_into(full, self._full)

@@ -15,7 +15,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.devices import HOST
 from mpishard.errors import MissingLossError
-from mpishard.models.programs.chain import HeldLayers, LayerChain
+from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -30,9 +30,10 @@ def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
     infos = model.get_all_layer_info()
     table = model.parameter_table
     return HeldLayers(
-        names=[info.name for info in infos],
-        layers=model.layers,
-        of_layer=[table.layer_entries(info.name) for info in infos],
+        layers=[
+            HeldLayer(info.name, layer, table.layer_entries(info.name), layer.is_random)
+            for info, layer in zip(infos, model.layers, strict=True)
+        ],
         entries=table.entries,
         units=build_units([info.parameter_count for info in infos], minimum_unit_size),
         dtype=model.dtype,
@@ -57,6 +58,7 @@ class LayeredProgram(Program):
         self._model = model
         self._minimum_unit_size = minimum_unit_size
         self._input_shape = model.get_all_layer_info()[0].input_shape
+        self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
         self.dtype = model.dtype
         self.device = getattr(model, "device", HOST)
         self.is_random = any(layer.is_random for layer in model.layers)
@@ -85,10 +87,11 @@ class LayeredProgram(Program):
         if self.is_random:
             self.seed = int(backend.broadcast(np.array([self.seed]))[0])
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any) -> Array:
         self._output_shape(x)
+        return self._model.as_input(x)
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Array, Array]:
         shape = self._output_shape(x)
         require_plain(y)
         if loss is None:
@@ -102,21 +105,25 @@ class LayeredProgram(Program):
         if len(y) != len(x):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
         loss.check_target((len(x), *shape), y)
+        return self._model.as_input(x), self.device.put(y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
-        """Shape of a sample's output; the layers refuse what they cannot take."""
+        """Shape of a sample's output. Layers refuse inputs of other shapes than they take."""
         require_plain(x)
         shape = getattr(x, "shape", None)
-        expected = f"expected an array of shape (samples, {_dims(self._input_shape)}), got "
-        if shape is None:
-            raise TypeError(expected + type(x).__name__)
-        if len(shape) != 1 + len(self._input_shape):
+        if shape is None or len(shape) != 1 + len(self._input_shape):
+            dims = ", ".join(map(str, self._input_shape))
+            expected = f"expected an array of shape (samples, {dims}), got "
+            if shape is None:
+                raise TypeError(expected + type(x).__name__)
             raise ValueError(f"{expected}shape {tuple(shape)}")
-        self._model.check_input(x)
-        output = tuple(shape[1:])
-        for layer in self._model.layers:
-            output = layer.output_shape(output)
-        return output
+        sample = tuple(shape[1:])
+        if sample not in self._output_shapes:
+            output = sample
+            for layer in self._model.layers:
+                output = layer.output_shape(output)
+            self._output_shapes[sample] = output
+        return self._output_shapes[sample]
 
     def fill(self, unit: Unit, out: Array) -> None:
         self._model.fill_parameters(unit.start, out)
@@ -140,14 +147,14 @@ class LayeredProgram(Program):
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         (chain,) = self._chains
-        y, _ = chain.forward(parameters, self._model.as_input(x), Context(training=False))
+        y, _ = chain.forward(parameters, x, Context(training=False))
         chain.let_go(parameters)
         return y
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
         (chain,) = self._chains
         context = Context(training=False, cache=cache)
-        y, _ = chain.forward(parameters, self._model.as_input(x), context)
+        y, _ = chain.forward(parameters, x, context)
         chain.let_go(parameters)
         return y[:, -1]
 
@@ -161,20 +168,16 @@ class LayeredProgram(Program):
     ) -> tuple[float, float, Any]:
         assert loss is not None
         (chain,) = self._chains
-        prediction, tape = chain.forward(parameters, self._model.as_input(x), context)
-        total, weight, saved = loss.forward(prediction, self.device.put(y))
-        return total, weight, [tape, loss, saved]
+        prediction, activations = chain.forward(parameters, x, context)
+        total, weight, of_loss = loss.forward(prediction, y)
+        return total, weight, [activations, loss, of_loss]
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
-        layers, loss, saved = tape
-        tape.clear()
-        dy = loss.backward(saved)
-        del saved
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
+        activations, loss, of_loss = saved
+        saved.clear()
+        dy = loss.backward(of_loss)
+        del of_loss
         (chain,) = self._chains
         chain.backward(
-            parameters, gradients, layers, dy, gradients.reduce, needs_input_gradient=False
+            parameters, gradients, activations, dy, gradients.reduce, needs_input_gradient=False
         )
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return ", ".join(str(dim) for dim in shape)

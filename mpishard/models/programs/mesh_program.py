@@ -223,8 +223,9 @@ class MeshProgram(LayeredProgram):
 
     # ------------------------------------------------------------------------------- computing
 
-    def check_next(self, x: Any) -> None:
+    def check_next(self, x: Any) -> Array:
         super()._output_shape(x)  # of any length: see `predict_next`
+        return self._model.as_input(x)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         shape = super()._output_shape(x)
@@ -252,16 +253,15 @@ class MeshProgram(LayeredProgram):
         context: Context,
     ) -> tuple[float, float]:
         assert loss is not None
-        inputs, targets = self._model.as_input(x), self.device.put(y)
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
-        run = StageRun(self, parameters, inputs, context, gradients, targets, loss)
+        run = StageRun(self, parameters, x, context, gradients, y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         self._add_ties(gradients)
         return (run.total, run.weight) if self.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        run = StageRun(self, parameters, self._model.as_input(x), Context(training=False))
+        run = StageRun(self, parameters, x, Context(training=False))
         self._executor(self.micro_batch_count).run_forward(run)
         return self._output_of(run)
 
@@ -276,7 +276,6 @@ class MeshProgram(LayeredProgram):
                 ]
             chains = self._chains_by_token
         context = Context(training=False, cache=cache)
-        x = self._model.as_input(x)
         run = StageRun(self, parameters, x, context, chains=chains, micro_batches=1)
         self._executor(1).run_forward(run)
         run.outputs = [y[:, -1] for y in run.outputs]

@@ -71,16 +71,18 @@ class OpaqueProgram(WholeProgram):
             )
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any) -> Any:
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
+        return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         self.check(x)
         require_plain(y)
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        return x, y
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
@@ -161,22 +163,22 @@ class OpaqueProgram(WholeProgram):
             )
         return float(loss.item() if hasattr(loss, "item") else loss)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units
         target, is_empty = gradients.target(unit)
-        if tape is None:
+        if saved is None:
             if is_empty:
                 target.fill(0)
         elif is_empty:
-            gradient, samples = tape
+            gradient, samples = saved
             array_namespace(target).multiply(beside(gradient, target), samples, out=target)
         else:
-            gradient, samples = tape
+            gradient, samples = saved
             target += beside(gradient, target) * samples
         gradients.reduce(unit)
 
-    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
-        gradient, samples = tape
+    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
+        gradient, samples = saved
         add(0, gradient, samples)
 
 

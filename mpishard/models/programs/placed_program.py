@@ -85,20 +85,20 @@ class IPlaceableModel(ABC):
         return False
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
-        """Sum and weight of the model's own loss, without a tape."""
+        """Sum and weight of the model's own loss, without saving anything."""
         raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
 
     @abstractmethod
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
     ) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the tape that `backward_pass` needs.
+        """Sum and weight of the loss, and what `backward_pass` needs.
 
         ``loss`` is None where the model's own is meant.
         """
 
     @abstractmethod
-    def backward_pass(self, tape: Any, receive: Callable[[int, Array], None]) -> None:
+    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
         """Compute the gradient of the loss's *sum*, parameter by parameter.
 
         ``receive(index, gradient)`` is called, in any order, once for each entry that has a
@@ -135,10 +135,11 @@ class PlacedProgram(WholeProgram):
         self.kept = frozenset()
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any) -> Any:
         self._model.check_input(x)
+        return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         self.check(x)
         require_plain(y)
         if not self.knows_loss(loss):
@@ -147,6 +148,7 @@ class PlacedProgram(WholeProgram):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        return x, y
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or self._model.has_own_loss
@@ -197,15 +199,15 @@ class PlacedProgram(WholeProgram):
             return *self._model.own_loss(x, y), None
         return self._model.forward_pass(x, y, loss)
 
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)
-        if tape is not None:
-            self._model.backward_pass(tape, arrivals.receive)
+        if saved is not None:
+            self._model.backward_pass(saved, arrivals.receive)
         arrivals.finish()
 
-    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
+    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
         starts = [entry.start for entry in self.entries]
-        self._model.backward_pass(tape, lambda index, values: add(starts[index], values, 1.0))
+        self._model.backward_pass(saved, lambda index, values: add(starts[index], values, 1.0))
 
 
 class _Arrivals:

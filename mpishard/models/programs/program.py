@@ -131,16 +131,16 @@ class Program(ABC):
         return repr((units, [(e.name, e.shape) for e in self.entries]))
 
     @abstractmethod
-    def check(self, x: Any) -> None:
-        """Refuse inputs that cannot be computed with; communicates nothing."""
+    def check(self, x: Any) -> Any:
+        """The inputs as `predict` takes them; refuses unfit ones. Communicates nothing."""
 
-    def check_next(self, x: Any) -> None:
+    def check_next(self, x: Any) -> Any:
         """As `check`, for the inputs of `predict_next`."""
-        self.check(x)
+        return self.check(x)
 
     @abstractmethod
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> None:
-        """Refuse inputs and targets that do not fit each other or the loss, as `check`."""
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+        """Inputs and targets as `forward` takes them; refuses unfit ones, as `check`."""
 
     def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
         """Refuse calls and batches that differ between ranks that compute together. Collective.
@@ -180,13 +180,13 @@ class Program(ABC):
 
     def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
         """As `gather`, on world rank ``root`` alone: each unit's pieces travel to it."""
-        holdings = parameters.holdings
+        layout = parameters.layout
         full = None
-        if holdings.backend.rank == root:
+        if layout.backend.rank == root:
             full = self.device.namespace.empty(self.length, self.dtype)
-        pieces = holdings.pieces(sharded=is_sharded)
+        pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
-            values = holdings.backend.gather(owned, root=root) if is_sharded else owned
+            values = layout.backend.gather(owned, root=root) if is_sharded else owned
             if full is not None:
                 copy_into(full[piece.unit.start : piece.unit.stop], values)
         return full
@@ -254,10 +254,10 @@ class Program(ABC):
         loss: ILossFunction | None,
         context: Context,
     ) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the tape that `backward` needs."""
+        """Sum and weight of the loss, and what `backward` needs."""
 
     @abstractmethod
-    def backward(self, parameters: ParameterStore, gradients: GradientStore, tape: Any) -> None:
+    def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         """Add the gradient of the loss's *sum* to every unit, and reduce each as it is done."""
 
     def train(
@@ -271,7 +271,7 @@ class Program(ABC):
     ) -> tuple[float, float]:
         """Forward and backward: sum and weight of the loss, of what this rank speaks for."""
         with span("forward"):
-            total, weight, tape = self.forward(parameters, x, y, loss, context)
+            total, weight, saved = self.forward(parameters, x, y, loss, context)
         with span("backward"):
-            self.backward(parameters, gradients, tape)
+            self.backward(parameters, gradients, saved)
         return total, weight

@@ -8,8 +8,7 @@ from typing import Any
 
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
-from mpishard.models.programs.chain import HeldLayers
-from mpishard.nn.layers.layer import Layer
+from mpishard.models.programs.chain import HeldLayer, HeldLayers
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
@@ -116,9 +115,7 @@ def lay_out(
             ranges[stage] = builder.add(part)
             log += part.log
     held = HeldLayers(
-        names=builder.names,
         layers=builder.layers,
-        of_layer=builder.of_layer,
         entries=tuple(builder.entries.values()),
         units=tuple(builder.units),
         dtype=model.dtype,
@@ -170,9 +167,7 @@ class _Builder:
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
         self._turns = 0  # of parameters that the tensor ranks of this stage hold alike
-        self.names: list[str] = []
-        self.layers: list[Layer] = []
-        self.of_layer: list[dict[str, ParameterEntry]] = []
+        self.layers: list[HeldLayer] = []
         self.entries: dict[str, ParameterEntry] = {}
         self.slices: list[Slice] = []
         self.units: list[Unit] = []
@@ -200,14 +195,11 @@ class _Builder:
             sizes.append(self._position - before)
         self._cut(sizes, first)
         for (_, prefix, specs), (name, layer) in zip(found, part.layers.items(), strict=True):
-            self.names.append(name)
-            self.layers.append(layer)
-            self.of_layer.append(
-                {
-                    full.removeprefix(prefix): self.entries[spec.tied_to or full]
-                    for full, spec in specs.items()
-                }
-            )
+            entries = {
+                full.removeprefix(prefix): self.entries[spec.tied_to or full]
+                for full, spec in specs.items()
+            }
+            self.layers.append(HeldLayer(name, layer, entries, layer.is_random))
         return first, len(self.layers)
 
     def _hold(self, name: str, spec: Any, boxes: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
@@ -76,7 +76,7 @@ class StageRun(IPipelineStage):
         self._loss = loss
         self._context = context
         self._rows = ShardLayout(len(x), micro_batches or program.micro_batch_count)
-        self._tapes: dict[tuple[int, int], Any] = {}
+        self._activations: dict[tuple[int, int], Any] = {}
         self._pending: dict[tuple[int, int], Any] = {}
         self._left = [self._rows.world_size] * len(self._chains)
         self.total = self.weight = 0.0
@@ -112,7 +112,7 @@ class StageRun(IPipelineStage):
             start = context.sample_start + rows.start
             context = replace(context, sample_start=start)
         chain = self._chain(virtual_stage)
-        y, tape = chain.forward(self._parameters, x, context)
+        y, activations = chain.forward(self._parameters, x, context)
         is_last = self._is_last(virtual_stage)
         if not context.training:
             chain.let_go(self._parameters)
@@ -121,14 +121,14 @@ class StageRun(IPipelineStage):
             return None if is_last else y
         key = virtual_stage, micro_batch
         if not is_last:
-            self._tapes[key] = tape
+            self._activations[key] = activations
             return y
         assert self._loss is not None
         assert self._y is not None
         total, weight, saved = self._loss.forward(y, self._y[rows])
         self.total += total
         self.weight += weight
-        self._tapes[key] = tape
+        self._activations[key] = activations
         self._pending[key] = saved
         return None
 
@@ -137,7 +137,7 @@ class StageRun(IPipelineStage):
         dy = self._output_gradient(key, dy)
         assert self._gradients is not None
         dx = self._chain(virtual_stage).backward(
-            self._parameters, self._gradients, self._tapes.pop(key), dy,
+            self._parameters, self._gradients, self._activations.pop(key), dy,
             self._reducer(virtual_stage), needs_input_gradient=self._needs_dx(virtual_stage),
         )  # fmt: skip
         self._left[virtual_stage] -= 1
@@ -148,20 +148,17 @@ class StageRun(IPipelineStage):
     ) -> Array | None:
         key = virtual_stage, micro_batch
         dy = self._output_gradient(key, dy)
-        xp = array_namespace(dy)
-        dx, pending = self._chain(virtual_stage).backward_input(
-            self._parameters, self._tapes.pop(key), dy,
+        dx, self._pending[key] = self._chain(virtual_stage).backward_input(
+            self._parameters, self._activations.pop(key), dy,
             needs_input_gradient=self._needs_dx(virtual_stage),
         )  # fmt: skip
-        self._pending[key] = pending, xp
         return dx if self._needs_dx(virtual_stage) else None
 
     def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
-        pending, xp = self._pending.pop((virtual_stage, micro_batch))
         assert self._gradients is not None
-        self._chain(virtual_stage).backward_weight(
-            self._gradients, pending, self._reducer(virtual_stage), xp
-        )
+        pending = self._pending.pop((virtual_stage, micro_batch))
+        reduce = self._reducer(virtual_stage)
+        self._chain(virtual_stage).backward_weight(self._gradients, pending, reduce)
         self._left[virtual_stage] -= 1
 
     def _chain(self, virtual_stage: int) -> LayerChain:

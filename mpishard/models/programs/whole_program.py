@@ -32,8 +32,8 @@ class WholeProgram(Program):
         """
 
     @abstractmethod
-    def contribute(self, tape: Any, add: Callable[[int, Array, float], None]) -> None:
-        """Compute the gradient of the loss's *sum* that belongs to a tape of `forward`.
+    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
+        """Compute the gradient of the loss's *sum* that belongs to what `forward` saved.
 
         ``add(start, values, factor)`` is called with ranges of the flat vector, in any order:
         ``factor * values`` is to be added at ``start``.

@@ -7,18 +7,18 @@ import numpy as np
 
 from mpishard.arrays import Array, chunk_length, to_host
 from mpishard.communication import Arena
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 
-__all__ = ["ACCUMULATION", "GradientWires", "encode"]
+__all__ = ["ACCUMULATION", "CompressionBuffers", "encode"]
 
 ACCUMULATION = np.dtype(np.float32)
 """In what the ranks' contributions are summed."""
 
-_WIRE = np.dtype(ml_dtypes.bfloat16)
+_COMPRESSED = np.dtype(ml_dtypes.bfloat16)
 
 
-class GradientWires:
+class CompressionBuffers:
     """Host buffers in which gradients travel as bfloat16, half or a quarter of their bytes.
 
     bfloat16 has the range of float32, so that sums over samples need no scaling, and 8 bits of
@@ -27,7 +27,7 @@ class GradientWires:
 
     Parameters
     ----------
-    holdings : Holdings
+    layout : StoreLayout
         Units, ranks, and where memory is booked. To make the buffers is collective.
     length : int
         Elements of each buffer.
@@ -35,30 +35,30 @@ class GradientWires:
         Number of buffers.
     """
 
-    def __init__(self, holdings: Holdings, length: int, count: int) -> None:
-        slots = holdings.on_host.allocate_slots(length, count, _WIRE)
+    def __init__(self, layout: StoreLayout, length: int, count: int) -> None:
+        slots = layout.on_host.allocate_slots(length, count, _COMPRESSED)
         if slots is None:
-            book = holdings.ledger.allocate
-            arrays = [book(MemoryCategory.SCRATCH, length, _WIRE) for _ in range(count)]
-            self._free = [holdings.private_slot(array) for array in arrays]
+            book = layout.ledger.allocate
+            arrays = [book(MemoryCategory.SCRATCH, length, _COMPRESSED) for _ in range(count)]
+            self._free = [layout.private_slot(array) for array in arrays]
             return
         self._free = slots
-        for wire in slots:
-            holdings.book(MemoryCategory.SCRATCH, wire.mine, length)
+        for compressed in slots:
+            layout.book(MemoryCategory.SCRATCH, compressed.mine, length)
 
     def take(self) -> Arena | None:
         """A buffer, until `give`; None where all are in use."""
         return self._free.pop() if self._free else None
 
-    def give(self, wire: Arena) -> None:
+    def give(self, compressed: Arena) -> None:
         """Let a buffer be used again."""
-        self._free.append(wire)
+        self._free.append(compressed)
 
 
-def encode(gradient: Array, wire: Array) -> None:
-    """Round ``gradient``, shape (n,), to the nearest bfloat16 into ``wire``, shape (n,)."""
+def encode(gradient: Array, compressed: Array) -> None:
+    """Round ``gradient``, shape (n,), to the nearest bfloat16 into ``compressed``, shape (n,)."""
     source = to_host(gradient)
     step = chunk_length(source)
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN stay what they are
         for start in range(0, int(source.size), step):
-            wire[start : start + step] = source[start : start + step]
+            compressed[start : start + step] = source[start : start + step]

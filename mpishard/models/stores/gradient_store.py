@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, address, array_namespace, chunk_length
 from mpishard.communication import Arena, Work
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import ACCUMULATION, GradientWires, encode
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.compression import ACCUMULATION, CompressionBuffers, encode
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
@@ -33,31 +35,37 @@ class GradientStore(ABC):
 
     Parameters
     ----------
-    holdings : Holdings
+    layout : StoreLayout
         Units, ranks, and where memory is booked. Units that are frozen there have no gradient,
         and no method may be called with them.
-    compresses : callable
-        Whether gradients travel as bfloat16, asked at the beginning of each backward pass.
+
+    Attributes
+    ----------
+    in_flight : deque
+        Reductions under way.
     """
 
-    def __init__(self, holdings: Holdings, compresses: Callable[[], bool] = lambda: False) -> None:
-        self.holdings = holdings
-        self.backend = holdings.backend
-        self._compresses = compresses
-        self._wires: GradientWires | None = None
+    def __init__(self, layout: StoreLayout) -> None:
+        self.layout = layout
+        self.backend = layout.backend
+        self.in_flight: deque[Any] = deque()
+        self._compression: CompressionBuffers | None = None
         self._is_first = True
         self._is_last = True
 
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+    def begin(
+        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
+    ) -> None:
         """Open a backward pass: whether it is its round's first, and its last.
 
-        ``defer`` keeps a pass's gradients local until the round's last.
+        ``defer`` keeps a pass's gradients local until the round's last; ``compresses`` sends them
+        as bfloat16.
         """
         self._is_first, self._is_last = is_first, is_last
-        if not self._compresses():
-            self._wires = None
-        elif self._wires is None:
-            self._wires = self._make_wires()
+        if not compresses:
+            self._compression = None
+        elif self._compression is None:
+            self._compression = self._make_buffers()
 
     @property
     def reduces_at_once(self) -> bool:
@@ -70,7 +78,7 @@ class GradientStore(ABC):
         return self._is_last
 
     @abstractmethod
-    def _make_wires(self) -> GradientWires:
+    def _make_buffers(self) -> CompressionBuffers:
         """Buffers for what travels. Collective."""
 
     def gradient(self, unit: Unit) -> Array:
@@ -121,35 +129,29 @@ class ReplicatedGradients(GradientStore):
 
     Parameters
     ----------
-    holdings, compresses
+    layout : StoreLayout
         See `GradientStore`.
     slot : Arena, optional
         The memory of the gradient; by default this rank's alone, made when first needed.
     """
 
-    def __init__(
-        self,
-        holdings: Holdings,
-        compresses: Callable[[], bool] = lambda: False,
-        slot: Arena | None = None,
-    ) -> None:
-        super().__init__(holdings, compresses)
+    def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
+        super().__init__(layout)
         self._slot = slot
         self._is_booked = slot is None
         self._touched: set[int] = set()
-        self._reductions: list[_Reduction] = []
         self._stale: list[Work] = []
-        self._wire: Arena | None = None
+        self._compressed: Arena | None = None
         self._shifts: dict[int, int] = {}
         position = 0
-        for unit in holdings.trained_units:
+        for unit in layout.trained_units:
             self._shifts[unit.index] = position - unit.start
             position += unit.length
 
     @staticmethod
-    def length_for(holdings: Holdings) -> int:
+    def length_for(layout: StoreLayout) -> int:
         """Elements that the vector needs: those of all units that are trained, end to end."""
-        return sum(unit.length for unit in holdings.trained_units)
+        return sum(unit.length for unit in layout.trained_units)
 
     @property
     def vector(self) -> Array:
@@ -160,26 +162,28 @@ class ReplicatedGradients(GradientStore):
     def _carrier(self) -> Arena:
         """The memory that is reduced."""
         if self._slot is None:
-            length = self.length_for(self.holdings)
-            array = self.holdings.allocate(MemoryCategory.GRADIENTS, length)
-            self._slot = self.holdings.private_slot(array)
+            length = self.length_for(self.layout)
+            array = self.layout.allocate(MemoryCategory.GRADIENTS, length)
+            self._slot = self.layout.private_slot(array)
         return self._slot
 
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer)
+    def begin(
+        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
+    ) -> None:
+        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
         if not self._is_booked:
             self._is_booked = True
-            self.holdings.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
+            self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
         if is_first:
             self._touched.clear()
 
-    def _make_wires(self) -> GradientWires:
-        wires = GradientWires(self.holdings, self.length_for(self.holdings), 1)
-        self._wire = wires.take()
-        return wires
+    def _make_buffers(self) -> CompressionBuffers:
+        compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
+        self._compressed = compression.take()
+        return compression
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._touched
@@ -191,11 +195,11 @@ class ReplicatedGradients(GradientStore):
             return
         full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
         carrier = self._carrier
-        if self._wires is not None:
-            assert self._wire is not None
-            carrier = self._wire
+        if self._compression is not None:
+            assert self._compressed is not None
+            carrier = self._compressed
             encode(full, carrier.mine[part])
-        self._reductions.append(self._reduce(unit, full, carrier, part))
+        self.in_flight.append(self._reduce(unit, full, carrier, part))
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
@@ -203,13 +207,13 @@ class ReplicatedGradients(GradientStore):
         return _Reduction(self.backend.all_reduce_async(travels), full, travels)
 
     def settle(self) -> None:
-        for reduction in self._reductions:
+        for reduction in self.in_flight:
             reduction.finish()
-        self._reductions.clear()
+        self.in_flight.clear()
 
     def abandon(self) -> None:
-        self._stale += [reduction.work for reduction in self._reductions]
-        self._reductions.clear()
+        self._stale += [reduction.work for reduction in self.in_flight]
+        self.in_flight.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self.local(pieces)
@@ -231,14 +235,9 @@ class ScatteredGradients(ReplicatedGradients):
     that what ZeRO-1 sends is half of an all-reduce and it needs no other memory.
     """
 
-    def __init__(
-        self,
-        holdings: Holdings,
-        compresses: Callable[[], bool] = lambda: False,
-        slot: Arena | None = None,
-    ) -> None:
-        super().__init__(holdings, compresses, slot)
-        self._pieces = holdings.pieces()
+    def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
+        super().__init__(layout, slot)
+        self._pieces = layout.pieces()
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
@@ -251,20 +250,20 @@ class ScatteredGradients(ReplicatedGradients):
 
     def own_sums(self) -> list[Array]:
         """The sums of this pass of all pieces that this rank owns, to be written to."""
-        frozen = self.holdings.frozen
+        frozen = self.layout.frozen
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
     def spread(self) -> None:
         """Give every rank what the owners of all pieces have. Collective."""
         for piece in self._pieces:
-            if piece.unit.index in self.holdings.frozen:
+            if piece.unit.index in self.layout.frozen:
                 continue
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
             self.backend.all_gather(own, out=full)
 
     def _wide(self, length: int) -> Array:
-        return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
+        return self.layout.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
 
 
 class NodeGradients(ScatteredGradients):
@@ -276,14 +275,14 @@ class NodeGradients(ScatteredGradients):
 
     Parameters
     ----------
-    holdings, compresses
+    layout : StoreLayout
         See `GradientStore`.
     slot : Arena
         The full gradient of each rank, which all of them can read.
     """
 
-    def __init__(self, holdings: Holdings, compresses: Callable[[], bool], slot: Arena) -> None:
-        super().__init__(holdings, compresses, slot)
+    def __init__(self, layout: StoreLayout, slot: Arena) -> None:
+        super().__init__(layout, slot)
         self._reading: Work | None = None
 
     def target(self, unit: Unit) -> tuple[Array, bool]:

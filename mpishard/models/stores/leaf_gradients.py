@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpishard.arrays import Array
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.models.stores.compression import GradientWires
+from mpishard.models.stores.compression import CompressionBuffers
 from mpishard.models.stores.gradient_store import GradientStore, ScatteredGradients
 from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
@@ -36,15 +36,18 @@ class LeafGradients(GradientStore):
     """
 
     def __init__(self, inner: ScatteredGradients | ShardedGradients, *, gathers: bool) -> None:
-        super().__init__(inner.holdings)
+        super().__init__(inner.layout)
         self._inner = inner
+        self.in_flight = inner.in_flight
         self._gathers = gathers
         self._waiting: list[list[Array]] = []  # of ever fewer leaves
         self._free: list[list[Array]] = []
         self._done = 0  # passes of this round
         self._reducer = TreeReducer()
 
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
+    def begin(
+        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
+    ) -> None:
         self._is_last = is_last
         if is_first:
             self._done = 0
@@ -56,8 +59,8 @@ class LeafGradients(GradientStore):
     def sends_now(self) -> bool:
         return True
 
-    def _make_wires(self) -> GradientWires:
-        return self._inner._make_wires()
+    def _make_buffers(self) -> CompressionBuffers:
+        return self._inner._make_buffers()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         return self._inner.target(unit)
@@ -91,7 +94,7 @@ class LeafGradients(GradientStore):
     def _kept(self, own: list[Array]) -> list[Array]:
         """A copy of what the next pass overwrites."""
         if not self._free:
-            allocate = self.holdings.allocate
+            allocate = self.layout.allocate
             self._free.append([allocate(MemoryCategory.GRADIENTS, int(a.size)) for a in own])
         kept = self._free.pop()
         for target, values in zip(kept, own, strict=True):

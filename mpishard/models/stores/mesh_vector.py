@@ -48,22 +48,22 @@ class MeshVector:
 
         ``fill(start, out)`` writes the range of the model's vector that begins at ``start``.
         """
-        holdings = parameters.holdings
+        layout = parameters.layout
         begins = self._mesh.data_rank == 0
         buffers: dict[int, Array] = {}
-        missing = {unit.index: unit.length for unit in holdings.units}
+        missing = {unit.index: unit.length for unit in layout.units}
         for entries in self._layers:
             start, stop = entries[0].start, entries[-1].stop
-            values = np.empty(stop - start, holdings.dtype)
+            values = np.empty(stop - start, layout.dtype)
             if world.rank == 0:
                 fill(start, values)
             world.broadcast(values, root=0)
             part = Placement(_moved(entries, -start), self._slices_of(entries))
             for held in part.slices:
-                unit = _unit_of(holdings.units, held.entry)
+                unit = _unit_of(layout.units, held.entry)
                 if begins:
                     if unit.index not in buffers:
-                        buffers[unit.index] = np.empty(unit.length, holdings.dtype)
+                        buffers[unit.index] = np.empty(unit.length, layout.dtype)
                     at = held.entry.start - unit.start
                     target = buffers[unit.index][at : at + held.entry.size]
                     part.take(values, held.entry.start, target)
@@ -73,7 +73,7 @@ class MeshVector:
 
     def gather(self, parameters: ParameterStore, device: Device, root: int | None) -> Array | None:
         """The model's vector on every rank, or on world rank ``root`` alone. Collective."""
-        units = parameters.holdings.units
+        units = parameters.layout.units
 
         def read(held: Slice) -> Array:
             unit = _unit_of(units, held.entry)
@@ -82,7 +82,7 @@ class MeshVector:
             parameters.reshard(unit)
             return values
 
-        return self._collect(read, parameters.holdings.dtype, device, root)
+        return self._collect(read, parameters.layout.dtype, device, root)
 
     def assemble(self, own: Array, device: Device) -> Array:
         """The model's vector, of what this replica's ranks have as their own. Collective."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
 from mpishard.devices import Device
-from mpishard.models.stores.compression import GradientWires
+from mpishard.models.stores.compression import CompressionBuffers
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
 
@@ -68,19 +68,20 @@ class OffloadedParameters(ParameterStore):
     ----------
     inner : ParameterStore
         Holds the parameters on the host, by whichever strategy.
-    holdings : Holdings
+    layout : StoreLayout
         Of the model on the GPU.
     """
 
-    def __init__(self, inner: ParameterStore, holdings: Holdings) -> None:
-        super().__init__(holdings)
+    def __init__(self, inner: ParameterStore, layout: StoreLayout) -> None:
+        super().__init__(layout)
         self.held = inner.held
         self.once_per_node = inner.once_per_node
+        self.in_flight = inner.in_flight
         self._inner = inner
         self._kept_buffers: dict[int, Array] = {}
         self._free: list[Array] = []
         self._buffers: dict[int, Array] = {}
-        passing = [unit.length for unit in holdings.units if unit.index not in holdings.kept]
+        passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
         self._slot_length = max(passing, default=0)
 
     def fill(self, unit: Unit, full: Array | None) -> None:
@@ -106,12 +107,12 @@ class OffloadedParameters(ParameterStore):
 
     def reshard(self, unit: Unit) -> None:
         buffer = self._buffers.pop(unit.index, None)
-        if buffer is not None and unit.index not in self.holdings.kept:
+        if buffer is not None and unit.index not in self.layout.kept:
             self._free.append(buffer)
         self._inner.reshard(unit)  # which may be on its way, and was never used
 
     def abandon(self) -> None:
-        self._free += [b for i, b in self._buffers.items() if i not in self.holdings.kept]
+        self._free += [b for i, b in self._buffers.items() if i not in self.layout.kept]
         self._buffers.clear()
         self._inner.abandon()
 
@@ -122,8 +123,8 @@ class OffloadedParameters(ParameterStore):
         self._inner.publish(pieces)
 
     def _take_buffer(self, unit: Unit) -> Array:
-        allocate = self.holdings.allocate
-        if unit.index in self.holdings.kept:
+        allocate = self.layout.allocate
+        if unit.index in self.layout.kept:
             if unit.index not in self._kept_buffers:
                 self._kept_buffers[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
             return self._kept_buffers[unit.index]
@@ -139,19 +140,22 @@ class OffloadedGradients(GradientStore):
     ----------
     inner : GradientStore
         Holds and reduces gradients on the host, by whichever strategy.
-    holdings : Holdings
+    layout : StoreLayout
         Of the model on the GPU.
     """
 
-    def __init__(self, inner: GradientStore, holdings: Holdings) -> None:
-        super().__init__(holdings)
+    def __init__(self, inner: GradientStore, layout: StoreLayout) -> None:
+        super().__init__(layout)
         self._inner = inner
-        self._slot_length = max(unit.length for unit in holdings.trained_units)
+        self.in_flight = inner.in_flight
+        self._slot_length = max(unit.length for unit in layout.trained_units)
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
 
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
-        self._inner.begin(is_first=is_first, is_last=is_last, defer=defer)
+    def begin(
+        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
+    ) -> None:
+        self._inner.begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
 
     @property
     def reduces_at_once(self) -> bool:
@@ -161,8 +165,8 @@ class OffloadedGradients(GradientStore):
     def sends_now(self) -> bool:
         return self._inner.sends_now
 
-    def _make_wires(self) -> GradientWires:
-        return self._inner._make_wires()
+    def _make_buffers(self) -> CompressionBuffers:
+        return self._inner._make_buffers()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._open
@@ -202,7 +206,7 @@ class OffloadedGradients(GradientStore):
     def _take_slot(self) -> Array:
         if self._free:
             return self._free.pop()
-        return self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
+        return self.layout.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
 
 
 class UpdateStage:
@@ -214,13 +218,13 @@ class UpdateStage:
 
     Parameters
     ----------
-    holdings : Holdings
+    layout : StoreLayout
         Of the optimizer's state.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
-        self._is_on_gpu = holdings.device.is_gpu and not holdings.is_on_host
+    def __init__(self, layout: StoreLayout) -> None:
+        self.layout = layout
+        self._is_on_gpu = layout.device.is_gpu and not layout.is_on_host
         self._buffers: dict[str, Array] = {}
 
     @contextmanager
@@ -245,7 +249,7 @@ class UpdateStage:
             return arrays
         length = sum(int(array.size) for array in arrays)
         if name not in self._buffers:
-            self._buffers[name] = self.holdings.allocate(MemoryCategory.SCRATCH, length)
+            self._buffers[name] = self.layout.allocate(MemoryCategory.SCRATCH, length)
         buffer, start, brought = self._buffers[name], 0, []
         for array in arrays:
             part = buffer[start : start + int(array.size)]

@@ -10,7 +10,7 @@ import numpy as np
 from mpishard.arrays import Array, copy_into
 from mpishard.communication import Work
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.store_layout import Holdings, aligned
+from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
@@ -25,7 +25,7 @@ class ParameterStore(ABC):
 
     Parameters
     ----------
-    holdings : Holdings
+    layout : StoreLayout
         Units, ranks, and where memory is booked.
 
     Attributes
@@ -34,14 +34,17 @@ class ParameterStore(ABC):
         What this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
         Whether all parameters stand once on every node, where its ranks read them.
+    in_flight : mapping
+        Gathers under way, by index of their unit.
     """
 
     held: tuple[Piece, ...]
     once_per_node: bool = False
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
-        self.backend = holdings.backend
+    def __init__(self, layout: StoreLayout) -> None:
+        self.layout = layout
+        self.backend = layout.backend
+        self.in_flight: dict[int, Work] = {}
 
     @abstractmethod
     def fill(self, unit: Unit, full: Array | None) -> None:
@@ -87,10 +90,11 @@ class ParameterStore(ABC):
 class ReplicatedParameters(ParameterStore):
     """Every rank holds all parameters; a unit is a view of them."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        super().__init__(holdings)
-        self.held = holdings.pieces(sharded=False)
-        self._vector = holdings.allocate(MemoryCategory.PARAMETERS, self.holdings.length)
+    def __init__(self, layout: StoreLayout) -> None:
+        super().__init__(layout)
+        self.held = layout.pieces(sharded=False)
+        self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
+        self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         target = self._vector[unit.start : unit.stop]
@@ -99,7 +103,7 @@ class ReplicatedParameters(ParameterStore):
         self.backend.broadcast(target, root=0)
 
     def unshard(self, unit: Unit) -> Array:
-        return _read_only(self._vector[unit.start : unit.stop])
+        return self._full[unit.index]
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._vector[p.start : p.stop] for p in pieces]
@@ -126,7 +130,7 @@ class NodeParameters(ParameterStore):
 
     Parameters
     ----------
-    holdings : Holdings
+    layout : StoreLayout
         Units, ranks, and where memory is booked.
     vector : Array
         `length_for` elements that the ranks of this node share.
@@ -134,16 +138,17 @@ class NodeParameters(ParameterStore):
 
     once_per_node = True
 
-    def __init__(self, holdings: Holdings, vector: Array) -> None:
-        super().__init__(holdings)
-        self.held = holdings.pieces()
-        holdings.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
+    def __init__(self, layout: StoreLayout, vector: Array) -> None:
+        super().__init__(layout)
+        self.held = layout.pieces()
+        layout.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
         self._vector = vector
         self._shifts: list[int] = []
         position = 0
-        for unit in holdings.units:
+        for unit in layout.units:
             self._shifts.append(position - unit.start)
-            position += aligned(unit.length, holdings.dtype)
+            position += aligned(unit.length, layout.dtype)
+        self._full = [_read_only(self._view(u, u.start, u.stop)) for u in layout.units]
 
     def _share_of_memory(self) -> int:
         """Elements of the node's vector that are this rank's: its own, and of other nodes' a part.
@@ -152,16 +157,16 @@ class NodeParameters(ParameterStore):
         """
         here = sum(
             ShardLayout(unit.length, self.backend.world_size).size(rank)
-            for unit in self.holdings.units
+            for unit in self.layout.units
             for rank in self.backend.peers
         )
-        elsewhere = ShardLayout(self.holdings.length - here, len(self.backend.peers))
+        elsewhere = ShardLayout(self.layout.length - here, len(self.backend.peers))
         return sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
 
     @staticmethod
-    def length_for(holdings: Holdings) -> int:
+    def length_for(layout: StoreLayout) -> int:
         """Elements that the vector needs: each unit begins on a cache line."""
-        return sum(aligned(unit.length, holdings.dtype) for unit in holdings.units)
+        return sum(aligned(unit.length, layout.dtype) for unit in layout.units)
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
@@ -173,7 +178,7 @@ class NodeParameters(ParameterStore):
         self._share(self.held)
 
     def unshard(self, unit: Unit) -> Array:
-        return _read_only(self._view(unit, unit.start, unit.stop))
+        return self._full[unit.index]
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._view(p.unit, p.start, p.stop) for p in pieces]
@@ -211,37 +216,36 @@ class ShardedParameters(ParameterStore):
 
     _SLOTS = 2
 
-    def __init__(self, holdings: Holdings) -> None:
-        super().__init__(holdings)
-        self.held = holdings.pieces()
-        self.kept = holdings.kept
-        self._shard = holdings.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
-        passing = [unit.length for unit in self.holdings.units if unit.index not in self.kept]
+    def __init__(self, layout: StoreLayout) -> None:
+        super().__init__(layout)
+        self.held = layout.pieces()
+        self.kept = layout.kept
+        self._shard = layout.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
+        passing = [unit.length for unit in self.layout.units if unit.index not in self.kept]
         self._slot_length = max(passing, default=0)
         self._free: list[Array] = []
         self._kept_buffers: dict[int, Array] = {}
         self._buffers: dict[int, Array] = {}
-        self._works: dict[int, Work] = {}
         self._stale: list[tuple[Work, Array | None]] = []
         self._allocate_arena()
 
     def _allocate_arena(self) -> None:
         """Buffers for all that is gathered, where a node's ranks can share them."""
-        holdings = self.holdings
-        lengths = {index: holdings.units[index].length for index in sorted(self.kept)}
+        layout = self.layout
+        lengths = {index: layout.units[index].length for index in sorted(self.kept)}
         slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
-        total = sum(aligned(n, holdings.dtype) for n in [*lengths.values(), *slots])
-        shared = holdings.allocate_shared(total)
+        total = sum(aligned(n, layout.dtype) for n in [*lengths.values(), *slots])
+        shared = layout.allocate_shared(total)
         if shared is None:
             return
-        holdings.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
+        layout.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
         position = 0
         for index, length in lengths.items():
             self._kept_buffers[index] = shared[position : position + length]
-            position += aligned(length, holdings.dtype)
+            position += aligned(length, layout.dtype)
         for length in slots:
             self._free.append(shared[position : position + length])
-            position += aligned(length, holdings.dtype)
+            position += aligned(length, layout.dtype)
 
     @property
     def resident(self) -> frozenset[int]:
@@ -259,18 +263,18 @@ class ShardedParameters(ParameterStore):
         buffer = self._take_buffer(unit)
         piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
-        self._works[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
+        self.in_flight[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
 
     def unshard(self, unit: Unit) -> Array:
         self.prefetch(unit)
-        work = self._works.pop(unit.index, None)
+        work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
         return _read_only(self._buffers[unit.index][: unit.length])
 
     def reshard(self, unit: Unit) -> None:
         buffer = self._buffers.pop(unit.index, None)
-        work = self._works.pop(unit.index, None)
+        work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
         if buffer is not None and unit.index not in self.kept:
@@ -279,13 +283,13 @@ class ShardedParameters(ParameterStore):
     def abandon(self) -> None:
         # A gather under way may still write to its buffer: the next one waits for it.
         for index, buffer in self._buffers.items():
-            work = self._works.get(index)
+            work = self.in_flight.get(index)
             passing = None if index in self.kept else buffer
             if work is not None:
                 self._stale.append((work, passing))
             elif passing is not None:
                 self._free.append(passing)
-        self._works.clear()
+        self.in_flight.clear()
         self._buffers.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
@@ -310,12 +314,12 @@ class ShardedParameters(ParameterStore):
         if unit.index in self.kept:
             buffer = self._kept_buffers.get(unit.index)
             if buffer is None:
-                buffer = self.holdings.allocate(MemoryCategory.GATHERED, unit.length)
+                buffer = self.layout.allocate(MemoryCategory.GATHERED, unit.length)
                 self._kept_buffers[unit.index] = buffer
             return buffer
         if self._free:
             return self._free.pop()
-        return self.holdings.allocate(MemoryCategory.GATHERED, self._slot_length)
+        return self.layout.allocate(MemoryCategory.GATHERED, self._slot_length)
 
 
 def _read_only(array: Array) -> Array:

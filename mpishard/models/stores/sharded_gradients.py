@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import Arena, Work
-from mpishard.models.stores.compression import ACCUMULATION, GradientWires, encode
+from mpishard.models.stores.compression import ACCUMULATION, CompressionBuffers, encode
 from mpishard.models.stores.gradient_store import GradientStore
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
@@ -29,7 +28,7 @@ class ShardedGradients(GradientStore):
 
     Parameters
     ----------
-    holdings, compresses
+    layout : StoreLayout
         See `GradientStore`.
     slots : sequence of Arena, optional
         `SLOTS` buffers of `slot_length`, in memory that other ranks can read; by default they are
@@ -38,46 +37,40 @@ class ShardedGradients(GradientStore):
 
     SLOTS = 2
 
-    def __init__(
-        self,
-        holdings: Holdings,
-        compresses: Callable[[], bool] = lambda: False,
-        slots: Sequence[Arena] = (),
-    ) -> None:
-        super().__init__(holdings, compresses)
+    def __init__(self, layout: StoreLayout, slots: Sequence[Arena] = ()) -> None:
+        super().__init__(layout)
         # By unit: what this rank owns of it, and how far the shard lies behind the flat vector.
         self._pieces: dict[int, Piece] = {}
         self._shifts: dict[int, int] = {}
         position = 0
-        for piece in holdings.pieces():
-            if piece.unit.index not in holdings.frozen:
+        for piece in layout.pieces():
+            if piece.unit.index not in layout.frozen:
                 self._pieces[piece.unit.index] = piece
                 self._shifts[piece.unit.index] = position - piece.start
                 position += piece.length
         self._shard_length = position
         self._shard: Array | None = None
-        self._slot_length = self.slot_length(holdings)
+        self._slot_length = self.slot_length(layout)
         self._free: list[Arena] = list(slots)
         self._slot_count = len(slots)
         self._unbooked = list(slots)
         self._open: dict[int, Arena] = {}
         self._deferred: dict[int, Arena] = {}
         self._is_deferring = self._defers = False
-        self._in_flight: deque[_Scatter] = deque()
         self._stale: list[_Scatter] = []
         self._scratch: list[Array] = []
         self._reduced: set[int] = set()
 
     @staticmethod
-    def slot_length(holdings: Holdings) -> int:
+    def slot_length(layout: StoreLayout) -> int:
         """Elements of the longest unit that is trained."""
-        return max((unit.length for unit in holdings.trained_units), default=0)
+        return max((unit.length for unit in layout.trained_units), default=0)
 
     @property
     def shard(self) -> Array:
         """Reduced gradients of all owned pieces, end to end."""
         if self._shard is None:
-            self._shard = self.holdings.allocate(MemoryCategory.GRADIENTS, self._shard_length)
+            self._shard = self.layout.allocate(MemoryCategory.GRADIENTS, self._shard_length)
         return self._shard
 
     @property
@@ -88,14 +81,16 @@ class ShardedGradients(GradientStore):
     def sends_now(self) -> bool:
         return not self._is_deferring
 
-    def _make_wires(self) -> GradientWires:
-        return GradientWires(self.holdings, self._slot_length, self.SLOTS)
+    def _make_buffers(self) -> CompressionBuffers:
+        return CompressionBuffers(self.layout, self._slot_length, self.SLOTS)
 
-    def begin(self, *, is_first: bool, is_last: bool, defer: bool = False) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer)
+    def begin(
+        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
+    ) -> None:
+        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
         while self._unbooked:
             slot = self._unbooked.pop()
-            self.holdings.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
+            self.layout.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
         while self._stale:
             self._stale[0].work.wait()
             self._let_go(self._stale[0])
@@ -112,8 +107,8 @@ class ShardedGradients(GradientStore):
         if buffer is not None:
             return buffer.mine[: unit.length], False
         if self._is_deferring:
-            array = self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
-            buffer = self._deferred[unit.index] = self.holdings.private_slot(array)
+            array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, unit.length)
+            buffer = self._deferred[unit.index] = self.layout.private_slot(array)
         else:
             buffer = self._open[unit.index] = self._take_slot()
         return buffer.mine[: unit.length], True
@@ -124,14 +119,14 @@ class ShardedGradients(GradientStore):
             return
         slot = self._open.pop(unit.index, None)
         carrier = self._deferred.pop(unit.index, slot)
-        wires, wire = self._wires, None
-        if wires is not None:
-            wire = wires.take()
-            while wire is None:
+        compression, compressed = self._compression, None
+        if compression is not None:
+            compressed = compression.take()
+            while compressed is None:
                 self._finish_oldest()
-                wire = wires.take()
-            encode(full, wire.mine[: unit.length])
-            carrier = wire
+                compressed = compression.take()
+            encode(full, compressed.mine[: unit.length])
+            carrier = compressed
             if slot is not None:
                 self._free.append(slot)
                 slot = None
@@ -139,16 +134,16 @@ class ShardedGradients(GradientStore):
         self._reduced.add(unit.index)
         target = self._view(self._pieces[unit.index])
         is_direct = not adds
-        if wire is not None:
+        if compressed is not None:
             is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION
-        extra = None if is_direct else self._take_scratch(wide=wire is not None)
+        extra = None if is_direct else self._take_scratch(wide=compressed is not None)
         out = target if extra is None else extra[: target.size]
         assert carrier is not None
         work = carrier.reduce_into(out, slice(unit.length))
-        self._in_flight.append(_Scatter(unit, work, slot, wires, wire, extra, adds))
+        self.in_flight.append(_Scatter(unit, work, slot, compression, compressed, extra, adds))
 
     def settle(self) -> None:
-        while self._in_flight:
+        while self.in_flight:
             self._finish_oldest()
 
     def abandon(self) -> None:
@@ -156,11 +151,11 @@ class ShardedGradients(GradientStore):
         self._open.clear()
         self._deferred.clear()
         self._scratch.clear()
-        if self._in_flight:
+        if self.in_flight:
             # They go on writing to what is no longer looked at.
             self._shard = None
-        self._stale += self._in_flight
-        self._in_flight.clear()
+        self._stale += self.in_flight
+        self.in_flight.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._view(p) for p in pieces]
@@ -174,9 +169,9 @@ class ShardedGradients(GradientStore):
         return self.shard[piece.start + shift : piece.stop + shift]
 
     def _finish_oldest(self) -> None:
-        scatter = self._in_flight[0]
+        scatter = self.in_flight[0]
         scatter.work.wait()
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         if scatter.extra is not None:
             target = self._view(self._pieces[scatter.unit.index])
             values = array_namespace(target).asarray(scatter.extra[: target.size])
@@ -190,30 +185,30 @@ class ShardedGradients(GradientStore):
     def _let_go(self, scatter: _Scatter) -> None:
         if scatter.slot is not None:
             self._free.append(scatter.slot)
-        if scatter.wires is not None and scatter.wire is not None:
-            scatter.wires.give(scatter.wire)
+        if scatter.compression is not None and scatter.compressed is not None:
+            scatter.compression.give(scatter.compressed)
 
     def _take_slot(self) -> Arena:
         # Two buffers suffice unless tied weights hold one open: then wait for the reduction
         # that is under way before taking a third.
-        if not self._free and self._slot_count >= self.SLOTS and self._in_flight:
+        if not self._free and self._slot_count >= self.SLOTS and self.in_flight:
             self._finish_oldest()
         if self._free:
             return self._free.pop()
         self._slot_count += 1
-        array = self.holdings.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
-        return self.holdings.private_slot(array)
+        array = self.layout.allocate(MemoryCategory.FULL_GRADIENTS, self._slot_length)
+        return self.layout.private_slot(array)
 
     def _take_scratch(self, *, wide: bool) -> Array:
         """A buffer for one piece, in the dtype of the gradient, or in that of the sum."""
-        dtype = ACCUMULATION if wide else self.holdings.dtype
+        dtype = ACCUMULATION if wide else self.layout.dtype
         for index, buffer in enumerate(self._scratch):
             if buffer.dtype == dtype:
                 return self._scratch.pop(index)
         length = max(piece.length for piece in self._pieces.values())
         if wide:  # in host memory, as what is summed
-            return self.holdings.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
-        return self.holdings.allocate(MemoryCategory.SCRATCH, length)
+            return self.layout.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
+        return self.layout.allocate(MemoryCategory.SCRATCH, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +218,7 @@ class _Scatter:
     unit: Unit
     work: Work
     slot: Arena | None
-    wires: GradientWires | None
-    wire: Arena | None
+    compression: CompressionBuffers | None
+    compressed: Arena | None
     extra: Array | None
     adds: bool

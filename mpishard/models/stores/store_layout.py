@@ -15,7 +15,7 @@ from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
 
-__all__ = ["Holdings", "aligned"]
+__all__ = ["StoreLayout", "aligned"]
 
 
 _LINE_BYTES = 64
@@ -28,7 +28,7 @@ def aligned(length: int, dtype: np.dtype[Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class StoreLayout:
     """How a flat vector is divided, who takes part, and where memory is booked.
 
     Parameters
@@ -64,7 +64,7 @@ class Holdings:
     is_on_host: bool = False
 
     @property
-    def on_host(self) -> Holdings:
+    def on_host(self) -> StoreLayout:
         """The same, held in host memory: pinned where a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
 

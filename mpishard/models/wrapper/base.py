@@ -34,11 +34,11 @@ from mpishard.models.wrapper.shards import Shards
 from mpishard.models.wrapper.wrapped import WrappedMembers
 from mpishard.models.wrapper.wrapping import (
     build_engine,
-    claim,
-    disclaim,
-    is_claimed_by,
+    give_up_ownership,
+    is_owned_by,
     program_of,
     require_same_on_all_ranks,
+    take_ownership,
 )
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
@@ -105,7 +105,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         """Deal rank 0's values to the ranks. Collective."""
         program = self._program()
         check_leaves_of(program, self._config)
-        claim(self._wrapped_model, self)
+        take_ownership(self._wrapped_model, self)
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
@@ -217,7 +217,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     @property
     def memory(self) -> MemoryLedger:
         """Bytes that this rank holds for this model, by category."""
-        return self.engine.holdings.ledger
+        return self.engine.layout.ledger
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -435,7 +435,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         The object can be used and wrapped again; this wrapper should be used no more.
         """
         model = self._wrapped_model
-        disclaim(model, self)
+        give_up_ownership(model, self)
         self.engine.program.give_back(self.engine.gather)
         return model
 
@@ -444,9 +444,9 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
         What is to be kept is gathered or saved before; the wrapped model stays structure only.
         """
-        if self._engine is not None and is_claimed_by(self._wrapped_model, self):
+        if self._engine is not None and is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
-            disclaim(self._wrapped_model, self)
+            give_up_ownership(self._wrapped_model, self)
         self._engine = None
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
@@ -454,7 +454,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         length = sum(piece.length for piece in self.engine.pieces.updated)
         state = {}
         for name in names:
-            vector = self.engine.stage.holdings.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+            vector = self.engine.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
             vector.fill(0)
             state[name] = vector
         return state

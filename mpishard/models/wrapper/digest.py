@@ -67,7 +67,7 @@ def _checksums(engine: Engine) -> list[tuple[Region, int]]:
     pieces = parameters.held
     if parameters.once_per_node:
         is_leader = parameters.backend.local_rank == 0
-        pieces = parameters.holdings.pieces(sharded=False) if is_leader else ()
+        pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
     regions = engine.program.placement.cut((piece.start, array) for piece, array in held)
     return [(region, zlib.crc32(_bits(array).data)) for region, array in regions]

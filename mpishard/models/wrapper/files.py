@@ -22,6 +22,7 @@ from mpishard.checkpoint.exchange.plain import (
     named_bytes,
     packed_vector,
 )
+from mpishard.checkpoint.format.metadata import COUNT, require_form
 from mpishard.checkpoint.format.tensor_bytes import tensors_of
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICheckpointableModel, IParameterizable, PathLike
@@ -62,7 +63,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the flat vector."""
-        return self.engine.holdings.dtype
+        return self.engine.layout.dtype
 
     def serialize(self) -> bytes:
         """The named parameters in safetensors format, the same bytes on every rank. Collective.
@@ -143,7 +144,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.holdings.pieces(), written=True)
+        return self._regions(self.engine.layout.pieces(), written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
@@ -169,6 +170,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse what the plain model could not take."""
+        require_form(metadata, {"steps?": COUNT}, "metadata.model")
         self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:

@@ -33,12 +33,12 @@ class Shards(IShardedModel):
         """A copy of what this rank holds, its pieces end to end; all where replicated."""
         owned = self.engine.parameters.owned(self._held_pieces)
         if not owned:  # a stage without parameters
-            return self.engine.holdings.device.namespace.empty(0, self.engine.holdings.dtype)
+            return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
         return array_namespace(owned[0]).concatenate(owned)
 
     @property
     def _held_pieces(self) -> tuple[Piece, ...]:
-        return self.engine.holdings.pieces(sharded=self.engine.policy.shards_parameters)
+        return self.engine.layout.pieces(sharded=self.engine.policy.shards_parameters)
 
     # What subclasses know of a rank's shard.
 

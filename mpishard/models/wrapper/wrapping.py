@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from mpishard.models.stores.parameter_store import (
     ShardedParameters,
 )
 from mpishard.models.stores.sharded_gradients import ShardedGradients
-from mpishard.models.stores.store_layout import Holdings
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
@@ -50,12 +49,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_engine",
-    "claim",
-    "disclaim",
-    "is_claimed_by",
+    "give_up_ownership",
+    "is_owned_by",
     "program_of",
     "require_free",
     "require_same_on_all_ranks",
+    "take_ownership",
 ]
 
 _owners_lock = threading.Lock()
@@ -88,11 +87,11 @@ def require_free(model: Any) -> None:
     Raises
     ------
     StructureOnlyError, ShardingError
-        As `program_of` and `claim`.
+        As `program_of` and `take_ownership`.
     """
     _require_parameters(model)
     with _owners_lock:
-        _require_unclaimed(_claimed(model))
+        _require_unowned(_owned_object(model))
 
 
 def _require_parameters(model: Any) -> None:
@@ -100,7 +99,7 @@ def _require_parameters(model: Any) -> None:
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
 
 
-def claim(model: Any, wrapper: ShardedModelBase) -> None:
+def take_ownership(model: Any, wrapper: ShardedModelBase) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
     Two ranks that set parameters on one object would overwrite each other's.
@@ -110,13 +109,13 @@ def claim(model: Any, wrapper: ShardedModelBase) -> None:
     ShardingError
         Naming the rank that has wrapped it.
     """
-    thing = _claimed(model)
+    thing = _owned_object(model)
     with _owners_lock:
-        _require_unclaimed(thing)
+        _require_unowned(thing)
         _owners[id(thing)] = wrapper
 
 
-def _require_unclaimed(thing: Any) -> None:
+def _require_unowned(thing: Any) -> None:
     owner = _owners.get(id(thing))
     if owner is not None:
         raise ShardingError(
@@ -125,13 +124,13 @@ def _require_unclaimed(thing: Any) -> None:
         )
 
 
-def is_claimed_by(model: Any, wrapper: ShardedModelBase) -> bool:
+def is_owned_by(model: Any, wrapper: ShardedModelBase) -> bool:
     """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
     with _owners_lock:
-        return _owners.get(id(_claimed(model))) is wrapper
+        return _owners.get(id(_owned_object(model))) is wrapper
 
 
-def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
+def give_up_ownership(model: Any, wrapper: ShardedModelBase) -> None:
     """Let others wrap the object again.
 
     Raises
@@ -139,7 +138,7 @@ def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
     ShardingError
         Where it is another wrapper that holds the object.
     """
-    thing = _claimed(model)
+    thing = _owned_object(model)
     with _owners_lock:
         if _owners.get(id(thing)) is not wrapper:
             raise ShardingError(
@@ -149,7 +148,7 @@ def disclaim(model: Any, wrapper: ShardedModelBase) -> None:
         del _owners[id(thing)]
 
 
-def _claimed(model: Any) -> Any:
+def _owned_object(model: Any) -> Any:
     """The object that holds the parameters: behind an adapter, the user's own."""
     return model.placed_object if isinstance(model, IPlaceableModel) else model
 
@@ -219,66 +218,67 @@ def build_engine(
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
-    holdings = Holdings(
+    layout = StoreLayout(
         program.units, program.kept, program.dtype, program.axis(config), MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
     offload = Offload.of(config, device)
 
-    def compresses() -> bool:
-        return config.enable_gradient_compression
-
-    def reducing(holdings: Holdings) -> GradientStore:
-        if config.gradient_leaves is None:
-            return _gradient_store(holdings, policy, compresses)
-        return _leaf_store(holdings, policy)
-
-    def make_gradients(holdings: Holdings) -> GradientStore:
+    def make_gradients(layout: StoreLayout) -> GradientStore:
+        make = _gradient_store if config.gradient_leaves is None else _leaf_store
         if offload.gradients:
-            return OffloadedGradients(reducing(holdings.on_host), holdings)
-        return reducing(holdings)
+            return OffloadedGradients(make(layout.on_host, policy), layout)
+        return make(layout, policy)
 
     parameters: ParameterStore
     if offload.parameters:
-        parameters = OffloadedParameters(_parameter_store(holdings.on_host, policy), holdings)
+        parameters = OffloadedParameters(_parameter_store(layout.on_host, policy), layout)
     else:
-        parameters = _parameter_store(holdings, policy)
-    stage = UpdateStage(holdings.on_host if offload.optimizer else holdings)
-    return Engine(program, parameters, make_gradients, stage, policy, program.default_loss, config)
-
-
-def _parameter_store(holdings: Holdings, policy: Policy) -> ParameterStore:
-    if not policy.shards_state:
-        # Every rank updates all of them: each needs its own.
-        return ReplicatedParameters(holdings)
-    if policy.shards_parameters and holdings.backend.node_count > 1:
-        return ShardedParameters(holdings)
-    vector = holdings.allocate_shared(NodeParameters.length_for(holdings))
-    if vector is not None:
-        return NodeParameters(holdings, vector)
-    return (
-        ShardedParameters(holdings) if policy.shards_parameters else ReplicatedParameters(holdings)
+        parameters = _parameter_store(layout, policy)
+    state_layout = layout.on_host if offload.optimizer else layout
+    stage = UpdateStage(state_layout) if device.is_gpu else None
+    return Engine(
+        program,
+        parameters,
+        make_gradients,
+        state_layout,
+        stage,
+        policy,
+        program.default_loss,
+        config,
     )
 
 
+def _parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
+    if not policy.shards_state:
+        # Every rank updates all of them: each needs its own.
+        return ReplicatedParameters(layout)
+    if policy.shards_parameters and layout.backend.node_count > 1:
+        return ShardedParameters(layout)
+    vector = layout.allocate_shared(NodeParameters.length_for(layout))
+    if vector is not None:
+        return NodeParameters(layout, vector)
+    return ShardedParameters(layout) if policy.shards_parameters else ReplicatedParameters(layout)
+
+
 def _gradient_store(
-    holdings: Holdings, policy: Policy, compresses: Callable[[], bool], *, in_leaves: bool = False
+    layout: StoreLayout, policy: Policy, *, in_leaves: bool = False
 ) -> GradientStore:
     if policy.shards_gradients:
-        length = ShardedGradients.slot_length(holdings)
-        slots = holdings.allocate_slots(length, ShardedGradients.SLOTS)
-        return ShardedGradients(holdings, compresses, slots or ())
-    slots = holdings.allocate_slots(ReplicatedGradients.length_for(holdings), 1)
+        length = ShardedGradients.slot_length(layout)
+        slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
+        return ShardedGradients(layout, slots or ())
+    slots = layout.allocate_slots(ReplicatedGradients.length_for(layout), 1)
     slot = slots[0] if slots else None
-    if slot is not None and not policy.shards_state and holdings.backend.node_count == 1:
-        return NodeGradients(holdings, compresses, slot)
+    if slot is not None and not policy.shards_state and layout.backend.node_count == 1:
+        return NodeGradients(layout, slot)
     if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
-        return ScatteredGradients(holdings, compresses, slot)
-    return ReplicatedGradients(holdings, compresses, slot)
+        return ScatteredGradients(layout, slot)
+    return ReplicatedGradients(layout, slot)
 
 
-def _leaf_store(holdings: Holdings, policy: Policy) -> LeafGradients:
-    inner = _gradient_store(holdings, policy, lambda: False, in_leaves=True)
+def _leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
+    inner = _gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)
     return LeafGradients(inner, gathers=not shows_all)

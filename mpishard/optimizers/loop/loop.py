@@ -311,7 +311,7 @@ class TrainingRun:
         kept = self.best if holds_best else None
         position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
         with together(self.model.backend):  # what is the user's own may fail on one rank alone
-            self.user_state.restore(position["user_state"])
+            self.user_state.restore(position["user_state"], path)
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])

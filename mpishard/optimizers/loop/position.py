@@ -8,7 +8,18 @@ from typing import Any
 
 from mpishard.checkpoint import CheckpointReader
 from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.format.manifest import MANIFEST
+from mpishard.checkpoint.format.metadata import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Kind,
+    require_form,
+)
 from mpishard.communication import CommunicationBackend
+from mpishard.errors import CheckpointError
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.stopping import BestParameters
 from mpishard.optimizers.loop.user_state import UserState
@@ -54,14 +65,14 @@ def check_position(
     """
     with together(backend):
         reader = CheckpointReader(path)
-        position = reader.metadata["user"].get(LOOP)
+        position = _position_in(reader)
         if position is None:
             raise ValueError(
                 f"{path} holds no position of a training loop; load it with model.load_model, and "
                 "train without resume"
             )
         saved = position["order"]
-        if order["local_data"] and saved.get("local_data"):
+        if order["local_data"] and isinstance(saved.get("samples"), list):
             before, now = len(saved["samples"]), len(order["samples"])
             if before != now:
                 raise ValueError(
@@ -83,3 +94,29 @@ def check_position(
             )
         user_state.check(position["user_state"])
     return BestParameters.KIND in reader.kinds
+
+
+_STEP = Kind("a whole number, or null", lambda value: value is None or COUNT.holds(value))
+_FORM = {
+    "step": COUNT,
+    "epoch_sums": (NUMBER, NUMBER),
+    "fitness_history": [NUMBER],
+    "validation_history": [(NUMBER, NUMBER)],
+    "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
+    "order": OBJECT,
+    "user_state": {"names": [TEXT], "ranks": [OBJECT]},
+}
+
+
+def _position_in(reader: CheckpointReader) -> Mapping[str, Any] | None:
+    """The position of a training loop in a checkpoint, which a run can go on from."""
+    try:
+        require_form(reader.metadata, {"user": {f"{LOOP}?": _FORM}}, "metadata")
+        position: Mapping[str, Any] | None = reader.metadata["user"].get(LOOP)
+        if position is not None:
+            state = position["user_state"]
+            form = [dict.fromkeys(state["names"], ANYTHING)]
+            require_form(state["ranks"], form, f"metadata.user.{LOOP}.user_state.ranks")
+    except ValueError as error:
+        raise CheckpointError(f"cannot use {reader.path / MANIFEST}: {error}") from None
+    return position

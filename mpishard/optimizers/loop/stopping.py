@@ -72,8 +72,8 @@ class EarlyStopping:
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Go on from what `position` gave."""
-        for name, value in position.items():
-            setattr(self, name, value)
+        for name in self.position():
+            setattr(self, name, position[name])
 
 
 class BestParameters:
@@ -92,14 +92,14 @@ class BestParameters:
 
     def __init__(self, model: ShardedModelBase) -> None:
         self._engine = model.engine
-        self._pieces = model.engine.holdings.pieces()
+        self._pieces = model.engine.layout.pieces()
         self._kept: Array | None = None
 
     @property
     def _vector(self) -> Array:
         if self._kept is None:
             length = sum(piece.length for piece in self._pieces)
-            self._kept = self._engine.holdings.allocate(MemoryCategory.BEST_PARAMETERS, length)
+            self._kept = self._engine.layout.allocate(MemoryCategory.BEST_PARAMETERS, length)
         return self._kept
 
     def keep(self) -> None:

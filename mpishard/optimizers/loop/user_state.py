@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from mpishard.checkpoint.format.consensus import gather_texts, together
 from mpishard.checkpoint.format.metadata import check_keys
 from mpishard.communication import CommunicationBackend
+from mpishard.errors import CheckpointError
 
 __all__ = ["UserState", "check_user_state"]
 
@@ -99,13 +101,22 @@ class UserState:
                 f"with {len(states)}, or keep the state alike on all ranks"
             )
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `position` gave. Communicates nothing."""
+    def restore(self, saved: Mapping[str, Any], path: Path) -> None:
+        """Go on from what `position` gave, read from ``path``. Communicates nothing.
+
+        Raises
+        ------
+        CheckpointError
+            If the state of a generator of random numbers is none.
+        """
         states: Sequence[Mapping[str, Any]] = saved["ranks"]
         if states:
             mine = states[self._backend.rank if len(states) > 1 else 0]
             for name, part in self._parts.items():
-                _restore(part, mine[name])
+                if isinstance(part, np.random.Generator):
+                    _restore_generator(part, mine[name], f"{path}: the user_state {name!r}")
+                else:
+                    part.load_state_dict(mine[name])
 
 
 def _state_of(part: Any) -> Any:
@@ -114,11 +125,14 @@ def _state_of(part: Any) -> Any:
     return part.state_dict()
 
 
-def _restore(part: Any, state: Any) -> None:
-    if isinstance(part, np.random.Generator):
-        part.bit_generator.state = _with_arrays(state)
-    else:
-        part.load_state_dict(state)
+def _restore_generator(generator: np.random.Generator, state: Any, name: str) -> None:
+    try:
+        generator.bit_generator.state = _with_arrays(state)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} is no state of a {type(generator.bit_generator).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _without_arrays(state: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpishard.arrays import Array
 from mpishard.checkpoint import Pieces
+from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.models.engine.engine import Engine
 from mpishard.sharding import Piece
 
@@ -62,4 +63,6 @@ class StateView:
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Go on from the saved step."""
-        self.go_on(int(metadata["optimizer_steps"]), metadata["settings"])
+        form = {"optimizer_steps": COUNT, "settings": OBJECT}
+        require_form(metadata, form, "metadata.optimizer")
+        self.go_on(metadata["optimizer_steps"], metadata["settings"])
