@@ -79,7 +79,7 @@ class TensorParallelAttention(Sequential):
         return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BTD -> y_BTD, refused where the shape is another. Collective."""
+        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
         self.output_shape(x.shape[1:])
         return super().forward(p, x, context)
 
@@ -208,6 +208,6 @@ class TensorParallelTransformerBlock(Sequential):
         return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BTD -> y_BTD, refused where the shape is another. Collective."""
+        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
         self.output_shape(x.shape[1:])
         return super().forward(p, x, context)

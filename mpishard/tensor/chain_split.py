@@ -44,7 +44,7 @@ _WORTHWHILE = 100
 
 
 class Extent(Enum):
-    """Which positions of a sequence an activation has."""
+    """The positions of a sequence that an activation has."""
 
     ALL = "all"
     SLICE = "this rank's"
@@ -52,7 +52,7 @@ class Extent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What is wanted behind a layer: the positions, and whether its last dim may stay split."""
+    """The demands on a layer's output: its positions, and whether its last dim may stay split."""
 
     extent: Extent
     keeps_split: bool = False
@@ -69,7 +69,7 @@ class _Parts:
     def add(
         self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
-        """Add a layer that takes and gives these positions: None where any will do, or none."""
+        """Add a layer that takes and gives these positions: None if any will do, or none."""
         if takes not in (None, self.extent):
             layer = Framed(layer, before=self._operator(takes))
         self.layers[name] = layer
@@ -94,7 +94,7 @@ class ChainSplit:
     backend : CommunicationBackend
         The tensor group, of two ranks or more.
     ties : Ties
-        Of the model.
+        Shared weights of the model.
     sequence_parallel : bool
         Whether activations between split layers are slices of the sequence.
 
@@ -130,7 +130,7 @@ class ChainSplit:
         layers : mapping of str to Layer
             The chain, with one layer or more.
         prefix : str
-            What stands before its names in the model, with the dot.
+            Prefix of its names in the model, with the dot.
         starts, ends : Extent
             The positions of what enters and of what leaves it.
         keeps_split : bool
@@ -196,7 +196,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _inner(self, path: str, layer: Layer, split: DimSplit, share: float) -> Layer:
-        """What a layer between a column and a row split does on this rank's features."""
+        """A layer between a column and a row split, on this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
             own = layer.copy()
@@ -216,7 +216,7 @@ class ChainSplit:
     # --------------------------------------------------------------------------------- one by one
 
     def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, end: _End) -> bool:
-        """A layer without partners; True where its output stays split."""
+        """A layer without partners; True if its output stays split."""
         path, kind = prefix + name, type(layer)
         if kind is Residual:
             inner, _ = self.chain(
@@ -312,7 +312,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
-        """What is cheap, and split along time or not at all."""
+        """A cheap layer, which is split along time or not at all."""
         self._decide_light(path, layer, self.sequence_parallel)
         if not self.sequence_parallel:
             parts.add(name, layer)

@@ -1,4 +1,4 @@
-"""What a layer is of which each rank of a tensor group holds a slice."""
+"""Layers of which each rank of a tensor group holds a slice."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class DimSplit:
         return sum(self._widths) * (high - low)
 
     def take(self, x: Array, rank: int) -> Array:
-        """What ``rank`` has of the last dim of x (..., size): C-contiguous; x where it is all."""
+        """The slice of x (..., size) that ``rank`` has: C-contiguous; x itself if it is all."""
         xp = array_namespace(x)
         if self.world_size == 1:
             return xp.ascontiguousarray(x)
@@ -162,14 +162,14 @@ class TensorParallelLayer(Layer):
         return {}
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """What this rank holds of the whole parameter ``name``: boxes one below the other.
+        """Boxes of this rank in the whole parameter ``name``, one below the other.
 
         All of it, unless a layer splits it.
         """
         return (whole_box(self.whole_parameters[name].shape),)
 
     def is_split(self, name: str) -> bool:
-        """Whether the ranks hold different slices of ``name``; where not, all hold all of it."""
+        """True if the ranks hold different slices of ``name``; if not, all hold all of it."""
         shape = self.whole_parameters[name].shape
         return sum(math.prod(box_shape(box)) for box in self.boxes(name)) != math.prod(shape)
 

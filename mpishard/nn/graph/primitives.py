@@ -199,7 +199,7 @@ def weighted_sum(weights: Array, v: Array) -> Array:
 
 @_primitive(lambda y: (y[0], y[2], y[1] * y[3]))
 def merge_heads(y: Array) -> Array:
-    """From (B, H, T, K) to (B, T, H K)."""
+    """(B, H, T, K) -> (B, T, H K)."""
     batch, heads, length, size = y.shape
     return np.moveaxis(y, 1, 2).reshape(batch, length, heads * size)
 
@@ -214,7 +214,7 @@ def _flat(x: Shape) -> Shape:
 
 @_primitive(_flat)
 def flatten(x: Array) -> Array:
-    """From (B, ...) to (B, product of the rest)."""
+    """(B, ...) -> (B, product of the rest)."""
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 

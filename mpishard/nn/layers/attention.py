@@ -34,7 +34,7 @@ class Attention(Layer):
     `Linear` layers, and the one before has no bias: softmax cannot see a bias of the keys, whose
     gradient would be rounding noise.
 
-    Scores are made for a block of queries at a time, up to the block's last key where attention
+    Scores are made for a block of queries at a time, up to the block's last key if attention
     is causal, and never kept: the backward pass makes them again from the saved row sums, so that
     memory grows with T and not with T^2 (Dao et al., "FlashAttention", 2022, arXiv:2205.14135,
     section 3.1).
@@ -80,7 +80,7 @@ class Attention(Layer):
         return (input_shape[0], input_shape[1] // runs * self.heads)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """4 D for each pair that sees each other: T^2 of them, or T (T + 1) / 2 where causal."""
+        """4 D for each pair that sees each other: T^2 of them, or T (T + 1) / 2 if causal."""
         length, width = self.output_shape(input_shape)
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * width * pairs
@@ -94,7 +94,7 @@ class Attention(Layer):
         Raises
         ------
         ValueError
-            For a cache where attention is not causal, or in training, or without room for x.
+            For a cache if attention is not causal, or in training, or without room for x.
         """
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
@@ -283,7 +283,7 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
 
 
 def _are_small(scores: Array) -> bool:
-    """Whether all scores can be exponentiated as they are, so that no maximum is needed by row.
+    """True if all scores can be exponentiated as they are, without the maximum of each row.
 
     Their exponentials then lie well inside the range of the dtype, and so do sums of them. On a
     GPU to ask would be to wait for it.

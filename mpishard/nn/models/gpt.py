@@ -36,7 +36,7 @@ class GPT(Model):
     section 2.3: weights are first normal with standard deviation 0.02, those that end a
     residual branch with 0.02 / sqrt(2 * layers), biases 0. Unlike GPT-2, the projection to
     queries, keys and values has no bias (see `CausalAttention`), and the head is tied to the
-    embedding only where asked.
+    embedding only if asked.
 
     Inputs are integer tokens of shape (B, T) with T <= context_length, predictions logits of
     shape (B, T, vocabulary_size), targets integers of shape (B, T) of which -1 counts for
@@ -55,11 +55,11 @@ class GPT(Model):
     layers : int
         Number of blocks; 0 is allowed.
     seed : int
-        Of the first parameters.
+        Seed of the first parameters.
     dtype : str or numpy.dtype
-        Of parameters and computation.
+        Dtype of parameters and computation.
     device : str or Device
-        Where both are: see `Model`.
+        Device of parameters and computation: see `Model`.
     tied_embeddings : bool
         Whether the head's weight is the embedding's.
     dropout : float
@@ -124,9 +124,9 @@ class GPT(Model):
         length : int
             Number of tokens to add.
         temperature : float
-            What logits are divided by; 0 always takes the likeliest token.
+            Divisor of the logits; 0 always takes the likeliest token.
         seed : int
-            Of the draws.
+            Seed of the draws.
         top_k : int, optional
             Draw among the so many likeliest tokens only.
         slide : int
@@ -270,9 +270,9 @@ def generate(
     context_length : int
         Greatest number of tokens that the model sees.
     temperature : float
-        What logits are divided by; 0 always takes the likeliest token.
+        Divisor of the logits; 0 always takes the likeliest token.
     seed : int
-        Of the draws.
+        Seed of the draws.
     top_k : int, optional
         Draw among the so many likeliest tokens only.
     slide : int
