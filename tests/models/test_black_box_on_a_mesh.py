@@ -247,8 +247,9 @@ def test_bytes_of_a_step(
 ) -> None:
     """2 (D - 1) S on the data axis, and D (R - 1) S to put the parts of D replicas together.
 
-    S are the bytes of all parameters, R the ranks of a replica. Beside them all ranks compare
-    the batches of each replica, and all add up the step's totals, which depends on no sizes.
+    S are the bytes of all parameters, R the ranks of a replica. Beside them the ranks compare
+    the batches and the results of each replica, and all add up the step's totals. That depends on
+    no sizes.
     """
     for mesh in meshes(backend.world_size):
         model, optimizer = build(
@@ -261,6 +262,7 @@ def test_bytes_of_a_step(
         if share > 1:
             marks = np.zeros((1, 4), np.int64)
             small += sent(backend, links, model.mesh.replica.all_gather, marks)
+            small += sent(backend, links, model.mesh.replica.all_gather, np.zeros((1, 3)))
             if replicas > 1:
                 small += sent(backend, links, backend.all_gather, marks)
         size = model.parameter_count * model.dtype.itemsize
@@ -326,6 +328,83 @@ def test_ranks_of_a_replica_must_be_given_one_batch(backend: Any) -> None:
             model.train(given, None)
     assert model.get_parameters().tolist() == list(range(10))
     model.train(np.ones((1, 1)), None)  # and goes on
+
+
+def of_rank(backend: Any, what: str) -> ms.FunctionModel:
+    """A function whose loss or gradient depends on the rank of a replica."""
+    odd = float(backend.rank % 2)
+
+    def fun(theta: Any, x: Any, y: Any) -> tuple[float, Any]:
+        gradient = np.arange(1.0, 10_001.0) / 10_000
+        if what == "exchanged elements" and odd:
+            gradient[[10, 9000]] = gradient[[9000, 10]]
+        elif what == "gradient":
+            gradient += odd
+        elif what == "one element":
+            gradient[5000] += odd * 1e-3
+        return 3.0 + (what == "loss") * odd, gradient * (1 + 1e-14 * odd)
+
+    return ms.FunctionModel(fun, np.zeros(10_000))
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss", "exchanged elements", "one element"])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 1, 1), (2, 1, 2)])
+@in_worlds(2, 4)
+def test_a_result_that_depends_on_the_rank_is_refused(
+    backend: Any, mesh: tuple[int, int, int], what: str
+) -> None:
+    if np.prod(mesh) != backend.world_size:
+        pytest.skip("another world")
+    order = ("data", "pipeline", "tensor")
+    fun = of_rank(backend, what)
+    model = HybridShardedModel(fun, ShardingConfiguration(backend), *mesh, order=order)
+    with pytest.raises(ms.errors.ShardingError, match=r"their results differ: rank \d: loss sum 6"):
+        model.train(np.ones((2, 1)), np.ones((2, 1)))
+    assert not model.get_parameters().any()
+
+
+@in_worlds(2)
+def test_rounding_of_another_machine_is_no_difference(backend: Any) -> None:
+    model = HybridShardedModel(of_rank(backend, "rounding"), ShardingConfiguration(backend), 2, 1)
+    model.train(np.ones((2, 1)), np.ones((2, 1)))
+    assert model.get_parameters()[-1] == pytest.approx(-0.01)
+
+
+@in_worlds(2, 4)
+def test_a_partition_strategy_deals_the_flat_vector(backend: Any) -> None:
+    fun = ms.FunctionModel(lambda theta, x, y: (0.0, np.ones(300)), np.arange(300.0))
+    strategy = ms.pipeline.LoadBalancedPartitionStrategy([0, 100, 200])
+    model = HybridShardedModel(
+        fun, ShardingConfiguration(backend), 2, backend.world_size // 2, 1,
+        partition_strategy=strategy,
+    )  # fmt: skip
+    sizes = [size for _, size in strategy.compute_partition(300, 2)]
+    assert sizes == [100, 200]
+    held = ms.ShardLayout(sizes[model.mesh.pipeline_rank], model.mesh.tensor_size)
+    assert model.local_parameter_shard.size == held.size(model.mesh.tensor_rank)
+    assert "computed whole" in repr(model)
+    model.train(np.ones((2, 1)), np.ones((2, 1)))
+    np.testing.assert_allclose(model.get_parameters(), np.arange(300.0) - 0.01, rtol=1e-14)
+
+
+class Backwards(ms.pipeline.IPipelinePartitionStrategy):
+    def compute_partition(self, total_parameters: int, num_stages: int) -> Any:
+        return [(total_parameters // 2, total_parameters), (0, total_parameters // 2)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Backwards(), r"Backwards deals 10 parameters to 2 stages as \(start, size\) \[\(5, 10\)"),
+        ([1.0, 2.0], "costs of layers, and Ten is a black box without layers"),
+    ],
+)
+def test_a_partition_that_does_not_fit_a_black_box_is_refused(strategy: Any, words: str) -> None:
+    def wrap(backend: Any) -> None:
+        PipelineParallelModel(Ten(), ShardingConfiguration(backend), partition_strategy=strategy)
+
+    with pytest.raises(ValueError, match=words):
+        run_in_threads(2, wrap)
 
 
 @in_worlds(2)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.arrays import Array, beside, copy_into
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
+from mpishard.errors import ShardingError
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.programs.whole_program import WholeProgram
@@ -16,6 +20,7 @@ from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import RangeVector
 from mpishard.observe.ledger import MemoryCategory
+from mpishard.pipeline import IPipelinePartitionStrategy
 from mpishard.sharding import build_units
 
 __all__ = ["DividedProgram"]
@@ -34,13 +39,20 @@ class DividedProgram(Program):
         Computes on each rank.
     mesh : ProcessMesh
         The ranks.
+    strategy : IPipelinePartitionStrategy, optional
+        Deals the flat vector to pipeline stages: see `RangeVector`.
     """
 
     needs_whole_parameters = True
 
-    def __init__(self, whole: WholeProgram, mesh: ProcessMesh) -> None:
+    def __init__(
+        self,
+        whole: WholeProgram,
+        mesh: ProcessMesh,
+        strategy: IPipelinePartitionStrategy | None = None,
+    ) -> None:
         self.replica = MeshReplica(mesh, speaks=mesh.replica.rank == 0, predicts_together=False)
-        self.vector: RangeVector = RangeVector(whole.entries, mesh)
+        self.vector: RangeVector = RangeVector(whole.entries, mesh, strategy)
         self._mesh = mesh
         self._compute_by(whole)
         length = self.vector.stop - self.vector.start
@@ -85,16 +97,23 @@ class DividedProgram(Program):
         return self._whole.predict(parameters, x)
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
-        return self._whole.forward(parameters, batch)
+        total, weight, saved = self._whole.forward(parameters, batch)
+        return total, weight, (total, saved)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         start, stop = self.vector.start, self.vector.stop
+        total, saved = saved
+        projection = norm2 = math.nan  # a rank whose range is empty or frozen computes no gradient
         for unit in self.units:  # one, or none
             if unit.index in self.frozen_units:
                 continue
             own = gradients.gradient(unit)
+            projection = norm2 = 0.0
 
             def add(begin: int, values: Array, factor: float, own: Array = own) -> None:
+                nonlocal projection, norm2
+                projection += _projection(begin, values)
+                norm2 += float(values @ values)
                 low, high = max(begin, start), min(begin + int(values.size), stop)
                 if low < high:
                     target = own[low - start : high - start]
@@ -102,7 +121,48 @@ class DividedProgram(Program):
 
             if saved is not None:
                 self._whole.contribute(saved, add)
-            gradients.reduce(unit)
+        self._require_one_result(total, projection, norm2)
+        for unit in self.units:
+            if unit.index not in self.frozen_units:
+                gradients.reduce(unit)
+
+    def _require_one_result(self, total: float, projection: float, norm2: float) -> None:
+        """Refuse a model whose loss or gradient depends on the rank of its replica. Collective.
+
+        Each rank keeps its range of its own gradient, so the ranges would be of different
+        functions. Rounding may differ between machines: the square root of the dtype's resolution
+        is allowed.
+
+        Raises
+        ------
+        ShardingError
+            On every rank of the replica.
+        """
+        mine = np.array([[total, projection, norm2]])
+        losses, projections, norms2 = self._mesh.replica.all_gather(mine).T
+        allowed = 8 * math.sqrt(np.finfo(self.dtype).eps)
+        ranges = []
+        for values, scale in (
+            (losses, np.abs(losses)),
+            (projections, np.sqrt(norms2)),
+            (norms2, norms2),
+        ):
+            known = values[np.isfinite(values)]
+            largest = scale[np.isfinite(scale)].max(initial=0.0)
+            ranges.append(bool(known.size) and np.ptp(known) > allowed * largest)
+        if any(ranges):
+            ranks = self._mesh.replica_ranks(self._mesh.data_rank)
+            found = "; ".join(
+                f"rank {rank}: loss sum {loss:.6g}, gradient norm {math.sqrt(norm2):.6g}"
+                for rank, loss, norm2 in zip(ranks, losses, norms2, strict=True)
+            )
+            raise ShardingError(
+                "the ranks of one replica (pipeline and tensor axes) computed one batch, and "
+                f"their results differ: {found}. A black box there must not depend on its rank, "
+                "for instance by random numbers with a seed of the rank; ranks that compute "
+                "different samples belong on the data axis, as under strategy 'ddp'. Nothing was "
+                "updated"
+            )
 
     # ------------------------------------------------------------------------------- parameters
 
@@ -145,3 +205,22 @@ class DividedProgram(Program):
         program._compute_by(whole)
         program._full = self._full
         return self._copied(program), model
+
+
+_RAMP_LENGTH = 4096
+
+
+def _projection(begin: int, values: Array) -> float:
+    """Return the product of a part of a gradient, from element `begin` on, and fixed weights.
+
+    Weights differ from element to element and from row to row, so that exchanged elements show.
+    """
+    xp = array_namespace(values)
+    rows = int(values.size) // _RAMP_LENGTH
+    whole = rows * _RAMP_LENGTH
+    ramp = xp.linspace(1.0, 2.0, _RAMP_LENGTH, dtype=values.dtype)
+    total = float(values[whole:] @ ramp[: int(values.size) - whole])
+    if rows:
+        by_row = values[:whole].reshape(rows, _RAMP_LENGTH) @ ramp
+        total += float(by_row @ xp.linspace(1.0, 2.0, rows, dtype=values.dtype))
+    return total * (1 + begin % 97 / 97)

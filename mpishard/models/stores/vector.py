@@ -14,6 +14,7 @@ from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.pipeline import IPipelinePartitionStrategy, UniformPartitionStrategy
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, whole_box
 from mpishard.sharding.regions import Region, blocks_of
 
@@ -86,6 +87,13 @@ class RangeVector(ModelVector):
         The model's parameters.
     mesh : ProcessMesh
         The ranks.
+    strategy : IPipelinePartitionStrategy, optional
+        Deals the vector to pipeline stages. Default: evenly, one more to the first.
+
+    Raises
+    ------
+    ValueError
+        If the strategy's ranges are not the vector, each element once and in order.
 
     Attributes
     ----------
@@ -95,10 +103,29 @@ class RangeVector(ModelVector):
         All values that `deal` has sent, until somebody takes them.
     """
 
-    def __init__(self, entries: Sequence[ParameterEntry], mesh: ProcessMesh) -> None:
-        stage = ShardLayout(entries[-1].stop, mesh.pipeline_size)
-        part = ShardLayout(stage.size(mesh.pipeline_rank), mesh.tensor_size)
-        self.start = stage.start(mesh.pipeline_rank) + part.start(mesh.tensor_rank)
+    def __init__(
+        self,
+        entries: Sequence[ParameterEntry],
+        mesh: ProcessMesh,
+        strategy: IPipelinePartitionStrategy | None = None,
+    ) -> None:
+        length = entries[-1].stop
+        stages = (strategy or UniformPartitionStrategy()).compute_partition(
+            length, mesh.pipeline_size
+        )
+        stop = 0
+        for first, size in stages:
+            if first != stop or size < 0:
+                break
+            stop += size
+        if stop != length or len(stages) != mesh.pipeline_size:
+            raise ValueError(
+                f"{type(strategy).__name__} deals {length} parameters to {mesh.pipeline_size} "
+                f"stages as (start, size) {list(stages)}; it must give each of them once, in order"
+            )
+        first, size = stages[mesh.pipeline_rank]
+        part = ShardLayout(size, mesh.tensor_size)
+        self.start = first + part.start(mesh.tensor_rank)
         self.stop = self.start + part.size(mesh.tensor_rank)
         super().__init__(placed_range(entries, self.start, self.stop))
         self.dealt: Array | None = None

@@ -91,6 +91,13 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        given = self._partition_strategy
+        if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
+            raise ValueError(
+                "partition_strategy gives costs of layers, and "
+                f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
+                "IPipelinePartitionStrategy, which deals its flat vector to the stages, or None"
+            )
         if self._recomputes and not is_layered:
             raise NotImplementedError(
                 f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
@@ -164,7 +171,9 @@ class MeshModel(ShardedModelBase):
         whole = program_of(model, self._config)
         if isinstance(whole, WholeProgram):
             # Without pipeline and tensor axes it is data parallelism.
-            return DividedProgram(whole, self.mesh) if self.mesh.replica_size > 1 else whole
+            if self.mesh.replica_size == 1:
+                return whole
+            return DividedProgram(whole, self.mesh, self._partition_strategy)
         if self._sequence_parallel and self.mesh.tensor_size > 1:
             infos = model.get_all_layer_info()
             layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
@@ -210,6 +219,8 @@ class MeshModel(ShardedModelBase):
     # ------------------------------------------------------------------------------- properties
 
     def _described_ranks(self) -> str:
+        if not isinstance(self._wrapped_model, ILayeredModel):
+            return f"{self.mesh.describe()}, computed whole"  # in one micro-batch, unscheduled
         count = self._micro_batch_count
         micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
         if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
