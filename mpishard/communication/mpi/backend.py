@@ -32,7 +32,7 @@ from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
-from mpishard.communication.mpi.collectives import Collectives, in_turn
+from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
@@ -377,7 +377,6 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
 
-    @in_turn
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
         ring = NO_RING if color is None else job.take_ring()
@@ -423,7 +422,6 @@ class MPICommunicationBackend(CommunicationBackend):
             backoff.pause()
         return group.comm.Split(color, place)
 
-    @in_turn
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         _, group = self._joined()
         yield from self._collectives.open(call)
