@@ -184,8 +184,10 @@ class _Builder:
             for name, spec in specs.items():
                 origin = spec.tied_to or name
                 if origin in self._shared and origin not in self.entries:
+                    start = self._position
                     self._hold(origin, spec, part.boxes.get(name))
-                    self._close_unit(index, index)
+                    unit = Unit(len(self.units), start, self._position, index, index)
+                    self.units.append(unit)
         sizes = []
         for _, _, specs in found:
             before = self._position
@@ -221,10 +223,6 @@ class _Builder:
             self._turns += name not in self._shared
         written = written_part(entry.size, turn, holder, holder_count)
         self.slices.append(Slice(entry, tuple(boxes), is_counted, written))
-
-    def _close_unit(self, first_layer: int, last_layer: int) -> None:
-        start = self.units[-1].stop if self.units else 0
-        self.units.append(Unit(len(self.units), start, self._position, first_layer, last_layer))
 
     def _cut(self, sizes: Iterable[int], first: int) -> None:
         sizes = list(sizes)

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
 from mpishard.devices import Device
-from mpishard.models.stores.compression import CompressionBuffers
-from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.stores.gradient_store import (
+    CompressionBuffers,
+    GradientStore,
+    ReplicatedGradients,
+)
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory

@@ -139,9 +139,6 @@ class StoreLayout:
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""
-        self.ledger.book(category, _owner(array), length * array.dtype.itemsize)
-
-
-def _owner(array: Array) -> Array:
-    """The array whose memory ``array`` is a view of, which lives as long as any of its views."""
-    return array if array.base is None or not hasattr(array.base, "base") else array.base
+        # The array whose memory this is a view of lives as long as any of its views.
+        owner = array if array.base is None or not hasattr(array.base, "base") else array.base
+        self.ledger.book(category, owner, length * array.dtype.itemsize)

@@ -18,11 +18,14 @@ from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
-from mpishard.models.programs.program import Program
-from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.programs.program import Program, WholeProgram
 from mpishard.models.strategies.ddp import DDPModel
-from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
-from mpishard.models.strategies.mesh_warnings import idle_axes
+from mpishard.models.strategies.mesh_options import (
+    DATA_POLICIES,
+    axis_sizes,
+    checked_mesh_options,
+    idle_axes,
+)
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_free
 from mpishard.pipeline import (

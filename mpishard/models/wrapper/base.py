@@ -31,9 +31,8 @@ from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.offload import say_what_is_ignored
-from mpishard.models.wrapper.digest import compare_replicas
+from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
 from mpishard.models.wrapper.files import ModelFiles
-from mpishard.models.wrapper.full_vector import agreed_vector
 from mpishard.models.wrapper.wrapped import feature_member, generate_tokens, holding, use_features
 from mpishard.models.wrapper.wrapping import (
     build_engine,

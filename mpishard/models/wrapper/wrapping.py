@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.checkpoint.format.consensus import differences
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Policy
@@ -44,9 +44,6 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-if TYPE_CHECKING:
-    from mpishard.models.wrapper.base import ShardedModelBase
-
 __all__ = [
     "build_engine",
     "give_up_ownership",
@@ -60,7 +57,7 @@ __all__ = [
 _owners_lock = threading.Lock()
 # By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
 # it finds the object that two of them have wrapped.
-_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDictionary()
 
 
 def program_of(model: Any, config: ShardingConfiguration) -> Program:
@@ -100,7 +97,7 @@ def _require_parameters(model: Any) -> None:
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
 
 
-def take_ownership(model: Any, wrapper: ShardedModelBase) -> None:
+def take_ownership(model: Any, wrapper: IShardedModel) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
     Two ranks that set parameters on one object would overwrite each other's.
@@ -125,13 +122,13 @@ def _require_unowned(thing: Any) -> None:
         )
 
 
-def is_owned_by(model: Any, wrapper: ShardedModelBase) -> bool:
+def is_owned_by(model: Any, wrapper: IShardedModel) -> bool:
     """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 
 
-def give_up_ownership(model: Any, wrapper: ShardedModelBase) -> None:
+def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
     """Let others wrap the object again.
 
     Raises
