@@ -1,6 +1,6 @@
 """Sharded models: strategies, the surface that users see, and the engine behind it.
 
-To read how FSDP works, read `strategies/fsdp`, `wrapper/base`, `engine/engine` and `programs/chain`.
+To learn how FSDP works, read `strategies/fsdp`, `wrapper/base`, `engine/engine`, `programs/chain`.
 Chapters, each of which imports only those before it: `stores` hold parameters and gradients,
 `programs` compute, the `engine` steps, the `wrapper` is the surface, and `strategies` say what is
 sharded.
