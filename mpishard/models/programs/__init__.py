@@ -3,7 +3,7 @@
 Begin with `program`, the interface, and `layered_program`, which runs a chain of layers. `chain`
 unshards, computes and reduces unit by unit: the heart of FSDP. `opaque_program` calls a black box,
 `placed_program` a model that computes with the store's own memory. `mesh_program` computes pipeline
-stages and tensor slices, which `stage_layout` lays out, and `divided_program` a black box on a mesh.
+stages and tensor slices, laid out by `stage_layout`; `divided_program` runs a black box on a mesh.
 `replica` is the ranks that compute one batch together, `leaves` the parts of a batch whose sums do
 not depend on the number of ranks.
 Imports `stores`.

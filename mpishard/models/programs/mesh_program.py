@@ -38,14 +38,14 @@ __all__ = ["MeshChoices", "MeshProgram"]
 
 @dataclass(frozen=True, slots=True)
 class MeshChoices:
-    """How a layered model is computed on a mesh.
+    """The choices by which a layered model is computed on a mesh.
 
     Parameters
     ----------
     mesh : ProcessMesh
-        Where the ranks stand.
+        The ranks.
     schedule : IPipelineSchedule
-        In which order each works.
+        Order of each rank's operations.
     micro_batch_count : int
         M, into how many parts along the batch dim a rank's batch is cut.
     stages : tuple of (int, int)
@@ -53,7 +53,7 @@ class MeshChoices:
     sequence_parallel : bool
         Whether norms and dropout, too, are divided over the tensor axis, along the sequence.
     checkpoint_config : ActivationCheckpointConfig, optional
-        Which activations are computed again.
+        Activations that are computed again.
     """
 
     mesh: ProcessMesh
@@ -83,7 +83,7 @@ class MeshProgram(LayeredProgram):
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
     choices : MeshChoices
-        How it is computed.
+        Mesh, schedule and stages.
     """
 
     def __init__(self, model: ILayeredModel, minimum_unit_size: int, choices: MeshChoices) -> None:
@@ -100,7 +100,7 @@ class MeshProgram(LayeredProgram):
         self._tie_groups = self._meet_in_ties()
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
-        """Of the last training pass: when each operation waited and computed."""
+        """Times at which each operation of the last training pass waited and computed."""
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         if micro_batches not in self._executors:
@@ -308,24 +308,24 @@ class MeshProgram(LayeredProgram):
 
 
 class StageRun(IPipelineStage):
-    """What a schedule's operations do on this rank, and what micro-batches leave behind.
+    """The operations of a schedule on this rank, and the saved activations of micro-batches.
 
     Parameters
     ----------
     program : MeshProgram
-        Whose stages they are.
+        The program of these stages.
     parameters : ParameterStore
-        What they compute with.
+        Parameters of the stages.
     x : Array
         This rank's batch, as the first layer takes it.
     context : Context
-        Of the batch: of its first sample, and whether backward follows.
+        Context of the batch's first sample; says whether backward follows.
     gradients : GradientStore, optional
-        Where gradients are added; None where only outputs are wanted.
+        Store to add gradients to; None if only outputs are wanted.
     y : Array, optional
         Targets, where backward follows.
     loss : ILossFunction, optional
-        What the last stage minimises.
+        Loss of the last stage.
     chains : sequence of LayerChain, optional
         The rank's stages, where they are not the program's own, and work on whole sequences.
     micro_batches : int, optional
@@ -462,7 +462,7 @@ class StageRun(IPipelineStage):
         return self._loss.backward(self._pending.pop(key))
 
     def _reducer(self, virtual_stage: int) -> Any:
-        """What is done with a unit when a micro-batch's gradient of it is complete."""
+        """A function that reduces a unit when a micro-batch's gradient of it is complete."""
         gradients = self._gradients
         assert gradients is not None
         is_last = self._left[virtual_stage] == 1

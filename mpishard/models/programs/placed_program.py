@@ -65,7 +65,7 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def constants(self) -> Iterator[Array]:
-        """What is no parameter and training does not change: the bytes of each, one at a time."""
+        """The bytes of arrays that are no parameters and never change in training, one by one."""
 
     @abstractmethod
     def set_constant(self, index: int, raw: Array) -> None:

@@ -1,4 +1,4 @@
-"""What is computed in a step."""
+"""Programs: the computation of a step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Batch:
     x, y : Array
         Inputs and targets.
     loss : ILossFunction or None
-        What is minimised; None if a black box knows.
+        Loss to minimise; None if a black box has its own.
     context : Context
-        What random layers go by.
+        Seed, step and samples, for random layers.
     """
 
     x: Any
@@ -53,7 +53,7 @@ class Program(ABC):
     replica : Replica
         The ranks that compute one batch together.
     vector : ModelVector
-        How the model's flat vector is laid out over the ranks.
+        Layout of the model's flat vector over the ranks.
     units : tuple of Unit
         Ranges of this rank's flat vector that are gathered and reduced as one.
     kept : frozenset of int
@@ -63,7 +63,7 @@ class Program(ABC):
     entries : tuple of ParameterEntry
         Name, shape and start of each parameter of this rank.
     device : Device
-        Where it computes.
+        Device that computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
     is_random : bool
@@ -205,7 +205,7 @@ class Program(ABC):
 
 
 class WholeProgram(Program):
-    """What computes whole gradients with whole parameters, and cannot be cut.
+    """A program that computes whole gradients with whole parameters, and cannot be cut.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Who holds gradients, and when they are reduced."""
+"""Stores of gradients: when each is reduced, and where it lies."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """As `gradient`, and whether it holds nothing yet, of which it tells once.
+        """As `gradient`, and whether it holds nothing yet, which is told once.
 
         Then whoever asks clears or writes all of it.
         """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
-        """Say that this rank has added all that it will to ``unit`` in this pass."""
+        """Reduce ``unit``: this rank adds nothing more to it in this pass."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -120,7 +120,7 @@ class GradientStore(ABC):
         """
 
     def finish(self) -> None:
-        """Hear that this rank is through with the round's reduced gradients."""
+        """Let the reduced gradients be overwritten: this rank has read them."""
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
@@ -228,11 +228,11 @@ class ReplicatedGradients(GradientStore):
         return self.local(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """What this rank's own memory holds of ``pieces``, reduced or not."""
+        """This rank's own gradients of ``pieces``, reduced or not."""
         return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
 
     def _place(self, unit: Unit, start: int, stop: int) -> slice:
-        """Where the flat range ``[start, stop)`` of ``unit`` lies in the vector."""
+        """The place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
         shift = self._shifts[unit.index]
         return slice(start + shift, stop + shift)
 
@@ -311,7 +311,7 @@ class NodeGradients(ScatteredGradients):
         self._reading = self._carrier.fence()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """Of each piece, which must be one rank's, what its owner holds. Read-only."""
+        """The owner's view of each piece, which must be one rank's. Read-only."""
         views = []
         for piece in pieces:
             layout = ShardLayout(piece.unit.length, self.backend.world_size)

@@ -1,4 +1,4 @@
-"""What a user may choose on a mesh, checked alike for models and optimizers."""
+"""The options of a mesh, checked alike for models and optimizers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[
     TypeError
         For what is no integer.
     ValueError
-        Where they do not make up the world.
+        If they do not make up the world.
     """
     for name, size in (("pipeline_parallel_size", pipeline), ("tensor_parallel_size", tensor)):
         if as_integer(name, size) < 1:
@@ -122,7 +122,7 @@ def _data_parallel_strategy(given: Any) -> str:
 
 
 def _but(given: Any) -> str:
-    """What was given in place of what an error asks for."""
+    """The end of an error message: the value that was given instead."""
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"
     return f", got {given!r}"
@@ -145,9 +145,9 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
     Parameters
     ----------
     model : ILayeredModel
-        Whose layers are dealt.
+        The model.
     choices : MeshChoices
-        How.
+        Mesh, schedule and stages.
 
     Returns
     -------
@@ -186,7 +186,7 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
 
 
 def _decisions(model: ILayeredModel, choices: MeshChoices) -> Iterator[LayerDecision]:
-    """What the tensor axis makes of each leaf layer of the model, stage by stage."""
+    """The decision of the tensor axis on each leaf layer of the model, stage by stage."""
     names = [info.name for info in model.get_all_layer_info()]
     model_layers = dict(zip(names, model.layers, strict=True))
     for first, stop in choices.stages:

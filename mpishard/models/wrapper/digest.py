@@ -116,11 +116,11 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
     Parameters
     ----------
     engine : Engine
-        Of the model whose flat vector it is like.
+        Engine of the model.
     vector : Array
         Shape (parameter_count,).
     name : str
-        What the user called.
+        Name of the method that the user called.
     rate : float
         A learning rate that goes with it.
 

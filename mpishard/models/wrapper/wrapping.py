@@ -1,4 +1,4 @@
-"""How a plain model becomes a sharded one."""
+"""The steps from a plain model to a sharded one: checks, stores, engine, ownership."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ _owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDict
 
 
 def program_of(model: Any, config: ShardingConfiguration) -> Program:
-    """What computes ``model``: layers, a model that computes where it is told, or a black box.
+    """The program of ``model``: of layers, of placed parameters, or of a black box.
 
     Raises
     ------
     StructureOnlyError
-        Where another wrapper has taken the model's parameters.
+        If another wrapper has taken the model's parameters.
     MissingMemberError, ValueError
         For a black box that lacks a member, or whose parameters are no floating vector.
     """
@@ -134,7 +134,7 @@ def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
     Raises
     ------
     ShardingError
-        Where it is another wrapper that holds the object.
+        If another wrapper owns the object.
     """
     thing = _owned_object(model)
     with _owners_lock:
