@@ -245,7 +245,7 @@ class GradientLeaves:
         return mine
 
     def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
-        """This rank's summands of the totals: zeros, but for its own leaves and cells.
+        """The rank's summands of the totals: zeros, but for its own leaves and cells.
 
         Parameters
         ----------

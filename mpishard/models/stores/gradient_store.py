@@ -228,7 +228,7 @@ class ReplicatedGradients(GradientStore):
         return self.local(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """This rank's own gradients of ``pieces``, reduced or not."""
+        """The rank's own gradients of ``pieces``, reduced or not."""
         return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
 
     def _place(self, unit: Unit, start: int, stop: int) -> slice:

@@ -202,7 +202,7 @@ class OffloadedGradients(GradientStore):
         return self._inner.owned(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """This rank's own part of a replicated gradient: ``pieces``, reduced or not."""
+        """The rank's own part of a replicated gradient: ``pieces``, reduced or not."""
         assert isinstance(self._inner, ReplicatedGradients)
         return self._inner.local(pieces)
 
