@@ -23,7 +23,6 @@ __all__ = [
     "PlainModelFiles",
     "choices_in",
     "choices_of",
-    "metadata_with",
     "named_bytes",
     "packed_vector",
 ]
@@ -136,7 +135,8 @@ class PlainModelFiles(ICheckpointableModel):
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """The model's `choices`."""
-        return metadata_with(self.choices())
+        choices = self.choices()
+        return {"choices": choices} if choices else {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that are another model's."""
@@ -145,11 +145,6 @@ class PlainModelFiles(ICheckpointableModel):
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Take the choices; of parameters nothing is cached."""
         self.take_choices(choices_in(metadata))
-
-
-def metadata_with(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's metadata say of a model's choices: nothing, where there are none."""
-    return {"choices": dict(choices)} if choices else {}
 
 
 def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:

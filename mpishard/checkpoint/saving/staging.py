@@ -39,18 +39,16 @@ def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
     for kind, given in arrays.items():
         pieces[kind] = []
         for region, array in given:
-            if array.shape != (region.length,):
+            length = region.stop - region.start
+            if array.shape != (length,):
                 raise ValueError(
-                    f"{kind}: the piece {region} has shape ({region.length},), got {array.shape}"
+                    f"{kind}: the piece {region} has shape ({length},), got {array.shape}"
                 )
             if array.size:
-                host = np.ascontiguousarray(to_host(array))
+                is_host = isinstance(array, np.ndarray)
+                host = np.ascontiguousarray(array if is_host else to_host(array))
                 # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
-                if (
-                    staging is not None
-                    and isinstance(array, np.ndarray)
-                    and np.may_share_memory(host, array)
-                ):
+                if staging is not None and is_host and np.may_share_memory(host, array):
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
     if staging is not None:
