@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpishard.arguments import as_integer, check_path
@@ -21,6 +22,8 @@ LATEST = "latest"
 
 _log = logging.getLogger("mpishard")
 
+# Inode, time of the last change in ns, and bytes: of a manifest that was not replaced.
+_FileMark = tuple[int, int, int]
 _NAME = re.compile(r"step-(\d{8,})(\.previous)?")
 
 
@@ -187,12 +190,12 @@ class CheckpointFolder:
         self.keep_last = _at_least_one("keep_last", keep_last)
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
         # By identity of the file: a manifest is read once, however many a run keeps.
-        self._manifests: Manifests = {}
+        self._manifests: dict[_FileMark, Manifest] = {}
         self._refused: dict[int, str] = {}
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint after ``step`` steps is, or would be."""
-        return _path_of(self.path, step)
+        return self.path / f"step-{step:08d}"
 
     def target(self, step: int) -> Target:
         """Where the checkpoint after ``step`` steps goes.
@@ -215,13 +218,27 @@ class CheckpointFolder:
         return _StepTarget(self, int(step))
 
     def entries(self) -> list[Entry]:
-        """The checkpoints of the folder, the newest first; those that cannot be read last."""
+        """Return the checkpoints of the folder, the newest first, the unreadable ones last."""
         known, self._manifests = self._manifests, {}
-        found = _entries(self.path, known, self._manifests)
-        return [
-            replace(entry, problem=entry.problem or self._refused.get(entry.sequence, ""))
-            for entry in found
-        ]
+        found = []
+        for directory in self.path.iterdir() if self.path.is_dir() else ():
+            match = _NAME.fullmatch(directory.name)
+            # What a save was replacing counts if that save was killed between its renames.
+            if match is None or (match[2] and self.path_of(int(match[1])).exists()):
+                continue
+            found.append(self._entry(directory, int(match[1]), known))
+        return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
+
+    def _entry(self, directory: Path, step: int, known: Mapping[_FileMark, Manifest]) -> Entry:
+        try:
+            status = (directory / MANIFEST).stat()
+            mark = status.st_ino, status.st_mtime_ns, status.st_size
+            manifest = self._manifests[mark] = known.get(mark) or Manifest.read(directory)
+            torn = "; ".join(manifest.torn_files(directory))
+        except (OSError, ValueError) as error:
+            return Entry(directory, step, 0, f"{MANIFEST}: {error}")
+        sequence = manifest.sequence
+        return Entry(directory, step, sequence, torn or self._refused.get(sequence, ""))
 
     def refuse(self, sequence: int, problem: str) -> None:
         """Count the save ``sequence`` no more: somebody has read all of it and found a fault."""
@@ -245,13 +262,9 @@ class CheckpointFolder:
         disk.remove_aside(unwanted)
 
 
-def _path_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
 def newest_of(path: Path) -> Path | None:
-    """The newest checkpoint of a folder, None where there are none."""
-    entries = _entries(path, {}, {})
+    """Return the newest checkpoint of a folder, None if there are none."""
+    entries = CheckpointFolder(path).entries()
     if not entries:
         return None
     newest = entries[0].path
@@ -278,7 +291,7 @@ class _StepTarget(Target):
     def make_temporary(self) -> Path:
         # What a killed save was about to replace takes its name again.
         for entry in self._folder.entries():
-            place = _path_of(self._folder.path, entry.step)
+            place = self._folder.path_of(entry.step)
             if not place.exists():
                 disk.rename(entry.path, place)
         return super().make_temporary()
@@ -286,42 +299,13 @@ class _StepTarget(Target):
     def _is_left_over(self, entry: Path) -> bool:
         match = _NAME.fullmatch(entry.name)
         if match is not None:
-            return match[2] is not None and _path_of(entry.parent, int(match[1])).exists()
+            return match[2] is not None and self._folder.path_of(int(match[1])).exists()
         return re.fullmatch(r"\.step-\d{8,}\.[0-9a-f]{16}\.tmp", entry.name) is not None
 
     def put(self, directory: Path) -> None:
         super().put(directory)
         disk.replace_file(self._folder.path / LATEST, f"{self.path.name}\n".encode())
         self._folder.prune()
-
-
-Manifests = dict[tuple[int, int, int], Manifest]
-
-
-def _entries(folder: Path, known: Manifests, found_now: Manifests) -> list[Entry]:
-    """The checkpoints of a folder; those of ``known`` manifests that are there go on."""
-    found = []
-    if folder.is_dir():
-        for directory in folder.iterdir():
-            match = _NAME.fullmatch(directory.name)
-            # What a save was replacing counts where that save was killed between its renames.
-            if match is None or (match[2] and _path_of(folder, int(match[1])).exists()):
-                continue
-            found.append(_entry(directory, int(match[1]), known, found_now))
-    return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
-
-
-def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -> Entry:
-    file = directory / MANIFEST
-    try:
-        status = file.stat()
-        mark = status.st_ino, status.st_mtime_ns, status.st_size
-        manifest = known.get(mark) or Manifest.read(directory)
-        found_now[mark] = manifest
-        torn = manifest.torn_files(directory)
-    except (OSError, ValueError) as error:
-        return Entry(directory, step, 0, f"{MANIFEST}: {error}")
-    return Entry(directory, step, manifest.sequence, "; ".join(torn))
 
 
 def _at_least_one(name: str, value: int) -> int:

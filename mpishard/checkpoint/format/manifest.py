@@ -149,18 +149,15 @@ class Manifest:
             given = pieces.get(name, ())
             check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
             for piece in given:
-                self._check_place(kind, piece)
-
-    def _check_place(self, kind: str, piece: PieceRecord) -> None:
-        if piece.file not in self.files:
-            raise CheckpointError(f"{kind}: {piece.file} is not among the files")
-        held = self.files[piece.file].nbytes
-        stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
-        if not 0 <= piece.offset <= stop <= held:
-            raise CheckpointError(
-                f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
-                f"{piece.file}, which has {held}"
-            )
+                if piece.file not in self.files:
+                    raise CheckpointError(f"{kind}: {piece.file} is not among the files")
+                nbytes = self.files[piece.file].nbytes
+                stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
+                if not 0 <= piece.offset <= stop <= nbytes:
+                    raise CheckpointError(
+                        f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
+                        f"{piece.file}, which has {nbytes}"
+                    )
 
     def held(self, kind: str) -> list[ParameterEntry]:
         """The parameters of which there is a kind: all; those with an optimizer's state."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,6 +50,20 @@ class CheckpointReader:
     ----------
     path : Path
         The directory that is read.
+    identity : str
+        A random name of the save that wrote the checkpoint.
+    parameters : tuple of ParameterEntry
+        The parameters along the flat vector.
+    dtype : dtype
+        Of the parameters.
+    length : int
+        Number of elements of all parameters.
+    kinds : dict of str to dtype
+        The kinds of arrays that it holds for each parameter, and their dtypes.
+    metadata : mapping
+        What was saved beside the arrays.
+    file_sizes : dict of str to int
+        Bytes of each file, by name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -59,45 +73,18 @@ class CheckpointReader:
             self._manifest = Manifest.read(self.path)
         except CheckpointError as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
-        self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
-        self._tensors = self._manifest.tensors_by_file()
+        found = self._manifest
+        self.identity = found.identity
+        self.parameters = found.parameters
+        self.dtype = found.dtype
+        self.length = found.length
+        self.kinds = {kind: record.dtype for kind, record in found.arrays.items()}
+        self.metadata = found.metadata
+        self.file_sizes = {name: file.nbytes for name, file in found.files.items()}
+        self._shapes = {entry.name: entry.shape for entry in found.parameters}
+        self._tensors = found.tensors_by_file()
         self._files: dict[str, MappedFile] = {}
         self._check_sizes()
-
-    @property
-    def identity(self) -> str:
-        """A random name of the save that wrote the checkpoint."""
-        return self._manifest.identity
-
-    @property
-    def parameters(self) -> tuple[ParameterEntry, ...]:
-        """The parameters along the flat vector."""
-        return self._manifest.parameters
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the parameters."""
-        return self._manifest.dtype
-
-    @property
-    def length(self) -> int:
-        """Elements of all parameters."""
-        return self._manifest.length
-
-    @property
-    def kinds(self) -> dict[str, np.dtype[Any]]:
-        """What it holds an array of for each parameter, and the dtypes."""
-        return {kind: record.dtype for kind, record in self._manifest.arrays.items()}
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What was saved beside the arrays."""
-        return self._manifest.metadata
-
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file, by name."""
-        return {name: file.nbytes for name, file in self._manifest.files.items()}
 
     def held(self, kind: str) -> list[ParameterEntry]:
         """The parameters that it holds a kind of: all, but no optimizer's state of frozen ones."""

@@ -9,12 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mpishard.checkpoint.format.consensus import (
-    all_texts,
-    share_path,
-    share_text,
-    together,
-)
+from mpishard.checkpoint.format.consensus import all_texts, path_from, path_text, together
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -54,21 +49,16 @@ def newest_valid(
         Where there are some, and none of them can be used; it says of each why.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
-    listed = ""
-    place: Path | None = None
-    with together(backend):
+    with together(backend) as statements:
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
-            place = folder.path
-            listed = json.dumps(
-                [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
-            )
-    place = share_path(backend, place)
-    assert place is not None
+            listed = [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
+            statements.own = json.dumps([path_text(folder.path), listed])
+    place, found = json.loads(statements.everyone[0])
     refused: list[str] = []
-    for name, sequence, problem in json.loads(share_text(backend, listed)):
-        path = Path(place, name)
+    for name, sequence, problem in found:
+        path = Path(path_from(place) or "", name)
         reasons = [problem] if problem else _verify(path, backend, rank, world_size)
         if not reasons:
             if refused and rank == 0:

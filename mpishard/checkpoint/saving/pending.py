@@ -126,7 +126,7 @@ class PendingSave:
         self._is_done = False
         self._is_abandoned = threading.Event()
         self._staging = staging
-        room: _Room | None = None
+        room: dict[str, Any] | None = None
         is_staged = False
         try:
             with together(backend) as statements:
@@ -138,14 +138,15 @@ class PendingSave:
                     # Training changes lists while this one is written.
                     self._content = replace(content, metadata=as_json(content.metadata))
                     self._target = make_target()
-                    room = _Room.make(self._target)
-                statements.own = json.dumps([self._file.nbytes, room and room.to_json()])
+                    room = _make_room(self._target)
+                statements.own = json.dumps([self._file.nbytes, room])
             said = [json.loads(text) for text in statements.everyone]
             self._nbytes = sum(nbytes for nbytes, _ in said)
-            self._directory = _Room.from_json(said[0][1]).require(self._nbytes)
+            self._directory = _require_room(said[0][1], self._nbytes)
         except BaseException:
-            if room is not None and room.directory is not None:
-                disk.remove_tree(room.directory)
+            made = path_from(room["directory"]) if room is not None else None
+            if made is not None:
+                disk.remove_tree(made)
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -324,48 +325,31 @@ class PendingSave:
         raise CheckpointError("; ".join(everyone)) from self._error
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Where rank 0 writes, and how many bytes are free there."""
-
-    directory: Path | None
-    """The temporary directory; None if the disk is too full to make one."""
-    parent: Path
-    free: int
-    full: str = ""
-    """The error of a disk that is full."""
-
-    @classmethod
-    def make(cls, target: Target) -> _Room:
-        """Make the temporary directory of ``target``."""
-        parent = target.path.parent
-        try:
-            directory = target.make_temporary()
-        except OSError as error:
-            if error.errno not in _IS_FULL:
-                raise
-            return cls(None, parent, disk.free_bytes(parent), f"rank 0: {error}")
-        try:
-            return cls(directory, parent, disk.free_bytes(parent))
-        except BaseException:
+def _make_room(target: Target) -> dict[str, Any]:
+    """Make the temporary directory of ``target``; return, as JSON, what every rank must know."""
+    parent, full, directory = target.path.parent, "", None
+    try:
+        directory = target.make_temporary()
+        free = disk.free_bytes(parent)
+    except OSError as error:
+        if directory is not None:
             disk.remove_tree(directory)
+        if error.errno not in _IS_FULL:
             raise
+        # How many bytes are needed rank 0 does not know yet.
+        full, directory, free = f"rank 0: {error}", None, disk.free_bytes(parent)
+    return {
+        "directory": path_text(directory), "parent": path_text(parent), "free": free, "full": full,
+    }  # fmt: skip
 
-    def to_json(self) -> list[Any]:
-        return [path_text(self.directory), path_text(self.parent), self.free, self.full]
 
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> _Room:
-        directory, parent, free, full = value
-        place = path_from(parent)
-        assert place is not None
-        return cls(path_from(directory), place, free, full)
-
-    def require(self, needed: int) -> Path:
-        """Return the directory; refuse to write ``needed`` bytes if fewer are free."""
-        if self.directory is None or needed > self.free:
-            raise _no_room(self.full or _NO_ROOM, needed, self.free, self.parent)
-        return self.directory
+def _require_room(room: Mapping[str, Any], needed: int) -> Path:
+    """Return rank 0's temporary directory; refuse to write ``needed`` bytes if fewer are free."""
+    directory, parent = path_from(room["directory"]), path_from(room["parent"])
+    assert parent is not None
+    if directory is None or needed > room["free"]:
+        raise _no_room(room["full"] or _NO_ROOM, needed, room["free"], parent)
+    return directory
 
 
 def require_room(directory: Path, needed: int) -> None:
