@@ -33,41 +33,41 @@ _LISTED = 5
 
 
 def previous_of(path: Path) -> Path:
-    """Where the checkpoint that ``path`` replaces waits until it is replaced."""
+    """Return the place of the checkpoint that ``path`` replaces, until it is replaced."""
     return path.with_name(f"{path.name}.previous")
 
 
 def temporary_of(path: Path) -> Path:
-    """A new name for what becomes, or was, the checkpoint ``path``."""
+    """Return a new name for a directory that becomes, or was, the checkpoint ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 def foreign_in(directory: Path) -> str:
-    """The names in a checkpoint's directory that are none of a checkpoint, the first few."""
+    """Return, in words, the first few names in a directory that are no part of a checkpoint."""
     return _listed(sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name)))
 
 
 class Target:
-    """The directory of one checkpoint. Rank 0 has it; nothing of it communicates.
+    """The directory of one checkpoint, on rank 0. Communicates nothing.
 
     Parameters
     ----------
     path : path
-        To make or replace.
+        The directory to make or replace.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one.
+        For a path that is none, or blank.
     CheckpointError
-        Where something else is there, and would be lost.
+        If other files are there, which would be lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_path("the path of a checkpoint", path)
         self.path = Path(path).resolve()
         self.is_put = False
-        """Whether the new checkpoint is in its place, and stays there."""
+        """Whether the new checkpoint is in its place, durably."""
         for parent in self.path.parents:
             if parent.exists():
                 if not parent.is_dir():
@@ -87,11 +87,11 @@ class Target:
 
     @property
     def sequence(self) -> int:
-        """Which save it is, of those in the same folder."""
+        """Number of the save, among those in the same folder."""
         return 1
 
     def make_temporary(self) -> Path:
-        """A new directory beside it; those of saves that were killed are removed."""
+        """Make a new directory beside it; remove those of saves that were killed."""
         parent = self.path.parent
         disk.make_directories(parent)
         for entry in parent.iterdir():
@@ -106,19 +106,19 @@ class Target:
         return re.fullmatch(ours, entry.name) is not None
 
     def put(self, directory: Path) -> None:
-        """Put ``directory``, whose content is on the disk, in the checkpoint's place.
+        """Move ``directory``, whose content is on the disk, to the checkpoint's place.
 
         Raises
         ------
         OSError
-            Where that cannot be done. Unless `is_put`, what was there is as it was.
+            If that is impossible. Unless `is_put`, the earlier checkpoint is unchanged.
         """
         previous = previous_of(self.path)
         disk.sync_directory(directory)
         replaces = self.path.exists()
         if replaces:
             if previous.exists():
-                # What a killed save put here may not be on the disk yet.
+                # The directory that a killed save moved here may not be on the disk yet.
                 disk.sync_directory(self.path.parent)
                 disk.remove_tree(previous)
             disk.rename(self.path, previous)
@@ -149,10 +149,9 @@ class Entry:
     step : int
         The step after which it was saved.
     sequence : int
-        Which save it was: the newest has the highest, also where a run went back and on again.
+        Number of the save; the newest has the highest, even if the run went back in steps.
     problem : str
-        Why it cannot be read, as far as its manifest and its files' lengths tell; empty where
-        it can.
+        Why it cannot be read, as far as its manifest and its files' lengths tell; empty if it can.
     """
 
     path: Path
@@ -162,24 +161,24 @@ class Entry:
 
 
 class CheckpointFolder:
-    """Where a run saves again and again: ``<path>/step-00000010`` and so on.
+    """The folder of the checkpoints of one run: ``<path>/step-00000010`` and so on.
 
-    Beside them ``latest`` is a text file with the name of the newest. It moves when that is whole
-    and on the disk, and only then older ones are removed.
+    The text file ``latest`` in it has the name of the newest. It is changed when that checkpoint
+    is complete and on the disk, and only then are older ones removed.
 
     Parameters
     ----------
     path : path
         The folder, on a file system that all ranks see; made by the first save.
     keep_last : int
-        How many of the newest stay. One that cannot be read is not counted.
+        Number of the newest to keep. One that cannot be read is not counted.
     keep_every : int, optional
-        Those of steps that it divides stay for ever.
+        Checkpoints of steps that it divides are kept for ever.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, a blank one, or numbers below 1.
+        For a path that is none, or blank, or numbers below 1.
     """
 
     def __init__(
@@ -189,23 +188,23 @@ class CheckpointFolder:
         self.path = Path(path).resolve()
         self.keep_last = _at_least_one("keep_last", keep_last)
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
-        # By identity of the file: a manifest is read once, however many a run keeps.
+        # A manifest is read once, however many checkpoints a run keeps.
         self._manifests: dict[_FileMark, Manifest] = {}
         self._refused: dict[int, str] = {}
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` steps is, or would be."""
+        """Return the directory of the checkpoint after ``step`` steps, existing or not."""
         return self.path / f"step-{step:08d}"
 
     def target(self, step: int) -> Target:
-        """Where the checkpoint after ``step`` steps goes.
+        """Return the target of the checkpoint after ``step`` steps.
 
         Raises
         ------
         ValueError
             For a negative step.
         CheckpointError
-            Where the folder is something else.
+            If the folder is a file, or a single checkpoint.
         """
         if as_integer("step", step) < 0:
             raise ValueError(f"step must be at least 0, got {step}")
@@ -241,13 +240,13 @@ class CheckpointFolder:
         return Entry(directory, step, sequence, torn or self._refused.get(sequence, ""))
 
     def refuse(self, sequence: int, problem: str) -> None:
-        """Count the save ``sequence`` no more: somebody has read all of it and found a fault."""
+        """Stop counting the save ``sequence``: somebody has read all of it and found a problem."""
         self._refused[sequence] = problem
 
     def prune(self) -> None:
-        """Remove what nobody keeps. The newest that can be read always stays.
+        """Remove checkpoints that need not be kept. The newest that can be read always stays.
 
-        So does a directory in which there are files of somebody else; a warning names them.
+        So does a directory with files of other programs; a warning names them.
         """
         whole = [entry for entry in self.entries() if not entry.problem]
         unwanted = {}
@@ -289,7 +288,7 @@ class _StepTarget(Target):
         return self._sequence
 
     def make_temporary(self) -> Path:
-        # What a killed save was about to replace takes its name again.
+        # The checkpoint that a killed save was about to replace gets its name back.
         for entry in self._folder.entries():
             place = self._folder.path_of(entry.step)
             if not place.exists():
