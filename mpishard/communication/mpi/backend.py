@@ -375,8 +375,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        sent = array if self._rank == root else None
-        return self._for(sent).scatter(call, sent, counts, root)
+        return self._for(array).scatter(call, array, counts, root)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
         return self._for(array).gather(call, array, root)
