@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.checkpoint.saving.snapshot import load_states, save_states
+from mpishard.checkpoint.loading.restore import load_states
+from mpishard.checkpoint.saving.snapshot import save_states
 from mpishard.contracts import ICheckpointableModel, IShardedOptimizer, PathLike
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
@@ -68,7 +69,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         engine = model.engine
         tensors = gather_state(
             self.backend, self._state, engine.pieces.to_write(engine.program),
-            engine.program.placement,
+            engine.placement,
             _not_among(self._frozen, model),
         )  # fmt: skip
         rule = self._optimizer
@@ -112,7 +113,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         saved, self._awaiting = self._awaiting, None
         if saved is not None:
             engine = model.engine
-            saved.fill(self._state, engine.pieces.updated, engine.program.placement)
+            saved.fill(self._state, engine.pieces.updated, engine.placement)
             self._go_on(model, saved.steps, saved.settings)
 
     def _go_on(self, model: ShardedModelBase, steps: int, settings: Mapping[str, Any]) -> None:

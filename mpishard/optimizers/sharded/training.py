@@ -13,7 +13,7 @@ from mpishard.checkpoint.format.consensus import together
 from mpishard.communication import ReductionOperation
 from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport
+from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.loop.agreement import refuse_early
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
@@ -64,7 +64,7 @@ class ShardedTraining(ShardedOptimizerFiles):
     @property
     def _data_size(self) -> int:
         """Among how many ranks, or groups of ranks, a model that is wrapped here deals batches."""
-        return self.backend.world_size
+        return self._config.communication_backend.world_size
 
     def set_model(self, model: Any) -> None:
         """Name the model, plain or sharded, that `optimize` trains where its data has none.
