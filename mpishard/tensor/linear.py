@@ -195,7 +195,8 @@ class ColumnParallelLinear(SplitLinear):
         Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
-    parts, multiple : int
+    parts : int or tuple of int
+    multiple : int
         How the outputs are dealt: so many equal blocks (queries, keys, values), each in runs of
         so many (the size of a head); a rank may have more runs than another. See `DimSplit`.
     sequence_parallel : bool
@@ -226,7 +227,7 @@ class ColumnParallelLinear(SplitLinear):
         bias: bool = True,
         initializer: Initializer | None = None,
         tied_to: str | None = None,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
         sequence_parallel: bool = False,
     ) -> None:

@@ -9,14 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
-from mpishard.models.engine.policy import Policy
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
-from mpishard.models.engine.step import StepReport, Update
-from mpishard.models.engine.update_pieces import UpdatePieces
+from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
@@ -25,11 +23,11 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span, step_span
+from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
 
-Rule = Callable[[list[Update], StepReport], None]
 Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 
@@ -39,9 +37,9 @@ class Engine:
     Parameters
     ----------
     program : Program
-        What is computed.
+        The computation.
     parameters : ParameterStore
-        Who holds parameters.
+        Store of parameters.
     make_gradients : callable
         ``make_gradients(layout)`` makes the store of gradients, anew where units are frozen.
     state_layout : StoreLayout
@@ -49,9 +47,9 @@ class Engine:
     stage : UpdateStage, optional
         Brings what is updated to the state and back; None where all lies in host memory.
     policy : Policy
-        What the strategy shards.
+        Vectors that the strategy shards.
     loss : ILossFunction or None
-        What is minimised; None where a black box knows.
+        Loss to minimise; None if a black box has its own.
     config : ShardingConfiguration
         Choices that may change between steps.
 
@@ -59,6 +57,8 @@ class Engine:
     ----------
     layout : StoreLayout
         Units, ranks, and where memory is booked.
+    own_pieces : tuple of Piece
+        What this rank owns of the parameters.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -88,6 +88,7 @@ class Engine:
         self.version = 0
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
+        self.own_pieces = parameters.layout.pieces()
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
@@ -105,15 +106,15 @@ class Engine:
     def freeze(self, names: frozenset[str]) -> None:
         """Train what is not among ``names``, which are names of parameters. Collective.
 
-        What is frozen has no optimizer state, counts for no norm, and where a whole unit is, it
-        has no gradient and nothing of it is sent but what must be gathered.
+        Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
+        whole has no gradient, and is sent only if it must be gathered.
 
         Raises
         ------
         ShardingError
             In the middle of a round of accumulation.
         ValueError
-            Where nothing would be left to train.
+            If nothing would be left to train.
         """
         self.round.require_none("what is trained cannot change")
         whole = self.placement.entries
@@ -195,7 +196,7 @@ class Engine:
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
     ) -> list[Part]:
-        """What this rank computes, one after the other. Collective, where ranks must be asked."""
+        """The parts of a batch that this rank computes. Collective if ranks must be asked."""
         if self.leaves is not None:
             return self.leaves.cut(x, y, sample_start)
         if sample_start is None:
@@ -256,7 +257,7 @@ class Engine:
         Raises
         ------
         ShardingError
-            Where replicas have drifted apart; in the middle of a round of accumulation.
+            If replicas have drifted apart; in the middle of a round of accumulation.
         NonFiniteLossError
             On every rank, where the gradient is not finite.
         """
@@ -293,6 +294,24 @@ class Engine:
         watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
         with watched, span("update"):
             rule(updates, report)
+
+    def descend(self, gradient: Array, rate: float) -> None:
+        """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
+        pieces = self.pieces.updated
+        for piece, owned in zip(pieces, self.parameters.owned(pieces), strict=True):
+            target = owned
+            part = self.placement.part(gradient, piece.start, piece.stop)
+            target -= rate * beside(part, target)
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self.changed()
+
+    def zeros_for_state(self) -> Array:
+        """A vector of an optimizer's state, as long as what this rank updates."""
+        length = sum(piece.length for piece in self.pieces.updated)
+        vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+        vector.fill(0)
+        return vector
 
     def _end_round(self) -> None:
         self.changed()
@@ -428,7 +447,7 @@ class Engine:
             self.changed()
 
     def changed(self) -> None:
-        """Hear that parameters have changed."""
+        """Note a change of the parameters, and tell the program."""
         self.version += 1
         self.program.changed(self.parameters)
 
@@ -441,7 +460,7 @@ class Engine:
         self.changed()
 
     def read(self) -> None:
-        """Hear that every rank has written what it holds, as from a file. Collective."""
+        """Go on with the values that every rank has written, as from a file. Collective."""
         self.parameters.refresh()
         self.replicas.are_equal()
         self.changed()
@@ -464,6 +483,18 @@ class Engine:
             return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters
             )
+
+    def gather_chunks(self) -> Iterator[Array]:
+        """All parameters unit by unit; all at once on a mesh, whose ranks have own units."""
+        if self.replica.is_on_mesh:
+            yield self.gather()
+            return
+        for unit in self.program.units:
+            try:
+                chunk = self.parameters.unshard(unit).copy()
+            finally:
+                self.parameters.reshard(unit)
+            yield chunk
 
     @contextmanager
     def _leaving_no_unit(self) -> Iterator[None]:
