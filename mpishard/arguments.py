@@ -32,7 +32,7 @@ def as_number(name: str, value: Any) -> float:
     Raises
     ------
     TypeError
-        Naming the argument, where it is no number.
+        Naming the argument, if it is no number.
     """
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -45,7 +45,7 @@ def as_integer(name: str, value: Any) -> int:
     Raises
     ------
     TypeError
-        Naming the argument, where it is no integer; a bool is none.
+        Naming the argument, if it is no integer; a bool is none.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -58,7 +58,7 @@ def as_flag(name: str, value: Any) -> bool:
     Raises
     ------
     TypeError
-        Naming the argument, where it is neither True nor False.
+        Naming the argument, if it is neither True nor False.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -66,7 +66,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The end of an error of an unknown name: which one may have been meant, where one is near."""
+    """The end of an error of an unknown name: which one may have been meant, if one is near."""
     found = difflib.get_close_matches(given, list(known), 1)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -145,7 +145,7 @@ def check_path(name: str, path: Any) -> None:
 
 
 def is_size(value: Any, least: int = 1) -> bool:
-    """Whether ``value`` is an integer, of Python or of NumPy, of at least ``least``."""
+    """True if ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
     return isinstance(value, Integral) and int(value) >= least
 
 

@@ -85,7 +85,7 @@ def require_plain(array: Any) -> None:
 
 
 def is_device_array(array: Array) -> bool:
-    """Whether ``array`` lies in GPU memory."""
+    """True if ``array`` lies in GPU memory."""
     return array_namespace(array) is not np
 
 
@@ -95,7 +95,7 @@ def to_host(array: Array) -> np.ndarray[Any, Any]:
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Array:
-    """A copy of ``array`` in GPU memory, where CuPy is loaded; else ``array``."""
+    """A copy of ``array`` in GPU memory, if CuPy is loaded; else ``array``."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return array
@@ -105,12 +105,12 @@ def to_device(array: np.ndarray[Any, Any]) -> Array:
 
 
 def address(array: Array) -> int:
-    """Where ``array`` begins, in host or GPU memory."""
+    """Address of the first element, in host or GPU memory."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def is_own(array: Array) -> bool:
-    """Whether ``array`` surely lies in memory that no other process has.
+    """True if ``array`` surely lies in memory that no other process has mapped.
 
     NumPy allocated it. What was mapped, shared or brought by another library may be anywhere.
     """
@@ -138,7 +138,7 @@ def copy_into(target: Array, source: Array) -> None:
     target : Array
         On a GPU, C-contiguous.
     source : Array
-        Of the same shape.
+        Array of the same shape.
     """
     if is_device_array(target) == is_device_array(source):
         target[...] = source
@@ -175,7 +175,7 @@ def reuse_freed_memory() -> None:
 
 
 def chunk_length(array: Array) -> int:
-    """How many elements an element-wise pass should take at a time.
+    """Number of elements that an element-wise pass should take at a time.
 
     On the CPU a handful of operands of a chunk fit the L2 cache together, so that a chain of
     operations reads memory once; on a GPU every launch costs more than it saves, and the whole
@@ -240,7 +240,7 @@ def chunks(array: Array) -> Iterator[slice]:
     Yields
     ------
     slice
-        In order, disjoint, together the whole first dim; none where it is empty.
+        In order, disjoint, together the whole first dim; none if it is empty.
     """
     length = int(array.shape[0])
     if length == 0:

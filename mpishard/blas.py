@@ -1,4 +1,4 @@
-"""Which kernels multiply NumPy's matrices: OpenBLAS's own choice is not always the fastest.
+"""The kernels that multiply NumPy's matrices: OpenBLAS's own choice is not always the fastest.
 
 To import this module before NumPy makes the choice, for this process and those that it starts.
 OpenBLAS reads ``OPENBLAS_CORETYPE`` once, when NumPy is loaded. A choice is a function of the
@@ -22,7 +22,7 @@ _ZEN_3_AND_4 = 25
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What ``/proc/cpuinfo`` says of the first core; empty where there is no such file."""
+    """Return the fields of the first core in ``/proc/cpuinfo``; none if there is no such file."""
 
     vendor: str
     family: int
@@ -48,17 +48,17 @@ class Processor:
 
     @property
     def has_avx512(self) -> bool:
-        """Whether it has the instructions of OpenBLAS's AVX-512 kernels."""
+        """True if it has the instructions of OpenBLAS's AVX-512 kernels."""
         return self.flags >= _AVX512
 
     @property
     def splits_avx512(self) -> bool:
-        """Whether it runs them in two halves, as Zen 4 does: then they gain nothing."""
+        """True if it runs them in two halves, as Zen 4 does: then they gain nothing."""
         return self.vendor == "AuthenticAMD" and self.family == _ZEN_3_AND_4
 
 
 def better_kernel(loaded: str | None, processor: Processor | None = None) -> str | None:
-    """OPENBLAS_CORETYPE that NumPy should be loaded with, or None where it is well as it is.
+    """OPENBLAS_CORETYPE that NumPy should be loaded with, or None if it is well as it is.
 
     On AVX-512 processors that it does not know by name, OpenBLAS takes its AVX2 kernels, which
     multiply at half the speed of ``SkylakeX``. On Zen 4 it takes those of AVX-512, which are 5 to
@@ -67,7 +67,7 @@ def better_kernel(loaded: str | None, processor: Processor | None = None) -> str
     Parameters
     ----------
     loaded : str or None
-        The kernels that OpenBLAS has chosen by itself; None where it is not used.
+        The kernels that OpenBLAS has chosen by itself; None if it is not used.
     processor : Processor, optional
         Default: this machine's.
     """
@@ -80,7 +80,7 @@ def better_kernel(loaded: str | None, processor: Processor | None = None) -> str
 
 
 def choose_kernel(processor: Processor | None = None) -> None:
-    """Set OPENBLAS_CORETYPE where NumPy is not loaded yet and the best kernels are known.
+    """Set OPENBLAS_CORETYPE if NumPy is not loaded yet and the best kernels are known.
 
     They are on Zen 4. Elsewhere it depends on what OpenBLAS would choose, which only a process
     that has loaded it can tell, as ``mpishard run`` does for its ranks.
@@ -93,7 +93,7 @@ def choose_kernel(processor: Processor | None = None) -> None:
 
 
 def loaded_kernel() -> str | None:
-    """The kernels of the OpenBLAS that this process has loaded; None where it has none."""
+    """The kernels of the OpenBLAS that this process has loaded; None if it has none."""
     import threadpoolctl
 
     libraries = threadpoolctl.threadpool_info()

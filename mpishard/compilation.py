@@ -1,6 +1,6 @@
-"""Loops that numba compiles, where it is installed, works with this NumPy, and is not switched off.
+"""Loops that numba compiles, if it is installed, works with this NumPy, and is not switched off.
 
-Machine code is kept in numba's cache, and compiled anew in each process where there is no folder
+Machine code is kept in numba's cache, and compiled anew in each process if there is no folder
 to keep it in.
 """
 
@@ -37,11 +37,11 @@ def compile_loop(
         At the top of its module, where numba's cache finds it again. The operations of it are
         neither reassociated nor contracted.
     signature : numba signature
-        What it takes.
+        Types of its arguments.
     variant : str
-        What else than its name tells it from others of the same code, such as a dtype.
+        Part, such as a dtype, that tells it from functions of the same name and code.
     names : object
-        What else than its module's globals it uses.
+        Values that it uses besides its module's globals.
     """
     numba = _numba()
     assert numba is not None, "whoever has a signature of it has numba"
@@ -73,7 +73,7 @@ def _numba() -> ModuleType | None:
 def _renamed(loop: FunctionType, name: str, names: dict[str, Any]) -> FunctionType:
     """A copy of ``loop`` with an entry of its own in numba's cache.
 
-    Processes that add to one entry at the same time, for different dtypes or, where nodes share a
+    Processes that add to one entry at the same time, for different dtypes or, if nodes share a
     folder, processors, may mix their code up: numba replaces an entry's index and its code one
     after the other.
     """

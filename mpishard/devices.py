@@ -1,4 +1,4 @@
-"""Where arrays lie: in host memory, or on one of the node's GPUs.
+"""Devices: host memory, or one of the node's GPUs.
 
 CuPy is imported here, when the first GPU is asked for, and nowhere else.
 """
@@ -25,7 +25,7 @@ def load_cupy() -> ModuleType:
     Raises
     ------
     DeviceUnavailableError
-        Where it is not installed.
+        If it is not installed.
     """
     try:
         import cupy
@@ -47,9 +47,9 @@ class Device:
     Parameters
     ----------
     kind : {"cpu", "cuda"}
-        Which sort of memory.
+        Kind of memory.
     index : int, optional
-        Which GPU.
+        Number of the GPU.
     """
 
     kind: str = "cpu"
@@ -64,7 +64,7 @@ class Device:
         ValueError
             For another name, or a GPU that this machine does not have.
         DeviceUnavailableError
-            Where CuPy is not installed, or finds no GPU.
+            If CuPy is not installed, or finds no GPU.
         """
         if isinstance(text, Device):
             return text
@@ -82,12 +82,12 @@ class Device:
 
     @classmethod
     def of(cls, array: Array) -> Device:
-        """Where ``array`` lies."""
+        """The device of ``array``."""
         return cls("cuda", int(array.data.device_id)) if is_device_array(array) else HOST
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU."""
+        """True if it is a GPU."""
         return self.kind == "cuda"
 
     @property
@@ -96,7 +96,7 @@ class Device:
         return load_cupy() if self.is_gpu else np
 
     def for_rank(self, local_rank: int) -> Device:
-        """The GPU of the node's rank ``local_rank`` where no number was asked for."""
+        """The GPU of the node's rank ``local_rank`` if no number was asked for."""
         if not self.is_gpu or self.index is not None:
             return self
         return Device("cuda", local_rank % _device_count())

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DistributedStrategy(StrEnum):
-    """How a model and its training are spread over ranks; NONE leaves both as they are."""
+    """The ways to spread a model and its training over ranks; NONE leaves both as they are."""
 
     NONE = "none"
     DDP = "ddp"
@@ -111,10 +111,10 @@ def as_distributed(
         An optimizer of `mpishard.optimizers`, or a model (see `ShardedModelBase`). Wrapping a
         model is collective: rank 0's first parameters are dealt to all.
     backend_or_config : CommunicationBackend or ShardingConfiguration
-        How the ranks talk, with default choices or with yours.
+        The backend, for default choices, or a configuration with yours.
     strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid", "none"} \
 or DistributedStrategy
-        How to spread it. "none" returns the object itself. Or a name of `register_strategy`.
+        The strategy; "none" returns the object itself. Or a name of `register_strategy`.
     **degrees
         Of "tensor", "pipeline" and "hybrid", as `TensorParallelModel`, `PipelineParallelModel` and
         `HybridShardedModel` describe them: ``pipeline_parallel_size``, ``tensor_parallel_size``,
@@ -324,7 +324,7 @@ def launch(
     world_size : int, optional
         Number of thread-ranks, default 1. Under a launcher its own number holds.
     on_failure : {"abort", "shrink"}
-        What becomes of the other ranks where one is killed, or raises what nobody catches. With
+        What becomes of the other ranks if one is killed, or raises what nobody catches. With
         "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
         the same processes, on the smaller world of those that are left: it is to take up the newest
         checkpoint. Under MPI that needs Open MPI, started by ``mpishard run --on-failure shrink``.

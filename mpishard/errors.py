@@ -69,7 +69,7 @@ class CollectiveMismatchError(CommunicationError):
     """Raised on every rank when the ranks called collectives that do not belong together.
 
     No data was mixed when it is raised. The message lists each rank's call, where in the script it
-    was made and in which function of this package, and names the odd ones out where most ranks
+    was made and in which function of this package, and names the odd ones out if most ranks
     agree, or where the ranks parted. Cause: a branch that depends on the rank, or arrays whose
     dtype or shape does. Mend: make the call on all ranks, with the arguments that the collective's
     table entry says must match.
@@ -90,11 +90,11 @@ class PeerError(CommunicationError):
     Parameters
     ----------
     message : str
-        What happened, naming the origin rank and the collective.
+        The event, with the origin rank and the collective.
     rank : int
         The rank where the failure began, by its number in the root world: also where the
-        collective is one of a group that was split off, or of an axis of a mesh. -1 where it was
-        a thread that is no rank, or where nobody failed and another rank called ``shrink()``.
+        collective is one of a group that was split off, or of an axis of a mesh. -1 if it was
+        a thread that is no rank, or if nobody failed and another rank called ``shrink()``.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -165,14 +165,14 @@ class CheckpointError(MpishardError, OSError):
 class Preempted(SystemExit):
     """Raised on every rank when a signal told a run to make room, and its checkpoint is written.
 
-    A SystemExit, and no Exception: where nobody catches it, ``with`` and ``finally`` run, all ranks
+    A SystemExit, and no Exception: if nobody catches it, ``with`` and ``finally`` run, all ranks
     leave in good order, and the process ends with `code`, 75. The same command goes on from the
     checkpoint. A script that has something to do before it ends catches it, and raises it again.
 
     Parameters
     ----------
     message : str
-        What was saved, and where.
+        The checkpoint that was saved, and its place.
     step : int
         Updates that the run has made.
     code : int

@@ -1,4 +1,4 @@
-"""Which consecutive elements of a length belong to which rank."""
+"""Ranges of consecutive elements, one for each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
 class ShardLayout:
     """An even split of ``length`` elements over ``world_size`` ranks, remainder to the first.
 
-    Rank ``r`` owns ``length // world_size`` elements, one more where
+    Rank ``r`` owns ``length // world_size`` elements, one more if
     ``r < length % world_size``. Ranks beyond the length own nothing.
 
     Parameters
@@ -25,7 +25,7 @@ class ShardLayout:
     Raises
     ------
     ValueError
-        Where ``length`` is negative or ``world_size`` is below 1.
+        If ``length`` is negative or ``world_size`` is below 1.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class ShardLayout:
         Raises
         ------
         IndexError
-            Where ``index`` is outside ``[0, length)``.
+            If ``index`` is outside ``[0, length)``.
         """
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} is outside [0, {self.length})")
@@ -104,7 +104,7 @@ class LeafLayout:
     Parameters
     ----------
     samples : int
-        Of the global batch, 0 or more.
+        Number of samples of the global batch, 0 or more.
     leaves : int
         Into how many leaves it is cut; a multiple of ``world_size``.
     world_size : int
@@ -113,7 +113,7 @@ class LeafLayout:
     Raises
     ------
     ValueError
-        Where ``samples`` is negative, or ``leaves`` no multiple of ``world_size``.
+        If ``samples`` is negative, or ``leaves`` no multiple of ``world_size``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Where the package's log messages go: rank 0 speaks for all."""
+"""Log messages of the package: rank 0 writes for all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _silence = logging.NullHandler()
 def set_up_logging(rank: int, *, is_process: bool) -> None:
     """Make the package's logger ready, as MPISHARD_LOG says; a level set by the user stays.
 
-    Where neither says anything, what is worth saying once is said: level ``info``.
+    If neither says anything, what is worth saying once is said: level ``info``.
 
     Who logs asks for rank 0 first, so thread-ranks can share one logger. A process that is another
     rank keeps silent; at level ``debug`` each process writes ``mpishard-rank<r>.log``.

@@ -94,7 +94,7 @@ EXIT_TERMINATED = 143
 """Exit code of an MPI job of which a rank was sent SIGTERM."""
 
 EXIT_KILLED = 137
-"""Exit code of `mpishard run` where a rank was killed (SIGKILL); another signal n gives 128 + n."""
+"""Exit code of `mpishard run` if a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 EXIT_PREEMPTED = 75
 """Exit code of a job that was told to make room: it has saved, and is to be started again later.
@@ -117,7 +117,7 @@ def launcher_variable() -> str | None:
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that the launcher started, where it says so."""
+    """Number of processes that the launcher started, if it says so."""
     for name in _LAUNCHERS:
         value = os.environ.get(name, "")
         if value.isdecimal():
@@ -169,13 +169,13 @@ def outside_launcher() -> dict[str, str]:
 
 
 def open_mpi_starts_for_root() -> bool:
-    """Whether the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
+    """True if the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     return all(os.environ.get(name) == "1" for name in names)
 
 
 def launch_identity() -> tuple[str, ...]:
-    """What launchers called the job, and the process that they started in it."""
+    """The launchers' names of the job and of this process in it."""
     names = (
         "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK",
         "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
@@ -184,7 +184,7 @@ def launch_identity() -> tuple[str, ...]:
 
 
 def is_fault_tolerant() -> bool:
-    """Whether Open MPI was started with ``--with-ft ulfm``, which sets OMPI_MCA_mpi_ft_enable."""
+    """True if Open MPI was started with ``--with-ft ulfm``, which sets OMPI_MCA_mpi_ft_enable."""
     value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - as Open MPI spells it
     return value.lower() in ("1", "true", "yes")
 
@@ -200,7 +200,7 @@ def write_default(name: str, value: str) -> None:
 
 
 def rank_process() -> str:
-    """MPISHARD_RANK_PROCESS: which process is the rank; empty where none has said so."""
+    """MPISHARD_RANK_PROCESS: which process is the rank; empty if none has said so."""
     return os.environ.get("MPISHARD_RANK_PROCESS", "")
 
 
@@ -210,12 +210,12 @@ def write_rank_process(text: str) -> None:
 
 
 def is_slurm_step() -> bool:
-    """Whether srun started this process."""
+    """True if srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
 
 
 def is_slurm_allocation() -> bool:
-    """Whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
+    """True if this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
     return slurm_job() is not None
 
 
@@ -225,12 +225,12 @@ def slurm_job() -> str | None:
 
 
 def slurm_plugin() -> str | None:
-    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, where it is set."""
+    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, if it is set."""
     return os.environ.get("SLURM_MPI_TYPE") or None
 
 
 def pmix_rank() -> int:
-    """PMIX_RANK, 0 where it is not set or no number."""
+    """PMIX_RANK, 0 if it is not set or no number."""
     value = os.environ.get("PMIX_RANK", "")
     return int(value) if value.isdecimal() else 0
 
@@ -251,7 +251,7 @@ def program_folders() -> list[Path]:
 
 
 def cpus_per_task() -> int | None:
-    """SLURM_CPUS_PER_TASK, where it is set."""
+    """SLURM_CPUS_PER_TASK, if it is set."""
     value = os.environ.get("SLURM_CPUS_PER_TASK", "")
     return int(value) if value.isdecimal() else None
 
@@ -263,7 +263,7 @@ def blas_thread_variables() -> dict[str, str]:
 
 
 def blas_threads_are_set() -> bool:
-    """Whether the user chose the number of BLAS threads."""
+    """True if the user chose the number of BLAS threads."""
     return bool(blas_thread_variables())
 
 
@@ -271,7 +271,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_level() -> str | None:
-    """MPISHARD_LOG: ``debug``, ``info``, ``warning`` or ``error``; None where it is not set."""
+    """MPISHARD_LOG: ``debug``, ``info``, ``warning`` or ``error``; None if it is not set."""
     text = os.environ.get("MPISHARD_LOG")
     if text is None:
         return None
@@ -281,7 +281,7 @@ def log_level() -> str | None:
 
 
 def is_debugging() -> bool:
-    """Whether MPISHARD_LOG is ``debug``."""
+    """True if MPISHARD_LOG is ``debug``."""
     return os.environ.get("MPISHARD_LOG", "").lower() == "debug"
 
 
@@ -394,7 +394,7 @@ _CUDA_HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "OMPI_MCA_opal_cuda_support", "MV2_U
 
 
 def cuda_aware_hint() -> str | None:
-    """The variable that says that the MPI library can read GPU memory; None where none does."""
+    """The variable that says that the MPI library can read GPU memory; None if none does."""
     for name in _CUDA_HINTS:
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             return f"{name}={os.environ[name]}"
@@ -402,12 +402,12 @@ def cuda_aware_hint() -> str | None:
 
 
 def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES: the GPUs that this process may use, where it is set."""
+    """CUDA_VISIBLE_DEVICES: the GPUs that this process may use, if it is set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def virtual_nodes() -> int:
-    """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 where not set.
+    """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 if not set.
 
     Ranks of different pretended nodes share no memory, so that one machine can show what several
     would do.
@@ -441,7 +441,7 @@ def job_folder() -> Path | None:
 def restart_count() -> int:
     """MPISHARD_RESTART: how many times `mpishard run --max-restarts` has restarted this job.
 
-    0 in the first start, and where something else started the process.
+    0 in the first start, and if something else started the process.
     """
     value = os.environ.get("MPISHARD_RESTART", "")
     return int(value) if value.isdecimal() else 0
@@ -472,7 +472,7 @@ _FORWARDED_PREFIXES = (
 
 
 def forwarded_variables() -> list[str]:
-    """Variables that ranks on other machines need as well, where a launcher passes on none."""
+    """Variables that ranks on other machines need as well, if a launcher passes on none."""
     return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
 
 
@@ -482,14 +482,14 @@ def environment() -> dict[str, str]:
 
 
 def openblas_kernel_is_set() -> bool:
-    """Whether the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
+    """True if the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
     return "OPENBLAS_CORETYPE" in os.environ
 
 
 def terminal_columns() -> int | None:
     """MPISHARD_COLUMNS: width of the terminal that shows this process's output, or None.
 
-    The launcher sets it: the output of a rank is a pipe even where a terminal is at its end.
+    The launcher sets it: the output of a rank is a pipe even if a terminal is at its end.
     """
     value = os.environ.get("MPISHARD_COLUMNS", "")
     return int(value) if value.isdecimal() else None

@@ -31,12 +31,12 @@ class Trace:
     function : callable
         ``function(boxes)``, a list of what stands for the arrays, returns what was computed.
     arrays : sequence of Array
-        What is differentiated by.
+        Arrays with respect to which the function is differentiated.
 
     Attributes
     ----------
     value : object
-        What the function returned.
+        The function's result.
     is_connected : bool
         Whether autograd saw at least one of the arrays in it.
     """
@@ -54,7 +54,7 @@ class Trace:
         self._end = end._node if self.is_connected else None
 
     def gradients(self, cotangent: Array) -> list[Array | None]:
-        """Of each array what the function's value pulls back; None where it was not used.
+        """The gradient with respect to each array; None if the function did not use it.
 
         ``cotangent`` has the value's shape: the derivative of what is wanted by the value.
         """
@@ -101,12 +101,12 @@ class AutogradModel(PlacedVectorModel):
         First values: nested dicts, lists, tuples and named tuples of float32 or float64 arrays and
         Python floats, of one dtype; or one array. They are copied.
     predict : callable, optional
-        ``predict(parameters, x)``, for `predict`, and where another loss is asked for.
+        ``predict(parameters, x)``, for `predict`, and if another loss is asked for.
 
     Raises
     ------
     ImportError
-        Where autograd is not installed.
+        If autograd is not installed.
     TypeError, ValueError
         For arguments that are not such, with the name of the parameter.
 
@@ -183,7 +183,7 @@ class AutogradModel(PlacedVectorModel):
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
 
-        ``parameters`` is copied only where its dtype differs.
+        ``parameters`` is copied only if its dtype differs.
         """
         model = copy.copy(self)
         model.reclaim_parameters(parameters)
@@ -206,12 +206,12 @@ class AutogradModel(PlacedVectorModel):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
 
     def predict(self, x: Array) -> Array:
-        """What ``predict(parameters, x)`` returns.
+        """Return ``predict(parameters, x)``.
 
         Raises
         ------
         MissingMemberError
-            Where the model was made without it.
+            If the model was made without it.
         """
         return self._known_predict()(self._tree.build(self._leaves), x)
 

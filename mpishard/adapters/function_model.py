@@ -32,7 +32,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
     Raises
     ------
     TypeError
-        Where a function cannot be called.
+        If a function cannot be called.
     ValueError
         For parameters that are not a non-empty 1-D floating vector.
     """

@@ -39,7 +39,7 @@ class ParameterTree:
     entries : tuple of ParameterEntry
         Name, shape and start of each leaf, in the order in which the tree has them.
     dtype : numpy.dtype
-        Of all arrays; Python floats take it. float64 where there are only those.
+        Dtype of all arrays, which Python floats take. float64 if there are only floats.
     first_values : Array
         Flat vector of the tree's values, shape (sum of sizes,).
 

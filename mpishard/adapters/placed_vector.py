@@ -1,4 +1,4 @@
-"""What adapters share whose models compute with parameters that lie where they are told."""
+"""The part that adapters share: a model whose parameters lie in memory that a wrapper chooses."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class TorchModel(PlacedVectorModel):
     Raises
     ------
     ImportError
-        Where PyTorch is not installed.
+        If PyTorch is not installed.
     TypeError
         For other arguments, or a parameter that is no plain strided tensor.
     ValueError
@@ -159,7 +159,7 @@ class TorchModel(PlacedVectorModel):
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
 
-        ``parameters`` is copied only where its dtype differs.
+        ``parameters`` is copied only if its dtype differs.
         """
         import torch
 

@@ -17,7 +17,7 @@ __all__ = ["ILayeredModel", "IPipelineDecomposableModel", "LayerCategory", "Laye
 
 
 class LayerCategory(StrEnum):
-    """What a layer is for."""
+    """The purpose of a layer."""
 
     DENSE = "dense"
     CONVOLUTION = "convolution"
@@ -56,13 +56,13 @@ class LayerInfo:
     name : str
         Its name, the first word of its parameters' names.
     category : LayerCategory
-        What it is for.
+        Purpose of the layer.
     layer : object
         The layer.
     parameter_offset, parameter_count : int
         Its range of the flat vector. A parameter that is another layer's too counts there.
     input_shape, output_shape : tuple of int
-        Of one sample, without the batch dim.
+        Shape of one sample, without the batch dim.
     is_trainable : bool
         Whether training changes a parameter that it uses.
     estimated_flops : int
@@ -101,7 +101,7 @@ class ILayeredModel(ABC):
 
     @abstractmethod
     def get_layer_info(self, index: int) -> LayerInfo:
-        """What is known of one layer.
+        """Facts about one layer.
 
         Raises
         ------
@@ -110,13 +110,13 @@ class ILayeredModel(ABC):
         """
 
     def get_all_layer_info(self) -> list[LayerInfo]:
-        """What is known of all layers, in order."""
+        """Facts about all layers, in order."""
         return [self.get_layer_info(index) for index in range(self.layer_count)]
 
     def validate_partition_point(self, after: int) -> bool:
-        """Whether the model may be cut behind layer ``after``.
+        """True if the model may be cut behind layer ``after``.
 
-        It may where a layer follows, and takes the shape that ``after`` gives.
+        It may if a layer follows, and takes the shape that ``after`` gives.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class ILayeredModel(ABC):
         ValueError
             For a range that is empty, or reaches outside the layers.
         MissingMemberError
-            Where the model cannot.
+            If the model cannot.
         """
         raise MissingMemberError(f"{type(self).__name__} does not implement extract_sub_model")
 
@@ -197,7 +197,7 @@ class IPipelineDecomposableModel(ABC):
         Returns
         -------
         dx : Array
-            In the shape of ``x``; None where the input has no gradient (token numbers).
+            In the shape of ``x``; None if the input has no gradient (token numbers).
         cached : object
             For one call of `compute_weight_gradients`.
         """
@@ -211,5 +211,5 @@ class IPipelineDecomposableModel(ABC):
         Raises
         ------
         ValueError
-            Where ``cached`` is not of this model, or was used before.
+            If ``cached`` is not of this model, or was used before.
         """

@@ -1,4 +1,4 @@
-"""What a model may be asked: to learn, to predict, for gradients, copies and graphs."""
+"""Interfaces of models: training, prediction, gradients, copies, features, losses, metadata."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mpishard.arrays import Array
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 from mpishard.errors import MissingInterfaceError, MissingMemberError
-
-if TYPE_CHECKING:
-    from mpishard.nn.graph.node import ComputationNode
 
 __all__ = [
     "DynamicShapeInfo",
@@ -49,15 +46,15 @@ class IFeatureAware(ABC):
         raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureAware")
 
     def is_feature_used(self, index: int) -> bool:
-        """Whether one feature is in use."""
+        """True if the feature is in use."""
         return index in set(self.get_active_feature_indices())
 
 
 class IFeatureImportance(ABC):
-    """How much each input feature matters."""
+    """Importance of each input feature."""
 
     def get_feature_importance(self) -> dict[str, float]:
-        """Importance by feature name; `MissingInterfaceError` where the model knows none."""
+        """Importance by feature name; `MissingInterfaceError` if the model knows none."""
         raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureImportance")
 
 
@@ -70,7 +67,7 @@ class ILossFunction(ABC):
     ) -> tuple[float, float, Any]:
         """Sum of the losses, sum of their weights, and what `backward` needs.
 
-        Nothing need be kept for `backward` where ``training`` is False.
+        Nothing need be kept for `backward` if ``training`` is False.
         """
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
@@ -89,35 +86,35 @@ class ILossFunction(ABC):
         return gradient
 
     def __call__(self, prediction: Array, target: Array) -> float:
-        """Mean loss: the sum divided by the weight (0 where there is no weight)."""
+        """Mean loss: the sum divided by the weight (0 if there is no weight)."""
         total, weight, _ = self.forward(prediction, target, training=False)
         return total / weight if weight else 0.0
 
 
 @dataclass
 class ModelMetadata:
-    """What a model says about itself.
+    """A model's description of itself.
 
     Parameters
     ----------
     name : str
         The model's name: its class, unless it has another.
     version : str
-        Of the model, as its author counts.
+        Version of the model, as its author counts.
     training_date : datetime
-        When it was trained, with time zone; the present where not given.
+        When it was trained, with time zone; the present if not given.
     properties : dict
         Anything else, by name.
     feature_count : int
-        Number of features of one sample; 0 where the model does not know.
+        Number of features of one sample; 0 if the model does not know.
     complexity : int
         Number of parameters.
     description : str
         One line for people.
     additional_info : dict
-        What a tool may want to show beside `properties`.
+        Other facts for tools to show, beside `properties`.
     model_data : bytes
-        What ``serialize`` gave, for who keeps metadata and model together; empty unless set.
+        Bytes from ``serialize``, to keep metadata and model together; empty unless set.
     feature_importance : dict of str to float
         Importance by feature name; empty for a model that knows no features.
     model_type : str
@@ -149,7 +146,7 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DynamicShapeInfo:
-    """Which dims may differ from one batch to the next.
+    """The dims that may differ from one batch to the next.
 
     The number of samples always may. Dims are counted in a *sample's* shape, without the batch
     dim: (0,) for a model of sequences of shape (T, D) says that T may differ.
@@ -163,15 +160,15 @@ class IModelShape(ABC):
     """Shapes of one sample, without the batch dim; unless a model knows better, none."""
 
     def get_input_shape(self) -> list[int]:
-        """Shape of one sample; [] where the model has none to tell."""
+        """Shape of one sample; [] if the model has none to tell."""
         return []
 
     def get_output_shape(self) -> list[int]:
-        """Shape of one sample's prediction; [] where the model has none to tell."""
+        """Shape of one sample's prediction; [] if the model has none to tell."""
         return []
 
     def get_dynamic_shape_info(self) -> DynamicShapeInfo:
-        """Which dims of those shapes may differ from batch to batch."""
+        """The dims of those shapes that may differ from batch to batch."""
         return DynamicShapeInfo()
 
 
@@ -187,7 +184,7 @@ class IModel(ABC):
         """Outputs for inputs."""
 
     def get_model_metadata(self) -> ModelMetadata:
-        """What the model says about itself."""
+        """The model's description of itself."""
         return ModelMetadata(type(self).__name__, model_type=type(self).__name__)
 
 
@@ -215,12 +212,12 @@ class IGradientComputable(ABC):
         Raises
         ------
         MissingLossError
-            Where no loss is given and the model has none: a RuntimeError.
+            If no loss is given and the model has none: a RuntimeError.
         """
 
     @abstractmethod
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        """``theta -= learning_rate * gradients``; ValueError where the length differs."""
+        """``theta -= learning_rate * gradients``; ValueError if the length differs."""
 
 
 class IJitCompilable(ABC):
@@ -228,24 +225,30 @@ class IJitCompilable(ABC):
 
     @property
     def supports_jit_compilation(self) -> bool:
-        """Whether `export_computation_graph` works."""
+        """True if `export_computation_graph` works."""
         return False
 
-    def export_computation_graph(self, input_nodes: list[ComputationNode]) -> ComputationNode:
+    def export_computation_graph(self, input_nodes: list[Any]) -> Any:
         """The output node of the graph that `predict` computes.
 
         Parameters
         ----------
-        input_nodes : list of ComputationNode
-            Where empty, the model's input node is appended. A node that it holds is taken as
-            the model's input, so that graphs can be joined.
+        input_nodes : list of nodes
+            If empty, the model's input node is appended. Otherwise its node is taken as the
+            model's input, so that graphs can be joined.
+
+        Returns
+        -------
+        node
+            The output, in the node class of the model; models of `mpishard.nn` return a
+            `mpishard.nn.ComputationNode`.
 
         Raises
         ------
         TypeError
             For None.
         MissingMemberError
-            Where the model cannot: a NotImplementedError.
+            If the model cannot: a NotImplementedError.
         """
         if input_nodes is None:
             raise TypeError("input_nodes must be a list, got None")
@@ -263,7 +266,7 @@ class IFullModel(
 
     @property
     def default_loss_function(self) -> ILossFunction | None:
-        """The loss that is used where none is given; None where there is none."""
+        """The loss that is used if none is given; None if there is none."""
         return None
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
@@ -313,7 +316,7 @@ class IShardedModel(IFullModel):
     @property
     @abstractmethod
     def local_parameter_shard(self) -> Array:
-        """What this rank owns, end to end; all parameters where they are replicated."""
+        """The parameters that this rank owns, end to end; all of them if they are replicated."""
 
     @property
     @abstractmethod

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpishard.arrays import Array
-
-if TYPE_CHECKING:
-    from mpishard.communication import CommunicationBackend
 
 __all__ = ["IGradientBasedOptimizer", "IOptimizer", "IShardedOptimizer"]
 
@@ -30,7 +27,7 @@ class IOptimizer(ABC):
         """Forget all state."""
 
     def should_early_stop(self) -> bool:
-        """Whether training should end now."""
+        """True if training should end now."""
         return False
 
 
@@ -65,7 +62,7 @@ class IGradientBasedOptimizer(IOptimizer):
         Raises
         ------
         RuntimeError
-            Where there is none to reverse, or it cannot be reversed.
+            If there is none to reverse, or it cannot be reversed.
         """
 
 
@@ -99,11 +96,10 @@ class IShardedOptimizer(IOptimizer):
         Raises
         ------
         NotImplementedError
-            Where state is sharded, and so exists once.
+            If state is sharded, and so exists once.
         """
 
     @property
-    def backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
-        backend: CommunicationBackend = self.sharding_configuration.communication_backend
-        return backend
+    def backend(self) -> Any:
+        """The `mpishard.CommunicationBackend` of this rank."""
+        return self.sharding_configuration.communication_backend

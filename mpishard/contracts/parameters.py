@@ -52,7 +52,7 @@ class IParameterizable(IParameterSource):
         TypeError
             For what is no array.
         ValueError
-            Where the length is not ``parameter_count``; nothing has changed then.
+            If the length is not ``parameter_count``; nothing has changed then.
         """
 
     def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
@@ -63,7 +63,7 @@ class IParameterizable(IParameterSource):
         TypeError
             For a chunk that is no array.
         ValueError
-            Where the chunks together do not have ``parameter_count`` elements; nothing has
+            If the chunks together do not have ``parameter_count`` elements; nothing has
             changed then.
         """
         parts = [(array_namespace(chunk), chunk.reshape(-1)) for chunk in chunks]
@@ -79,7 +79,7 @@ class IParameterizable(IParameterSource):
 
     @property
     def supports_parameter_initialization(self) -> bool:
-        """Whether there are parameters to give first values to."""
+        """True if there are parameters to give first values to."""
         return self.parameter_count > 0
 
     def sanitize_parameters(self, parameters: Array) -> Array:
@@ -143,7 +143,7 @@ class ICheckpointableModel(IModelSerializer):
         TypeError
             For what cannot be read from.
         ValueError
-            Where the stream ends too early or holds something else; nothing has changed then.
+            If the stream ends too early or holds something else; nothing has changed then.
         """
         if not hasattr(stream, "read"):
             raise TypeError(f"load_state needs a binary stream, got {type(stream).__name__}")

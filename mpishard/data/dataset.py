@@ -33,9 +33,9 @@ class TokenWindows:
     Raises
     ------
     TypeError
-        Where ``tokens`` are not a NumPy array of integers.
+        If ``tokens`` are not a NumPy array of integers.
     ValueError
-        Where they are not 1-D or fewer than ``context_length + 1``, or another argument is out
+        If they are not 1-D or fewer than ``context_length + 1``, or another argument is out
         of range.
 
     Examples
@@ -122,7 +122,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     Returns
     -------
     Array
-        Shape (n, ...), in the order of ``indices``; in GPU memory where the data set is.
+        Shape (n, ...), in the order of ``indices``; in GPU memory if the data set is.
 
     Notes
     -----
@@ -163,7 +163,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     Parameters
     ----------
     dataset : object
-        What the user passed.
+        The user's argument.
     name : str
         The argument's name, for messages.
     allow_empty : bool
@@ -172,11 +172,11 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     Raises
     ------
     TypeError
-        Where it is None, a sequence without array indexing (a list), something that holds arrays
+        If it is None, a sequence without array indexing (a list), something that holds arrays
         by name (a dict, an HDF5 file), a data frame (whose ``[...]`` selects columns), or has no
         ``len()``.
     ValueError
-        Where it holds no samples, or its file is closed.
+        If it holds no samples, or its file is closed.
     """
     if dataset is None:
         raise TypeError(f"{name} must be {_WANTED}, got None")

@@ -1,4 +1,4 @@
-"""Which samples form the global batch of a step, and which of them are a rank's."""
+"""The samples of the global batch of each step, and each rank's part of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GlobalBatchSampler:
     shuffle : bool
         False: samples come in the order of the data set.
     drop_last : bool
-        Leave out the last batch of an epoch where it would be shorter.
+        Leave out the last batch of an epoch if it would be shorter.
     leaves : int, optional
         ``gradient_leaves`` of the model that is trained: a rank's part of a batch are its leaves,
         as `LeafLayout` deals them. Default: ``ShardLayout(batch, world_size)``.
@@ -59,7 +59,7 @@ class GlobalBatchSampler:
     Raises
     ------
     ValueError
-        Where ``length`` or ``batch_size`` is below 1, or ``drop_last`` leaves no batch.
+        If ``length`` or ``batch_size`` is below 1, or ``drop_last`` leaves no batch.
 
     Notes
     -----
@@ -123,9 +123,9 @@ class GlobalBatchSampler:
         Raises
         ------
         ValueError
-            Where ``epoch`` is negative.
+            If ``epoch`` is negative.
         IndexError
-            Where ``index`` is outside the epoch.
+            If ``index`` is outside the epoch.
         """
         if epoch < 0:
             raise ValueError(f"epoch must be 0 or more, got {epoch}")
@@ -149,7 +149,7 @@ class GlobalBatchSampler:
         Returns
         -------
         indices : array of int64
-            The rank's samples; empty where the batch has fewer samples than there are ranks.
+            The rank's samples; empty if the batch has fewer samples than there are ranks.
         sample_start : int
             Position in the global batch of the first of them.
         """
@@ -196,7 +196,7 @@ class LocalBatchSampler:
     Raises
     ------
     ValueError
-        For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, or where
+        For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, or if
         ``drop_last`` leaves no batch.
 
     Notes
@@ -248,7 +248,7 @@ class LocalBatchSampler:
         return max(-(-length // share) for length, share in pairs)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
-        """What a rank brings to a global batch.
+        """A rank's samples of a global batch, from a data set that only this rank has.
 
         Parameters
         ----------
@@ -260,16 +260,16 @@ class LocalBatchSampler:
         Returns
         -------
         indices : array of int64
-            Indices into the rank's own data set, read-only; empty where it has brought all.
+            Indices into the rank's own data set, read-only; empty if it has brought all.
         sample_start : int
             Position in the global batch of the first of them.
 
         Raises
         ------
         ValueError
-            Where ``epoch`` is negative, or ``world_size`` another.
+            If ``epoch`` is negative, or ``world_size`` another.
         IndexError
-            Where ``index`` is outside the epoch.
+            If ``index`` is outside the epoch.
         """
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")

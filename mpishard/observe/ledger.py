@@ -17,14 +17,14 @@ __all__ = ["MemoryCategory", "MemoryLedger", "Place"]
 
 
 class Place(StrEnum):
-    """Which memory it is."""
+    """Host or GPU memory."""
 
     HOST = "host"
     DEVICE = "device"  # of a GPU
 
 
 class MemoryCategory(StrEnum):
-    """What memory is held for."""
+    """The purposes of memory."""
 
     PARAMETERS = "parameters"  # what the rank owns, or the replica
     GRADIENTS = "gradients"  # reduced gradients that wait for the update

@@ -17,7 +17,7 @@ _BAR = 28
 
 
 class LiveLine:
-    """Where a run is, a bar, and words; see `Progress`.
+    """A progress bar with the step and a text; see `Progress`.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class LiveLine:
 
     @property
     def can_draw(self) -> bool:
-        """Whether the terminal can draw over a line."""
+        """True if the terminal can draw over a line."""
         return not self._console.is_dumb_terminal
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class LiveLine:
         self._live.stop()
 
     def _picture(self, position: Text, step: int, words: Text) -> Table | Text:
-        """The line, with a bar where it fits."""
+        """The line, with a bar if it fits."""
         width = self._console.width
         space = width - position.cell_len - words.cell_len - 5
         if space < _BAR // 3:
@@ -78,7 +78,7 @@ class LiveLine:
 
 
 class _PatientConsole(Console):
-    """A console that does not end the process where nobody reads its output."""
+    """A console that does not end the process if nobody reads its output."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

@@ -31,7 +31,7 @@ class MetricsWriter:
     Raises
     ------
     ValueError
-        Where the file holds lines that are no metrics; it is then unchanged.
+        If the file holds lines that are no metrics; it is then unchanged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
@@ -81,9 +81,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises
     ------
     FileNotFoundError
-        Where there is no file.
+        If there is no file.
     ValueError
-        Where a line is no metrics, naming it.
+        If a line is no metrics, naming it.
     """
     records = []
     text = Path(path).read_text(encoding="utf-8", errors="replace")

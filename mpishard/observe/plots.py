@@ -46,7 +46,7 @@ def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
     Raises
     ------
     ImportError
-        Where matplotlib is not installed; the message names ``what`` needs it.
+        If matplotlib is not installed; the message names ``what`` needs it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -90,7 +90,7 @@ class Curve:
     label : str
         In the legend.
     x, y : sequence of float
-        Of one length.
+        Values of one length.
     spread : sequence of (float, float), optional
         Lowest and highest y of each point.
     modelled : bool
@@ -111,11 +111,11 @@ class Panel:
     Parameters
     ----------
     title, x_label, y_label : str
-        What it shows.
+        Title and labels.
     curves : sequence of Curve
         In the order of the legend.
     logarithmic : {"xy", "x", ""}
-        Which axes are; others begin at 0.
+        The logarithmic axes; others begin at 0.
     boundary : (float, str), optional
         An x from which on something holds, and what: shaded.
     """
@@ -136,7 +136,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     path : path
         The file; missing parents are made.
     panels : sequence of Panel
-        From left to right. Curves of one label have one colour in all of them.
+        Panels from left to right. Curves of one label have one colour in all of them.
 
     Returns
     -------
@@ -146,7 +146,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     Raises
     ------
     ImportError
-        Where matplotlib is not installed; the message says how to get it.
+        If matplotlib is not installed; the message says how to get it.
     """
     width = 4.8 if len(panels) < 3 else 3.7
     figure = new_figure("plot_panels", width=width * len(panels), height=4.0)
@@ -193,7 +193,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Numbers as people write them, and some between the powers of ten where there are few."""
+    """Numbers as people write them, and some between the powers of ten if there are few."""
     from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -24,7 +24,7 @@ _REFRESH = 0.1  # seconds between two pictures of the live line
 class Progress:
     """Step, loss, throughput and time left, on a terminal as one live line.
 
-    Where the stream is no terminal it prints plain lines: the first step, then at most one every
+    If the stream is no terminal it prints plain lines: the first step, then at most one every
     ``interval`` seconds, one for each validation, and the last step. A stream that cannot be
     written ends the output and never the training.
 
@@ -37,13 +37,13 @@ class Progress:
     start : int
         Steps that a resumed run has behind it.
     unit : str
-        What throughput is counted in: ``"tokens/s"``, ``"samples/s"``.
+        Unit of throughput: ``"tokens/s"``, ``"samples/s"``.
     enabled : bool
         False: print nothing.
     stream : text file, optional
         Default ``sys.stdout``.
     live : bool, optional
-        Draw the live line; default where the stream is a terminal, or the launcher's is.
+        Draw the live line; default if the stream is a terminal, or the launcher's is.
     interval : float
         Seconds between plain lines.
     clock : callable
@@ -115,7 +115,7 @@ class Progress:
         loss : float
             Its loss.
         amount : float
-            What it processed on all ranks together, in the numerator of ``unit``.
+            Amount that all ranks together processed, in the numerator of ``unit``.
         """
         if not self._enabled:
             return
@@ -200,7 +200,7 @@ class Progress:
         self._stream.flush()
 
     def _attempt(self, action: Callable[[], Any]) -> None:
-        """Do something with the stream; give up on it where it cannot."""
+        """Do something with the stream; give up on it if it cannot."""
         try:
             action()
         except Exception:  # noqa: BLE001 - whatever a terminal does, training goes on

@@ -1,4 +1,4 @@
-"""How long something takes, and how much memory a process has: what benchmarks are made of."""
+"""Time of a call and memory of a process, for benchmarks."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def time_chain(step: Callable[[], object], repeats: int, warmup: int = 0) -> Tim
     Parameters
     ----------
     step : callable
-        What is timed.
+        Function that is timed.
     repeats : int
-        How often; 1 or more.
+        Number of repeats, 1 or more.
     warmup : int
         Steps before the first that counts.
     """
@@ -83,11 +83,11 @@ def time_alternately(
     Parameters
     ----------
     backend : CommunicationBackend
-        Whose ranks make the calls.
+        Backend of the ranks that make the calls.
     calls : sequence of callable
-        What is timed; each is called by every rank.
+        Functions that are timed; every rank calls each.
     repeats : int
-        How often each is timed; 1 or more.
+        Number of times that each is timed, 1 or more.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def memory_while(step: Callable[[], object], repeats: int) -> tuple[int, int] | 
     Returns
     -------
     (int, int) or None
-        Bytes of this process; None where `proportional_memory` gives None.
+        Bytes of this process; None if `proportional_memory` gives None.
     """
     samples: list[int] = []
     done = threading.Event()

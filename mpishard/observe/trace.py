@@ -1,4 +1,4 @@
-"""What each rank does and when, for Perfetto and Chrome: `trace` records, `span` names a part."""
+"""Traces of each rank for Perfetto and Chrome: `trace` records, `span` names a part."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def trace(
     Parameters
     ----------
     folder : path
-        Where; it is made.
+        Folder of the trace; it is made.
     backend : CommunicationBackend, optional
         The world that is recorded, with all that was split from it. Default: that of `init`.
     maximum_events : int
-        Of each rank. Events beyond are counted and not kept.
+        Largest number of events of each rank. Events beyond it are counted and not kept.
 
     Raises
     ------
@@ -51,9 +51,9 @@ def trace(
     NotInitializedError
         For a backend that is not initialised.
     RuntimeError
-        Where this rank records a trace already.
+        If this rank records a trace already.
     OSError
-        Where the folder or file cannot be written.
+        If the folder or file cannot be written.
 
     Examples
     --------
@@ -90,12 +90,12 @@ def trace(
 
 
 def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
-    """Show what is done inside as computation, where a trace is recorded; else nothing.
+    """Show what is done inside as computation, if a trace is recorded; else nothing.
 
     Parameters
     ----------
     name : str
-        What it is: ``forward``, ``backward_input``.
+        Name of the part: ``forward``, ``backward_input``.
     **arguments : str or number
         Shown with it: ``micro_batch``, ``stage``.
 

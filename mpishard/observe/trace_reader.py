@@ -27,7 +27,7 @@ _KILLED = "its file has no end: the process was killed, or still runs"
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the trace of one rank ends.
+    """The end of one rank's trace.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Ending:
 
     @property
     def is_early(self) -> bool:
-        """Whether the rank did not come to its end."""
+        """True if the rank did not come to its end."""
         return self.reason != "finished"
 
 
@@ -55,11 +55,11 @@ class JobTrace(ABC):
     Attributes
     ----------
     job : str
-        What the job is called.
+        Name of the job.
     ranks : list of dict
-        Of each rank in order: ``rank``, ``node``, ``host``, and how its clock was aligned.
+        Facts of each rank in order: ``rank``, ``node``, ``host``, and how its clock was aligned.
     endings : dict
-        Of each rank, once `events` has come to its end.
+        End of each rank, once `events` has come to its end.
     """
 
     job: str
@@ -80,7 +80,7 @@ class JobTrace(ABC):
         Raises
         ------
         ValueError
-            Where a file is damaged, naming the line.
+            If a file is damaged, naming the line.
         """
 
 
@@ -90,9 +90,9 @@ def open_trace(path: str | os.PathLike[str]) -> JobTrace:
     Raises
     ------
     FileNotFoundError
-        Where there is none, or ranks are missing, which are named.
+        If there is none, or ranks are missing, which are named.
     ValueError
-        Where files are no traces, or of different jobs.
+        If files are no traces, or of different jobs.
     """
     path = Path(path)
     if path.is_dir():
@@ -205,7 +205,7 @@ class _Merged(JobTrace):
 
 
 def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
-    """What the ranks' files tell, where together they are those of one job."""
+    """Facts from the ranks' files, if all of them are of one job."""
     jobs: dict[str, list[int]] = {}
     for rank, lines in sorted(found.items()):
         jobs.setdefault(lines.about["job"], []).append(rank)
@@ -227,7 +227,7 @@ def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
 
 
 def _best_clocks(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Of each node (offset, uncertainty): its ranks share a clock, and one measured it best."""
+    """(offset, uncertainty) of each node: its ranks share a clock, and one measured it best."""
     best: dict[int, tuple[float, float]] = {}
     for about in ranks:
         offset, uncertainty = about["clock_offset_us"], about["clock_uncertainty_us"]
@@ -248,16 +248,16 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     trace : JobTrace
-        What `open_trace` gave.
+        The result of `open_trace`.
     path : path
         The file; one that is there is replaced.
 
     Raises
     ------
     ValueError
-        Where a rank's file is damaged; nothing is written then.
+        If a rank's file is damaged; nothing is written then.
     OSError
-        Where the file cannot be written.
+        If the file cannot be written.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ _Spans = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """What one rank did in its steps; without steps, from its first event to its last.
+    """One rank's time in its steps; without steps, from its first event to its last.
 
     ``computing``, ``waiting`` and ``idle`` add up to ``seconds``: idle is what is neither inside a
     `span` nor inside a collective, a receive or a wait. ``in_flight`` is time in which a collective
@@ -33,7 +33,7 @@ class RankShares:
     seconds, computing, waiting, idle, in_flight, hidden : float
         Seconds.
     last : float
-        Of the collectives that can be compared, the part to which this rank came last.
+        The part of the comparable collectives to which this rank came last.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class CallTotals:
-    """What collectives, or messages, of one kind and one world or axis cost all ranks together.
+    """Cost, over all ranks, of the collectives or messages of one kind in one world or axis.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class CallTotals:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What `summarize_trace` found.
+    """The result of `summarize_trace`.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
     Raises
     ------
     ValueError
-        Where a file is damaged.
+        If a file is damaged.
     """
     ranks = {about["rank"]: _RankEvents() for about in trace.ranks}
     calls = _Calls()
@@ -228,7 +228,7 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
 
 
 def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
-    """Of each step that all ranks have: its length, and its bubble if there are passes.
+    """Length of each step that all ranks have, and its bubble if there are passes.
 
     The k-th step of every rank is the same one; passes that accumulate follow each other under one
     number and are one step. Numbers themselves begin anew with another model.
@@ -260,7 +260,7 @@ def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
 
 
 def union(spans: Iterable[tuple[float, ...]]) -> _Spans:
-    """What ``spans`` cover together, shape (n, 2): ascending, none touching the next."""
+    """Union of ``spans``, shape (n, 2): ascending, none touching the next."""
     ordered = np.array(sorted(spans), np.float64).reshape(-1, 2)
     if not len(ordered):
         return ordered

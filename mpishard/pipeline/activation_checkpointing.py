@@ -1,4 +1,4 @@
-"""Which activations are not kept from forward to backward, but computed again.
+"""Activation checkpointing: the activations that backward computes again instead of keeping.
 
 What a layer saves for backward is most of a deep model's memory. A *segment* of consecutive
 layers may keep its input alone; when backward comes to it, its forward is run again.
@@ -19,7 +19,7 @@ __all__ = ["ActivationCheckpointConfig", "RecomputeStrategy"]
 
 
 class RecomputeStrategy(StrEnum):
-    """What is computed again in backward.
+    """The parts that backward computes again.
 
     FULL cuts the chain of layers into segments that each keep their input alone: Chen et al.,
     "Training deep nets with sublinear memory cost", 2016 (arXiv:1604.06174), section 4.1. With
@@ -44,10 +44,10 @@ class RecomputeStrategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointConfig:
-    """What a model keeps of a forward pass, and what it computes again.
+    """The choice of activations that a model keeps, and of those that it computes again.
 
     Results are the same to the bit: dropout depends on the sample, not on the call. Where
-    parameters are sharded, those of a segment are gathered once more; where layers are split over
+    parameters are sharded, those of a segment are gathered once more; if layers are split over
     the tensor axis, what their forward exchanges is exchanged once more.
 
     Parameters
@@ -59,7 +59,7 @@ class ActivationCheckpointConfig:
         root of the number of layers that a rank has in a row, rounded up. SELECTIVE goes by
         layers, and does not look at it.
     recompute_strategy : RecomputeStrategy, optional
-        What is computed again; None stands for FULL.
+        The parts that are computed again; None stands for FULL.
     max_activations_in_memory : int
         0: no limit. FULL: of a micro-batch at most so many segments keep their input; segments
         grow to make it so. SELECTIVE: at most so many layers that could be computed again are
@@ -112,7 +112,7 @@ class ActivationCheckpointConfig:
 
     @property
     def strategy(self) -> RecomputeStrategy:
-        """What is done: NONE unless enabled, FULL unless said otherwise."""
+        """The strategy in effect: NONE unless enabled, FULL by default."""
         if not self.enabled:
             return RecomputeStrategy.NONE
         return self.recompute_strategy or RecomputeStrategy.FULL
@@ -125,7 +125,7 @@ class ActivationCheckpointConfig:
         Parameters
         ----------
         layers : sequence of LayerInfo
-            What a rank computes in a row.
+            Layers that a rank computes in a row.
         itemsize : int
             Bytes of an element of what layers put out.
         keeps_last : bool

@@ -34,17 +34,17 @@ Times = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """How long a global stage takes for a micro-batch, in any unit of time.
+    """Time of each global stage for one micro-batch, in any unit.
 
     Parameters
     ----------
     forward, backward_input, backward_weight : float or sequence of float
-        Of each global stage, or one number for all. A combined backward takes the sum of both
+        Time in each global stage, or one number for all. A combined backward takes the sum of both
         halves.
     communication : float or sequence of float
-        From one global stage to the next and, for gradients, back: one number, or one for each
+        Time from one global stage to the next and, for gradients, back: one number, or one for each
         of the boundaries between G global stages, G-1 of them. Nothing is sent, and no time
-        passes, where one rank has both stages. A rank computes while its messages are under way.
+        passes, if one rank has both stages. A rank computes while its messages are under way.
 
     Raises
     ------
@@ -70,7 +70,7 @@ class StageTimes:
         Raises
         ------
         ValueError
-            Where there are times for another number of stages.
+            If there are times for another number of stages.
         """
         if kind is PipelineOperationType.BACKWARD:
             inputs = self.of_stages(PipelineOperationType.BACKWARD_INPUT, num_global_stages)
@@ -79,12 +79,12 @@ class StageTimes:
         return spread(kind.value, getattr(self, kind.value), num_global_stages, "global stages")
 
     def of_boundaries(self, num_global_stages: int) -> list[float]:
-        """Of a message between each global stage and the next.
+        """Time of a message between each global stage and the next.
 
         Raises
         ------
         ValueError
-            Where there are times for another number of boundaries.
+            If there are times for another number of boundaries.
         """
         return spread("communication", self.communication, num_global_stages - 1, "boundaries")
 
@@ -126,7 +126,7 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
     Raises
     ------
     ValueError
-        For fewer than one rank, or where a global stage is not on one rank.
+        For fewer than one rank, or if a global stage is not on one rank.
     """
     if num_stages < 1:
         raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
@@ -144,7 +144,7 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
 def check_completeness(
     order: Sequence[PipelineOperation], stages: Sequence[int], num_micro_batches: int
 ) -> None:
-    """Whether a rank with these global stages does everything once.
+    """Check that a rank with these global stages does everything once.
 
     Raises
     ------

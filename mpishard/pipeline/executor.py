@@ -1,4 +1,4 @@
-"""What runs a schedule on one rank: the stages' operations, and the messages between them."""
+"""Execution of a schedule on one rank: the stages' operations and the messages between them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class IPipelineStage(ABC):
 
 
 class OperationTimes(NamedTuple):
-    """When one operation was begun, had its input, and ended, in seconds of `time.perf_counter`."""
+    """Begin, arrival of the input, and end of one operation, in seconds of `time.perf_counter`."""
 
     operation: PipelineOperation
     begun: float
@@ -88,11 +88,11 @@ class PipelineRecord:
     operations : list of OperationTimes
         In order.
     begun, ended : float
-        Of the run, in seconds of `time.perf_counter`; after the last operation it waits until
-        what was sent has been taken.
+        Begin and end of the run, in seconds of `time.perf_counter`. It ends when all messages that
+        it sent have been received.
     peak_live : list of int
         Of each virtual stage, the most micro-batches at a time that were through with forward and
-        not with backward (with its second half, where it is split). 0 for forward alone.
+        not with backward (with its second half, if it is split). 0 for forward alone.
     """
 
     operations: list[OperationTimes] = field(default_factory=list)
@@ -143,11 +143,11 @@ class PipelineExecutor:
         The ranks of one pipeline, as `ProcessMesh.pipeline`. Its messages belong to executors
         while they run; all ranks make and run them in the same order.
     schedule : IPipelineSchedule
-        In which order each rank works.
+        Order of each rank's operations.
     micro_batches : int
         M, the number of micro-batches of a run.
     dtype : dtype
-        Of activations and gradients.
+        Dtype of activations and gradients.
 
     Raises
     ------
@@ -157,7 +157,7 @@ class PipelineExecutor:
     Attributes
     ----------
     record : PipelineRecord
-        Of the last run that came to its end.
+        Record of the last run that came to its end.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PipelineExecutor:
             As `check_schedule`, before anything is sent; for an output of another shape or dtype
             than the stage announced, or an input of another shape.
         PeerError
-            Where another rank failed or left.
+            If another rank failed or left.
         """
         if self._plan is None:
             self._plan = self._make_plan(is_training=True)
@@ -325,7 +325,7 @@ class _Run:
         return shape(virtual_stage, flow.micro_batch)
 
     def _take(self, step: Step) -> Array | None:
-        """What the step needs; before it waits, what the next one needs is asked for."""
+        """Return the step's input; before waiting, post the receive for the next step."""
         flow = step.takes
         if self._wanted and flow == self._wanted[0]:
             self._ask(self._wanted.popleft())

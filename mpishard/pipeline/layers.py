@@ -36,7 +36,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     x, y : Array
         A batch; times are those of micro-batches of its size.
     repeats : int
-        How often; 1 or more.
+        Number of repeats, 1 or more.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     ValueError
         For fewer than one repeat, and for inputs or targets that the model cannot take.
     MissingLossError
-        Where the model has no loss.
+        If the model has no loss.
 
     Examples
     --------
@@ -122,8 +122,8 @@ def partition_layers(
 ) -> list[tuple[int, int]]:
     """The layers of each stage.
 
-    Every stage has a layer where there are as many layers, and places between them that may be
-    cut, as stages; where not, the last stages have none. The largest cost of a stage is as small
+    Every stage has a layer if there are as many layers, and places between them that may be
+    cut, as stages; if not, the last stages have none. The largest cost of a stage is as small
     as can be, and of equally good cuts the earliest is taken.
 
     Parameters
@@ -137,7 +137,7 @@ def partition_layers(
         its parameters lie, that may be cut before, and leaves every stage a layer.
     costs : callable or sequence of float, optional
         ``costs(info)``, or one number for each layer, as of `measured_layer_costs`. Default:
-        ``estimated_flops``; where no layer has any, all cost the same. Backward costs about twice
+        ``estimated_flops``; if no layer has any, all cost the same. Backward costs about twice
         as much as forward in every layer, and need not be counted.
     can_cut : callable, optional
         ``can_cut(after)`` says whether the model may be cut behind layer ``after``, as
@@ -154,7 +154,7 @@ def partition_layers(
         For a cost that is no number, naming its layer.
     ValueError
         Without layers, for fewer than one stage, for costs of another number than the layers,
-        negative or not finite, and where both a strategy and costs are given.
+        negative or not finite, and if both a strategy and costs are given.
 
     Examples
     --------

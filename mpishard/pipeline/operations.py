@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, one operation after the other, as data."""
+"""Operations of a pipeline's ranks, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["IPipelineSchedule", "PipelineOperation", "PipelineOperationType"]
 
 
 class PipelineOperationType(StrEnum):
-    """What is computed of one micro-batch in one stage."""
+    """The computation of one micro-batch in one stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -34,12 +34,12 @@ class PipelineOperation:
     type : PipelineOperationType
         What. BACKWARD is both halves at once.
     micro_batch_index : int
-        Of which micro-batch.
+        Index of the micro-batch.
     is_warmup, is_cooldown : bool
         Whether it comes before the first, or after the last time that forward and backward
         alternate.
     virtual_stage_index : int
-        In which of the rank's stages.
+        Index among the rank's stages.
     """
 
     type: PipelineOperationType
@@ -50,7 +50,7 @@ class PipelineOperation:
 
 
 class IPipelineSchedule(ABC):
-    """In which order each rank of a pipeline works on its stages and micro-batches.
+    """The order in which each rank of a pipeline works on its stages and micro-batches.
 
     Ranks are called stages in its arguments, as in the papers. Where a rank has V *virtual*
     stages, the P V *global* stages are the model's, in order of layers, and `global_stage` says
@@ -60,7 +60,7 @@ class IPipelineSchedule(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the papers call it."""
+        """The name in the papers."""
 
     @property
     def virtual_stages_per_rank(self) -> int:
@@ -84,7 +84,7 @@ class IPipelineSchedule(ABC):
         """The published fraction of time that a rank waits; 0 for P <= 1 or M <= 0."""
 
     def global_stage(self, stage_id: int, virtual_stage_index: int, num_stages: int) -> int:
-        """Which of the model's P V stages is rank ``stage_id``'s virtual stage of this index.
+        """Index, among the model's P V stages, of one virtual stage of rank ``stage_id``.
 
         Round robin unless a schedule places them otherwise: r, r + P, r + 2 P, ...
         """

@@ -1,4 +1,4 @@
-"""How a flat vector is cut into stages: evenly, or so that the dearest stage is cheap."""
+"""Partitions of a flat vector into stages: evenly, or with the least cost of the dearest stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 def balanced_cuts(
     costs: Sequence[float], num_runs: int, allowed: Sequence[int] | None = None
 ) -> list[int]:
-    """Where to cut ``costs`` so that the largest sum of a run is as small as can be.
+    """Return the cuts of ``costs`` that make the largest sum of a run as small as possible.
 
     By dynamic programming: the best cut of the first n costs into k runs is one of the best cuts
     of fewer costs into k - 1 runs, and a last run. Of equally good last cuts the earliest is
@@ -35,9 +35,9 @@ def balanced_cuts(
     costs : sequence of float
         0 or more each; at least one.
     num_runs : int
-        How many runs; with fewer costs or allowed cuts, as many runs as there can be.
+        Number of runs; with fewer costs or allowed cuts, as many as possible.
     allowed : sequence of int, optional
-        Before which costs a cut may be, in order; default: before any but the first.
+        Costs before which a cut may be, in order; default: all but the first.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def balanced_cuts(
 
 
 class IPipelinePartitionStrategy(ABC):
-    """Which range of the flat vector each stage of a pipeline has."""
+    """A rule for the range of the flat vector that each stage of a pipeline has."""
 
     @abstractmethod
     def compute_partition(self, total_parameters: int, num_stages: int) -> list[tuple[int, int]]:
@@ -97,7 +97,7 @@ class UniformPartitionStrategy(IPipelinePartitionStrategy):
 
 
 class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
-    """Whole layers for each stage, so that the largest cost of a stage is as small as can be.
+    """Whole layers for each stage, with the largest cost of a stage as small as possible.
 
     With as many stages as layers or more each layer is a stage, and the last stages are empty.
     Of cuts that are as good as each other the earliest is taken.
@@ -105,10 +105,10 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
     Parameters
     ----------
     layer_boundaries : sequence of int, optional
-        Where each layer begins in the flat vector: 0 first, increasing.
+        Start of each layer in the flat vector: 0 first, increasing.
     cost_estimator : callable, optional
         ``cost_estimator(parameter_count)`` is the cost of a layer; default ``count ** 1.5``. Use
-        `partition_layers` where layers are known by more than their parameters.
+        `partition_layers` if layers are known by more than their parameters.
     estimated_layer_size : int, optional
         In place of boundaries: about how many parameters a layer has. The vector is then taken
         for ``max(1, total // size)`` layers of even size.
@@ -213,9 +213,9 @@ def nearest_cuts(
     Parameters
     ----------
     boundaries : sequence of int
-        Where each layer begins in the flat vector.
+        Start of each layer in the flat vector.
     places : sequence of int
-        Where the flat vector is to be cut, in order.
+        Positions at which the flat vector is to be cut, in order.
     allowed : sequence of int
         Layers before which a cut may be, in order; at least as many as places.
 

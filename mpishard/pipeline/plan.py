@@ -1,4 +1,4 @@
-"""What one rank of a pipeline takes from whom and gives to whom, operation by operation."""
+"""A rank's plan: the input of each operation with its sender, the output with its receiver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Flow(NamedTuple):
     stage : int
         The global stage that takes it.
     micro_batch : int
-        Of which micro-batch.
+        Index of the micro-batch.
     """
 
     is_gradient: bool
@@ -64,7 +64,7 @@ class PipelinePlan:
     steps : sequence of Step
         In the rank's order.
     rank_of : sequence of int
-        Which rank each global stage is on.
+        Rank of each global stage.
     virtual_of : mapping
         The rank's own global stages -> their virtual index.
     arrivals : mapping
@@ -85,7 +85,7 @@ class PipelinePlan:
         num_stages: int,
         orders: Sequence[Sequence[PipelineOperation]],
     ) -> PipelinePlan:
-        """The plan of ``rank``, where every rank's operations are ``orders``."""
+        """The plan of ``rank``, if every rank's operations are ``orders``."""
         virtual = range(schedule.virtual_stages_per_rank)
         places = {
             schedule.global_stage(r, v, num_stages): (r, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from mpishard.arguments import as_integer, nearest
@@ -24,7 +25,6 @@ __all__ = [
     "ZeroBubbleH1Schedule",
     "ZeroBubbleH2Schedule",
     "ZeroBubbleVSchedule",
-    "check_virtual_stages",
     "schedule_by_name",
     "with_phases",
 ]
@@ -35,10 +35,21 @@ Row = tuple[PipelineOperationType, int, int]
 
 
 class RuleSchedule(IPipelineSchedule):
-    """A schedule that is written down by rules, without a search.
+    """A schedule given by rules, without a search.
 
     A subclass gives `name`, `_operations` and `published_bubble_fraction`.
     """
+
+    _name = ""
+    _virtual_stages = 1
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def virtual_stages_per_rank(self) -> int:
+        return self._virtual_stages
 
     def get_schedule(
         self, stage_id: int, num_stages: int, num_micro_batches: int
@@ -61,20 +72,20 @@ class RuleSchedule(IPipelineSchedule):
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
-        """The operations of one rank, for arguments that are right."""
+        """The operations of one rank, for checked arguments."""
 
     @abstractmethod
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
         """The paper's formula for equal forward, backward-input and backward-weight times.
 
-        None where the numbers of ranks and micro-batches are not those that it speaks of.
+        None if the formula does not cover these numbers of ranks and micro-batches.
         """
 
     def estimate_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
         """The published fraction of time that a rank waits; 0 for P <= 1 or M <= 0.
 
-        Outside of the formula's range it is the fraction on the virtual clock, with equal times
-        and no communication.
+        Outside the formula's range, the fraction is measured on the virtual clock, with equal
+        times and no communication.
         """
         if num_stages <= 1 or num_micro_batches <= 0:
             return 0.0
@@ -84,8 +95,13 @@ class RuleSchedule(IPipelineSchedule):
         return bubble_fraction(run_clock(self, num_stages, num_micro_batches))
 
 
+def _bubble(num_stages: int, work: float) -> float:
+    """Part of the time that a rank waits if P - 1 steps are spent on filling and draining."""
+    return (num_stages - 1) / (work + num_stages - 1)
+
+
 def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[PipelineOperation]:
-    """Operations of ``rows``, of which the first ``warmup`` and last ``cooldown`` are marked."""
+    """Operations of ``rows``; the first ``warmup`` and the last ``cooldown`` are marked."""
     steady_until = len(rows) - cooldown
     return [
         PipelineOperation(kind, micro_batch, place < warmup, place >= steady_until, virtual_stage)
@@ -93,21 +109,12 @@ def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[Pipelin
     ]
 
 
-def check_virtual_stages(virtual_stages_per_rank: int) -> int:
-    """The number of virtual stages of a schedule that needs several.
-
-    Raises
-    ------
-    ValueError
-        For fewer than two.
-    """
-    count = as_integer("virtual_stages_per_rank", virtual_stages_per_rank)
-    if count < 2:
-        raise ValueError(
-            f"virtual_stages_per_rank must be 2 or more, got {count}; with one stage per rank use "
-            "OneForwardOneBackwardSchedule or GPipeSchedule"
-        )
-    return count
+def _alternated(forwards: Sequence[Row], backwards: Sequence[Row], warmup: int) -> list[Row]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
+    rows = list(forwards[:warmup])
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        rows += [forward, backward]
+    return rows + list(backwards[len(backwards) - warmup :])
 
 
 class GPipeSchedule(RuleSchedule):
@@ -124,9 +131,7 @@ class GPipeSchedule(RuleSchedule):
     [('forward', 0), ('forward', 1), ('backward', 1), ('backward', 0)]
     """
 
-    @property
-    def name(self) -> str:
-        return "GPipe"
+    _name = "GPipe"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
@@ -138,7 +143,7 @@ class GPipeSchedule(RuleSchedule):
         return with_phases(forwards + backwards, num_micro_batches, num_micro_batches)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+        return _bubble(num_stages, num_micro_batches)
 
 
 class OneForwardOneBackwardSchedule(RuleSchedule):
@@ -149,9 +154,7 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
     min(P-s, M) micro-batches at most, however many there are.
     """
 
-    @property
-    def name(self) -> str:
-        return "1F1B"
+    _name = "1F1B"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
@@ -159,26 +162,44 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         forwards = [(PipelineOperationType.FORWARD, m, 0) for m in range(num_micro_batches)]
         backwards = [(PipelineOperationType.BACKWARD, m, 0) for m in range(num_micro_batches)]
-        rows = forwards[:warmup]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            rows += [forward, backward]
-        rows += backwards[num_micro_batches - warmup :]
-        return with_phases(rows, warmup, warmup)
+        return with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+        return _bubble(num_stages, num_micro_batches)
 
 
-class Interleaved1F1BSchedule(RuleSchedule):
+class _LoopedSchedule(RuleSchedule):
+    """A schedule of V virtual stages per rank, with V chosen by the user."""
+
+    def __init__(self, virtual_stages_per_rank: int = 2) -> None:
+        count = as_integer("virtual_stages_per_rank", virtual_stages_per_rank)
+        if count < 2:
+            raise ValueError(
+                f"virtual_stages_per_rank must be 2 or more, got {count}; with one stage per rank "
+                "use OneForwardOneBackwardSchedule or GPipeSchedule"
+            )
+        self._virtual_stages = count
+
+    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
+        if not self._is_published(num_stages, num_micro_batches):
+            return None
+        return _bubble(num_stages, self._virtual_stages * num_micro_batches)
+
+    @abstractmethod
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        """Whether the paper's formula holds for these numbers."""
+
+
+class Interleaved1F1BSchedule(_LoopedSchedule):
     """1F1B over V stages per rank: P micro-batches through one of them, then through the next.
 
     Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM", SC 2021 (arXiv:2104.04473), section 2.2. Bubble (P-1)/(VM+P-1) where P divides
-    M. Rank s holds activations of at most (V-1)P + 2(P-1-s) + 1 pairs of micro-batch and stage:
-    on rank 0 those of 1F1B's P micro-batches times 1 + (P-1)/(PV). It sends V times the messages.
+    Megatron-LM", SC 2021 (arXiv:2104.04473), section 2.2. Bubble (P-1)/(VM+P-1) if P divides M.
+    Rank s holds activations of at most (V-1)P + 2(P-1-s) + 1 pairs of micro-batch and stage: on
+    rank 0 those of 1F1B's P micro-batches times 1 + (P-1)/(PV). It sends V times the messages.
 
-    The paper wants P to divide M. Where it does not, the schedule is that of the next multiple
-    of P, with the micro-batches left out that are not there.
+    The paper requires that P divides M. If it does not, the schedule is that of the next multiple
+    of P, without the micro-batches that do not exist.
 
     Parameters
     ----------
@@ -191,16 +212,7 @@ class Interleaved1F1BSchedule(RuleSchedule):
         For fewer than 2 virtual stages.
     """
 
-    def __init__(self, virtual_stages_per_rank: int = 2) -> None:
-        self._virtual_stages = check_virtual_stages(virtual_stages_per_rank)
-
-    @property
-    def name(self) -> str:
-        return "Interleaved-1F1B"
-
-    @property
-    def virtual_stages_per_rank(self) -> int:
-        return self._virtual_stages
+    _name = "Interleaved-1F1B"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
@@ -217,26 +229,20 @@ class Interleaved1F1BSchedule(RuleSchedule):
         # Twice 1F1B's warm-up: a rank does not wait for the backward of what it has just sent on.
         warmup = (self._virtual_stages - 1) * num_stages + 2 * (num_stages - 1 - rank)
         warmup = min(warmup, len(forwards))
-        rows = forwards[:warmup]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            rows += [forward, backward]
-        rows += backwards[len(backwards) - warmup :]
-        operations = with_phases(rows, warmup, warmup)
+        operations = with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
         return [op for op in operations if op.micro_batch_index < num_micro_batches]
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        if num_micro_batches % num_stages:
-            return None
-        return (num_stages - 1) / (self._virtual_stages * num_micro_batches + num_stages - 1)
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        return num_micro_batches % num_stages == 0
 
 
-class LoopedBFSSchedule(RuleSchedule):
+class LoopedBFSSchedule(_LoopedSchedule):
     """Stage by stage, breadth first: all micro-batches forward, and all of them back.
 
     Lamy-Poirier, "Breadth-first pipeline parallelism", 2023 (arXiv:2211.05953). Bubble
     (P-1)/(VM+P-1) for M >= P. Every rank holds the activations of all M micro-batches; a stage's
-    parameters are needed in two runs of operations only, one for each direction, which is what
-    sharded parameters like: they are gathered once per run.
+    parameters are needed in only two runs of operations, one for each direction. Sharded
+    parameters are therefore gathered only twice per step.
 
     Parameters
     ----------
@@ -249,16 +255,7 @@ class LoopedBFSSchedule(RuleSchedule):
         For fewer than 2 virtual stages.
     """
 
-    def __init__(self, virtual_stages_per_rank: int = 2) -> None:
-        self._virtual_stages = check_virtual_stages(virtual_stages_per_rank)
-
-    @property
-    def name(self) -> str:
-        return "Looped-BFS"
-
-    @property
-    def virtual_stages_per_rank(self) -> int:
-        return self._virtual_stages
+    _name = "Looped-BFS"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
@@ -271,10 +268,8 @@ class LoopedBFSSchedule(RuleSchedule):
         ]
         return with_phases(forwards + backwards, len(forwards), len(backwards))
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        if num_micro_batches < num_stages:
-            return None
-        return (num_stages - 1) / (self._virtual_stages * num_micro_batches + num_stages - 1)
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        return num_micro_batches >= num_stages
 
 
 _F = PipelineOperationType.FORWARD
@@ -282,89 +277,66 @@ _B = PipelineOperationType.BACKWARD_INPUT
 _W = PipelineOperationType.BACKWARD_WEIGHT
 
 
-class _BackwardHalves:
-    """Appends a rank's B in order, and each W when ``most_pending`` others wait already."""
+def _with_weights_put_off(
+    num_micro_batches: int, warmup: int, most_pending: int, *, forward_first: bool
+) -> list[PipelineOperation]:
+    """A rank's operations, of which up to ``most_pending`` weight gradients wait at any time.
 
-    def __init__(self, rows: list[Row], most_pending: int, num_micro_batches: int) -> None:
-        self._rows = rows
-        self._most_pending = most_pending
-        self._num_micro_batches = num_micro_batches
-        self._num_inputs = 0
-        self._num_weights = 0
-
-    def go_back(self) -> None:
-        """The next B, and the oldest W if too many would wait."""
-        self._rows.append((_B, self._num_inputs, 0))
-        self._num_inputs += 1
-        if self._num_inputs - self._num_weights > self._most_pending:
-            self._rows.append((_W, self._num_weights, 0))
-            self._num_weights += 1
-
-    def finish(self) -> None:
-        """All that is left."""
-        while self._num_inputs < self._num_micro_batches:
-            self.go_back()
-        for micro_batch in range(self._num_weights, self._num_micro_batches):
-            self._rows.append((_W, micro_batch, 0))
+    After ``warmup`` forwards, each round has one forward, if there is one left, one B, and the
+    oldest W if more than ``most_pending`` would wait.
+    """
+    rows: list[Row] = [(_F, m, 0) for m in range(warmup)]
+    steady_until = warmup
+    for m in range(num_micro_batches):
+        backward = [(_B, m, 0)] + [(_W, m - most_pending, 0)] * (m >= most_pending)
+        if warmup + m < num_micro_batches:
+            forward = [(_F, warmup + m, 0)]
+            rows += forward + backward if forward_first else backward + forward
+            steady_until = len(rows)
+        else:
+            rows += backward
+    rows += [(_W, m, 0) for m in range(max(0, num_micro_batches - most_pending), num_micro_batches)]
+    return with_phases(rows, warmup, len(rows) - steady_until)
 
 
 class ZeroBubbleH1Schedule(RuleSchedule):
-    """1F1B in which rank s puts off the parameters' gradients of up to s micro-batches.
+    """1F1B in which rank s postpones the weight gradients of up to s micro-batches.
 
     Bubble (P-1)/(3M+P-1) for M >= P and equal times: a third of 1F1B's. Rank s waits for the
-    backward of min(P-s, M) micro-batches at most, as in 1F1B, and with what the halves that are
-    put off keep it holds min(P, M): what rank 0 holds in 1F1B.
+    backward of min(P-s, M) micro-batches at most, as in 1F1B. With those that the postponed
+    halves keep, it holds min(P, M), as rank 0 does in 1F1B.
     """
 
-    @property
-    def name(self) -> str:
-        return "ZB-H1"
+    _name = "ZB-H1"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
         warmup = min(num_stages - 1 - rank, num_micro_batches)
-        rows: list[Row] = [(_F, m, 0) for m in range(warmup)]
-        backward = _BackwardHalves(rows, rank, num_micro_batches)
-        for micro_batch in range(warmup, num_micro_batches):
-            rows.append((_F, micro_batch, 0))
-            backward.go_back()
-        steady_until = len(rows)
-        backward.finish()
-        return with_phases(rows, warmup, len(rows) - steady_until)
+        return _with_weights_put_off(num_micro_batches, warmup, rank, forward_first=True)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        if num_micro_batches < num_stages:
-            return None
-        return (num_stages - 1) / (3 * num_micro_batches + num_stages - 1)
+        is_published = num_micro_batches >= num_stages
+        return _bubble(num_stages, 3 * num_micro_batches) if is_published else None
 
 
 class ZeroBubbleH2Schedule(RuleSchedule):
-    """Rank s begins with 2(P-s)-1 forwards, and puts off parameters' gradients of up to 2s.
+    """Rank s begins with 2(P-s)-1 forwards, and postpones up to 2s weight gradients.
 
     Bubble 0 for M >= 2P-1 and equal times: from its first operation to its last no rank waits.
-    The ranks still begin one after the other, and who begins last ends last: it is time won only
-    for who lets rank 0 begin the next step when it is done with this one. Rank s waits for the
-    backward of min(2(P-s)-1, M) micro-batches at most, and holds min(2P-1, M) with what the
-    halves that are put off keep.
+    The ranks still begin one after the other, and the last to begin is the last to end: time is
+    saved only if rank 0 begins the next step as soon as it has ended this one. Rank s waits for
+    the backward of min(2(P-s)-1, M) micro-batches at most, and holds min(2P-1, M) with those
+    that the postponed halves keep.
     """
 
-    @property
-    def name(self) -> str:
-        return "ZB-H2"
+    _name = "ZB-H2"
 
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
         warmup = min(2 * (num_stages - rank) - 1, num_micro_batches)
-        rows: list[Row] = [(_F, m, 0) for m in range(warmup)]
-        backward = _BackwardHalves(rows, 2 * rank, num_micro_batches)
-        for micro_batch in range(warmup, num_micro_batches):
-            backward.go_back()
-            rows.append((_F, micro_batch, 0))
-        steady_until = len(rows)
-        backward.finish()
-        return with_phases(rows, warmup, len(rows) - steady_until)
+        return _with_weights_put_off(num_micro_batches, warmup, 2 * rank, forward_first=False)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
         return 0.0 if num_micro_batches >= 2 * num_stages - 1 else None
@@ -381,21 +353,16 @@ class ZeroBubbleVSchedule(RuleSchedule):
     equal times. Every rank holds at most 2P pairs of micro-batch and stage, each of half a rank's
     layers: the memory of P micro-batches, as rank 0 does in 1F1B.
 
-    Rank 0 has the model's first *and* last layers, so that loss and tied embeddings stay on it,
-    and what rank P-1 hands from one of its stages to the other is not sent.
+    Rank 0 has the model's first *and* last layers, so that loss and tied embeddings stay on it.
+    Activations between the two stages of rank P-1 are not sent.
 
-    With fewer than 2P-1 micro-batches the schedule is that of 2P-1, with those left out that are
-    not there.
+    With fewer than 2P-1 micro-batches the schedule is that of 2P-1, without the micro-batches
+    that do not exist.
     """
 
-    @property
-    def name(self) -> str:
-        return "ZB-V"
+    _name = "ZB-V"
 
-    @property
-    def virtual_stages_per_rank(self) -> int:
-        """Two: down and up."""
-        return 2
+    _virtual_stages = 2
 
     def global_stage(self, stage_id: int, virtual_stage_index: int, num_stages: int) -> int:
         """Stage r on the way down, 2P-1-r on the way up."""
@@ -407,36 +374,28 @@ class ZeroBubbleVSchedule(RuleSchedule):
         rows = _Rows()
         count = max(num_micro_batches, 2 * num_stages - 1)
         # Forwards only, until the first micro-batch has come up again.
-        for _ in range(2 * (num_stages - rank) - 1):
-            rows.add(_F, _DOWN)
+        rows.add(_DOWN, *[_F] * (2 * (num_stages - rank) - 1))
         for _ in range(rank):
-            rows.add(_F, _UP)
-            rows.add(_F, _DOWN)
+            rows.add(_UP, _F)
+            rows.add(_DOWN, _F)
         warmup = len(rows.rows)
         # The way up goes both directions; the gradient of the way down is not here yet.
         for _ in range(num_stages - rank):
-            rows.add(_F, _UP)
-            rows.add(_B, _UP)
-            rows.add(_W, _UP)
-        while rows.done(_F, _UP) < count:
-            if rows.done(_F, _DOWN) < count:
-                rows.add(_F, _DOWN)
-            rows.add(_B, _DOWN)
-            rows.add(_W, _DOWN)
-            rows.add(_F, _UP)
-            rows.add(_B, _UP)
-            rows.add(_W, _UP)
+            rows.add(_UP, _F, _B, _W)
+        while rows.done[_UP, _F] < count:
+            if rows.done[_DOWN, _F] < count:
+                rows.add(_DOWN, _F)
+            rows.add(_DOWN, _B, _W)
+            rows.add(_UP, _F, _B, _W)
         steady_until = len(rows.rows)
-        # B before W: other ranks wait for it.
+        # B before W, because other ranks wait for it.
         for _ in range(rank):
-            rows.add(_B, _DOWN)
-            rows.add(_B, _UP)
+            rows.add(_DOWN, _B)
+            rows.add(_UP, _B)
         for _ in range(num_stages - rank):
-            rows.add(_B, _DOWN)
-            rows.add(_W, _DOWN)
+            rows.add(_DOWN, _B, _W)
         for virtual_stage in (_UP, _DOWN):
-            while rows.done(_W, virtual_stage) < count:
-                rows.add(_W, virtual_stage)
+            rows.add(virtual_stage, *[_W] * (count - rows.done[virtual_stage, _W]))
         operations = with_phases(rows.rows, warmup, len(rows.rows) - steady_until)
         return [op for op in operations if op.micro_batch_index < num_micro_batches]
 
@@ -445,74 +404,65 @@ class ZeroBubbleVSchedule(RuleSchedule):
 
 
 class _Rows:
-    """Operations whose micro-batches, of each type and stage, come in order."""
+    """Operations whose micro-batches come in order for each type and virtual stage."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self._done: dict[tuple[PipelineOperationType, int], int] = {}
+        self.done: Counter[tuple[int, PipelineOperationType]] = Counter()
 
-    def done(self, kind: PipelineOperationType, virtual_stage: int) -> int:
-        """How many micro-batches have had this operation."""
-        return self._done.get((kind, virtual_stage), 0)
-
-    def add(self, kind: PipelineOperationType, virtual_stage: int) -> None:
-        """Do it to the next micro-batch."""
-        micro_batch = self.done(kind, virtual_stage)
-        self.rows.append((kind, micro_batch, virtual_stage))
-        self._done[kind, virtual_stage] = micro_batch + 1
+    def add(self, virtual_stage: int, *kinds: PipelineOperationType) -> None:
+        """Append each operation for the next micro-batch that has not had it."""
+        for kind in kinds:
+            self.rows.append((kind, self.done[virtual_stage, kind], virtual_stage))
+            self.done[virtual_stage, kind] += 1
 
 
-_FIXED: dict[str, type[RuleSchedule]] = {
+_SCHEDULES: dict[str, type[RuleSchedule]] = {
     "gpipe": GPipeSchedule,
     "1f1b": OneForwardOneBackwardSchedule,
+    "interleaved": Interleaved1F1BSchedule,
+    "looped-bfs": LoopedBFSSchedule,
     "zb-h1": ZeroBubbleH1Schedule,
     "zb-h2": ZeroBubbleH2Schedule,
     "zb-v": ZeroBubbleVSchedule,
 }
-_LOOPED: dict[str, type[Interleaved1F1BSchedule | LoopedBFSSchedule]] = {
-    "interleaved": Interleaved1F1BSchedule,
-    "looped-bfs": LoopedBFSSchedule,
-}
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
-"""What `schedule_by_name` knows."""
-
-
-def _bare(name: str) -> str:
-    return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
-
-
-_KNOWN = {_bare(name): name for name in SCHEDULE_NAMES}
+SCHEDULE_NAMES = tuple(_SCHEDULES)
+"""The names that `schedule_by_name` takes."""
 
 
 def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> RuleSchedule:
-    """A schedule.
+    """Return the schedule of this name.
 
     Parameters
     ----------
     name : str
-        One of `SCHEDULE_NAMES`; upper and lower case are one, and "-", "_" and blanks do not count.
+        One of `SCHEDULE_NAMES`, in upper or lower case; "-", "_" and blanks may be left out.
     virtual_stages_per_rank : int, optional
-        Of interleaved and looped-bfs, 2 where it is not given. Others have their own number.
+        Number for interleaved and looped-bfs. Default: 2. The other schedules have their own.
 
     Raises
     ------
     ValueError
         For another name, or a number of virtual stages that the schedule cannot have.
     """
-    key = _KNOWN.get(_bare(name), "")
-    if key in _LOOPED:
-        return _LOOPED[key](2 if virtual_stages_per_rank is None else virtual_stages_per_rank)
-    if key not in _FIXED:
+
+    def bare(name: str) -> str:
+        return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
+
+    found = next((kind for key, kind in _SCHEDULES.items() if bare(key) == bare(name)), None)
+    if found is None:
         raise ValueError(
             f"schedule must be one of {', '.join(SCHEDULE_NAMES)}; got {name!r}"
             + nearest(name.lower(), SCHEDULE_NAMES)
         )
-    schedule = _FIXED[key]()
+    if issubclass(found, _LoopedSchedule):
+        return found(2 if virtual_stages_per_rank is None else virtual_stages_per_rank)
+    schedule = found()
     own = schedule.virtual_stages_per_rank
     if virtual_stages_per_rank not in (None, own):
         raise ValueError(
             f"{schedule.name} has {own} virtual stage{'s' * (own > 1)} per rank, got "
-            f"{virtual_stages_per_rank}; {' and '.join(_LOOPED)} take 2 or more"
+            f"{virtual_stages_per_rank}; interleaved and looped-bfs take 2 or more"
         )
     return schedule

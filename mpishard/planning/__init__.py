@@ -1,4 +1,4 @@
-"""What a run will cost, before it runs."""
+"""The cost of a run, before it runs."""
 
 from mpishard.planning.charts import plot_timelines, text_chart
 from mpishard.planning.timeline import Timeline, simulate

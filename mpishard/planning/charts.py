@@ -30,7 +30,7 @@ _TALLEST = 80.0  # inches at most
 def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
     """Draw timelines below each other as a PNG, all to one scale.
 
-    Bars carry the micro-batch's number where it fits. Later virtual stages of a rank are paler;
+    Bars carry the micro-batch's number if it fits. Later virtual stages of a rank are paler;
     a combined backward is a bar in the colours of both halves.
 
     Parameters
@@ -38,14 +38,14 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     path : path
         The file; missing parents are made.
     timelines : sequence of Timeline
-        From top to bottom.
+        Timelines from top to bottom.
 
     Raises
     ------
     ValueError
         Without timelines.
     ImportError
-        Where matplotlib is not installed; the message says how to get it.
+        If matplotlib is not installed; the message says how to get it.
     """
     if not timelines:
         raise ValueError("there is no timeline to draw")
@@ -115,7 +115,7 @@ def _label(axes: Any, rank: int, done: TimedOperation, inches: float, fade: floa
 
 
 def _fade(timeline: Timeline, done: TimedOperation) -> float:
-    """How pale the operation is drawn: 0 in a rank's first stage, 0.6 in its last of many."""
+    """Paleness of the operation: 0 in a rank's first stage, 0.6 in its last of many."""
     virtual = timeline.virtual_stages_per_rank
     return 0.6 * done.operation.virtual_stage_index / max(virtual - 1, 1)
 
@@ -168,14 +168,14 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
     Parameters
     ----------
     timeline : Timeline
-        What is drawn.
+        Timeline that is drawn.
     width : int
         Columns that there are.
 
     Returns
     -------
     str or None
-        The lines; None where an operation would be too narrow for its label.
+        The lines; None if an operation would be too narrow for its label.
 
     Examples
     --------

@@ -22,7 +22,7 @@ Amounts = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What `simulate` gives.
+    """The result of `simulate`.
 
     Parameters
     ----------
@@ -31,17 +31,17 @@ class Timeline:
     num_stages, num_micro_batches, virtual_stages_per_rank : int
         Ranks P, micro-batches M, stages of a rank V.
     times : StageTimes
-        What it was run with.
+        Times of the run.
     ranks : tuple of tuple of TimedOperation
         The operations of each rank, in order.
     peak_live : tuple of float
         Of each rank, the most micro-batches between the beginning of their forward and the end of
-        their backward, of the input where the halves are apart. One that is so in one of a rank's
+        their backward, of the input if the halves are apart. One that is so in one of a rank's
         V stages counts 1/V.
     peak_held : tuple of float
         The same, to the end of the parameters' half: as long as anything is kept of them.
     peak_activation_bytes : tuple of float, optional
-        What each rank keeps for backward at most, where `simulate` was given sizes.
+        Largest number of bytes that each rank keeps for backward, if `simulate` was given sizes.
     """
 
     schedule_name: str
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first operation of all to the last."""
+        """Time from the first operation of all to the end of the last."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property
@@ -66,7 +66,7 @@ class Timeline:
 
     @property
     def work(self) -> list[float]:
-        """How long each rank computes."""
+        """Time that each rank computes."""
         return [sum(operation.duration for operation in timed) for timed in self.ranks]
 
     @property
@@ -102,7 +102,7 @@ def simulate(
     Parameters
     ----------
     schedule : IPipelineSchedule
-        What is run.
+        Schedule that is run.
     num_stages, num_micro_batches : int
         Ranks P and micro-batches M.
     times : StageTimes, optional
@@ -112,7 +112,7 @@ def simulate(
         What a global stage keeps of a micro-batch for its backward: one number for all, or one
         for each.
     pending_bytes : float or sequence of float, optional
-        What is left of that between backward's halves, where they are apart; default all.
+        Bytes left of that between backward's halves, if they are apart; default all.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def simulate(
     Raises
     ------
     ValueError
-        Where `check_schedule` would raise it, for times or sizes of another number of stages,
+        If `check_schedule` would raise it, for times or sizes of another number of stages,
         negative ones, and pending bytes without activation bytes.
 
     Examples

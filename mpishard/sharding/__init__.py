@@ -1,4 +1,4 @@
-"""Who owns which elements: parameter table, units, pieces, configuration."""
+"""Owners of elements: parameter table, units, pieces, configuration."""
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration

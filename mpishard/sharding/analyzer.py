@@ -1,4 +1,4 @@
-"""How parameters would be grouped, and what the grouping is worth."""
+"""Reports on a grouping of parameters, and on its quality."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ParameterGroup:
     start_index : int
         Flat index of the first.
     size : int
-        How many they are.
+        Number of elements.
     name : str
-        What the group is called in reports.
+        Name of the group in reports.
     is_merged : bool
         Whether it took in what would have been a group, or a layer, of its own.
     """
@@ -79,7 +79,7 @@ class ParameterAnalyzer:
         ----------
         model : ILayeredModel or object
             Of a layered model the groups are the units of a sharded model whose configuration has
-            this ``minimum_parameter_group_size``; one is merged where it holds several layers
+            this ``minimum_parameter_group_size``; one is merged if it holds several layers
             with parameters. Of another with ``parameter_count`` (else ``get_parameters``) they
             are those of `analyze_parameters`.
 
@@ -183,7 +183,7 @@ class ParameterAnalyzer:
         dict of str to float
             TotalGroups, TotalParameters, AverageGroupSize, MinGroupSize, MaxGroupSize,
             MergedGroups, GroupsPerProcess (groups by ``world_size``), GroupSizeVariance (of the
-            population) and GroupSizeStdDev; empty where there are no groups.
+            population) and GroupSizeStdDev; empty if there are no groups.
 
         Raises
         ------
@@ -222,7 +222,7 @@ class ParameterAnalyzer:
         Raises
         ------
         ShardingError
-            A RuntimeError: for no groups, where they do not begin at 0 or end at the total, for a
+            A RuntimeError: for no groups, if they do not begin at 0 or end at the total, for a
             gap, and for an overlap, naming the groups and the indices.
         """
         if not groups:

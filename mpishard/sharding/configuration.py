@@ -1,4 +1,4 @@
-"""What a user chooses about sharding."""
+"""A user's choices about sharding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardingConfiguration:
     Parameters
     ----------
     communication_backend : CommunicationBackend
-        How the ranks talk. Read-only afterwards.
+        Backend of this rank. Read-only afterwards.
     learning_rate : float
         Step size of ``model.train``, plain gradient descent. Optimizers have their own.
     auto_sync_gradients : bool
@@ -43,7 +43,7 @@ class ShardingConfiguration:
         mean fewer, longer messages, and more memory for the units in use.
     enable_gradient_compression : bool
         Send the parameters' gradients over the data axis as bfloat16, half or a quarter of the
-        bytes; sums are made in float32. They are rounded where that axis has one rank, too, so
+        bytes; sums are made in float32. They are rounded if that axis has one rank, too, so
         that its size decides nothing. What travels between stages, slices and the copies of a
         tied parameter stays as it is.
     cpu_offload_optimizer : bool
@@ -68,16 +68,16 @@ class ShardingConfiguration:
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
-        Go on where a loss or gradient is infinite or NaN, instead of raising
+        Go on if a loss or gradient is infinite or NaN, instead of raising
         `NonFiniteLossError` on every rank before the update.
 
     Raises
     ------
     TypeError
-        Where the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
+        If the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
         is none.
     ValueError
-        Where ``learning_rate`` is not above 0, the group size is below 1, or ``gradient_leaves``
+        If ``learning_rate`` is not above 0, the group size is below 1, or ``gradient_leaves``
         is no power of two.
     """
 
@@ -165,7 +165,7 @@ class ShardingConfiguration:
 
     @property
     def communication_backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
+        """The backend of this rank."""
         return self._backend
 
     @property
@@ -192,7 +192,7 @@ class ShardingConfiguration:
 
     @property
     def auto_sync_gradients(self) -> bool:
-        """Whether every update uses the gradient of all ranks."""
+        """True if every update uses the gradient of all ranks."""
         return self._auto_sync_gradients
 
     @auto_sync_gradients.setter
@@ -201,7 +201,7 @@ class ShardingConfiguration:
 
     @property
     def enable_gradient_compression(self) -> bool:
-        """Whether gradients travel as bfloat16."""
+        """True if gradients travel as bfloat16."""
         return self._enable_gradient_compression
 
     @enable_gradient_compression.setter
@@ -210,7 +210,7 @@ class ShardingConfiguration:
 
     @property
     def cpu_offload_optimizer(self) -> bool:
-        """Whether a GPU model's optimizer state lies in host memory, and is updated there."""
+        """True if a GPU model's optimizer state lies in host memory, and is updated there."""
         return self._cpu_offload_optimizer
 
     @cpu_offload_optimizer.setter
@@ -219,7 +219,7 @@ class ShardingConfiguration:
 
     @property
     def cpu_offload_gradients(self) -> bool:
-        """Whether a GPU model's reduced gradients lie in host memory."""
+        """True if a GPU model's reduced gradients lie in host memory."""
         return self._cpu_offload_gradients
 
     @cpu_offload_gradients.setter
@@ -228,7 +228,7 @@ class ShardingConfiguration:
 
     @property
     def cpu_offload_parameters(self) -> bool:
-        """Whether a GPU model's owned pieces lie in host memory, where they are sharded."""
+        """True if a GPU model's owned pieces lie in host memory, in case they are sharded."""
         return self._cpu_offload_parameters
 
     @cpu_offload_parameters.setter
@@ -253,7 +253,7 @@ class ShardingConfiguration:
 
     @property
     def allow_nonfinite(self) -> bool:
-        """Whether to go on where a loss or gradient is infinite or NaN."""
+        """True if training goes on after a loss or gradient that is infinite or NaN."""
         return self._allow_nonfinite
 
     @allow_nonfinite.setter
@@ -262,7 +262,7 @@ class ShardingConfiguration:
 
     @property
     def check_collectives(self) -> bool:
-        """Whether every rank's call is compared before data is mixed."""
+        """True if the calls of all ranks are compared before data is mixed."""
         return self._backend.check_collectives
 
     @check_collectives.setter

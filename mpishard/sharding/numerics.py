@@ -1,4 +1,4 @@
-"""What decides, beside the program and its data, which bits a computation gives."""
+"""The machine's part in the bits of a result: versions, kernels, threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def numerics_fingerprint() -> dict[str, str]:
 
 
 def numerics_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In words, what of two fingerprints differs; empty where nothing does.
+    """In words, what of two fingerprints differs; empty if nothing does.
 
     Examples
     --------

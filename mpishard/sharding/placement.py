@@ -1,4 +1,4 @@
-"""Which part of the model a rank's own flat vector holds, and where in the model it belongs."""
+"""The part of the model that a rank's own flat vector holds, and its place in the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST_PART = 1 << 14  # elements, of what is divided; less goes to one file in 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What a rank holds of one parameter.
+    """A rank's part of one parameter.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Slice:
         Whether this rank speaks for it in norms and sums, of all that hold the same.
     written : tuple of (int, int), optional
         Which of its elements, ``[start, stop)``, this rank writes to files, of all that hold the
-        same; `written_part` says. By default all where it speaks for it, else none.
+        same; `written_part` says. By default all if it speaks for it, else none.
     """
 
     entry: ParameterEntry
@@ -51,13 +51,13 @@ class Slice:
 
     @property
     def written_range(self) -> tuple[int, int]:
-        """What this rank writes of it, ``[start, stop)`` in its own flat vector."""
+        """The range of the rank's own flat vector, ``[start, stop)``, that it writes."""
         low, high = self.written or (0, self.entry.size if self.is_counted else 0)
         return self.entry.start + low, self.entry.start + high
 
 
 def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[int, int]:
-    """Which elements one of several ranks writes of what all of them hold alike.
+    """The elements that one of several ranks writes, of values that all of them hold.
 
     Together they write each element once. What is large they divide; what is small one of them
     writes, another one of the next, so that all write about as many bytes.
@@ -67,9 +67,9 @@ def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[
     size : int
         Elements that they hold.
     turn : int
-        Which of the things that they hold this is: 0, 1, and so on.
+        Index of this thing among those that they hold: 0, 1, and so on.
     holder, holder_count : int
-        Which of the ranks this is, and how many there are.
+        Index of this rank among them, and their number.
 
     Returns
     -------
@@ -90,14 +90,14 @@ def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[
 
 
 class Placement:
-    """Where the elements of a rank's own flat vector belong in the model's.
+    """The place, in the model's flat vector, of each element of a rank's own flat vector.
 
     Parameters
     ----------
     entries : sequence of ParameterEntry
         The model's parameters, in its flat order.
     slices : sequence of Slice
-        What this rank holds, in the order of its own flat vector.
+        Parts that this rank holds, in the order of its own flat vector.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Placement:
     Raises
     ------
     ValueError
-        Where a slice is of no parameter, or its boxes do not have its shape.
+        If a slice is of no parameter, or its boxes do not have its shape.
     """
 
     def __init__(self, entries: Sequence[ParameterEntry], slices: Sequence[Slice]) -> None:
@@ -137,7 +137,7 @@ class Placement:
 
     @classmethod
     def whole(cls, entries: Sequence[ParameterEntry]) -> Placement:
-        """Of a rank whose own flat vector is the model's."""
+        """The placement of a rank whose own flat vector is the model's."""
         return cls(entries, [Slice(e, (whole_box(e.shape),)) for e in entries])
 
     @property
@@ -153,11 +153,11 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank's own flat vector is the model's."""
+        """True if the rank's own flat vector is the model's."""
         return self._is_whole
 
     def part(self, full: Array, start: int, stop: int) -> Array:
-        """The rank's own range ``[start, stop)``, from the model's vector: a view where it is one.
+        """The rank's own range ``[start, stop)``, from the model's vector: a view if it is one.
 
         Shape (stop - start,).
         """
@@ -175,7 +175,7 @@ class Placement:
     def regions(
         self, start: int, stop: int, *, written: bool = False
     ) -> Iterator[tuple[Region, slice]]:
-        """What the range ``[start, stop)`` of the rank's own flat vector is, in order.
+        """Yield the parts of the range ``[start, stop)`` of the rank's own flat vector, in order.
 
         Parameters
         ----------
@@ -187,9 +187,9 @@ class Placement:
         Yields
         ------
         region : Region
-            Of the model's parameters.
+            Region of the model's parameters.
         part : slice
-            Where it lies in the range.
+            Its indices in the range.
         """
         for held in itertools.islice(self.slices, bisect.bisect_right(self._stops, start), None):
             position = held.entry.start
@@ -213,7 +213,7 @@ class Placement:
         Parameters
         ----------
         parts : iterable of (int, Array)
-            Where in the rank's own flat vector each begins, and its elements, 1-D.
+            Start of each part in the rank's own flat vector, and its elements, 1-D.
         written : bool
             As for `regions`.
         """

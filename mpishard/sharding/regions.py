@@ -37,7 +37,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def shared_box(one: Box, other: Box) -> Box | None:
-    """The elements that two boxes of a tensor share; None where there are none."""
+    """The elements that two boxes of a tensor share; None if there are none."""
     shared = tuple(
         (max(low, other_low), min(high, other_high))
         for (low, high), (other_low, other_high) in zip(one, other, strict=True)
@@ -110,9 +110,9 @@ def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
     Yields
     ------
     box : Box
-        Of the tensor.
+        Box of the tensor.
     part : slice
-        Where the box lies in the region's values: all of it, in row-major order.
+        Indices of the box in the region's values: all of it, in row-major order.
 
     Examples
     --------

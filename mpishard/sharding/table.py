@@ -1,4 +1,4 @@
-"""Where each parameter of a model lies in its flat vector."""
+"""The parameter table: the place of each parameter in a model's flat vector."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ParameterTable:
     Raises
     ------
     ValueError
-        Where a name stands twice, or a tie leads nowhere or to another shape.
+        If a name stands twice, or a tie leads nowhere or to another shape.
 
     Attributes
     ----------

@@ -37,7 +37,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank owns of one unit.
+    """One rank's part of one unit.
 
     ``start`` and ``stop`` are flat indices; ``offset`` is where the piece begins in the rank's
     shard, which is all its pieces end to end.
@@ -75,7 +75,7 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
     Raises
     ------
     ValueError
-        Where no layer has a parameter, or ``minimum_size`` is below 1.
+        If no layer has a parameter, or ``minimum_size`` is below 1.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     Parameters
     ----------
     unit : Unit
-        What is cut.
+        Unit that is cut.
     leaves : int
         The largest world, a power of two.
 

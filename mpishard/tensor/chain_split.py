@@ -44,7 +44,7 @@ _WORTHWHILE = 100
 
 
 class Extent(Enum):
-    """Which positions of a sequence an activation has."""
+    """The positions of a sequence that an activation has."""
 
     ALL = "all"
     SLICE = "this rank's"
@@ -52,7 +52,7 @@ class Extent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What is wanted behind a layer: the positions, and whether its last dim may stay split."""
+    """The demands on a layer's output: its positions, and whether its last dim may stay split."""
 
     extent: Extent
     keeps_split: bool = False
@@ -69,7 +69,7 @@ class _Parts:
     def add(
         self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
-        """Add a layer that takes and gives these positions: None where any will do, or none."""
+        """Add a layer that takes and gives these positions: None if any will do, or none."""
         if takes not in (None, self.extent):
             layer = Framed(layer, before=self._operator(takes))
         self.layers[name] = layer
@@ -94,7 +94,7 @@ class ChainSplit:
     backend : CommunicationBackend
         The tensor group, of two ranks or more.
     ties : Ties
-        Of the model.
+        Shared weights of the model.
     sequence_parallel : bool
         Whether activations between split layers are slices of the sequence.
 
@@ -130,7 +130,7 @@ class ChainSplit:
         layers : mapping of str to Layer
             The chain, with one layer or more.
         prefix : str
-            What stands before its names in the model, with the dot.
+            Prefix of its names in the model, with the dot.
         starts, ends : Extent
             The positions of what enters and of what leaves it.
         keeps_split : bool
@@ -157,15 +157,20 @@ class ChainSplit:
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
         core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
-        blocks, run = 2 if segment.kind is SegmentKind.GATED else 1, 1
+        blocks: int | tuple[int, ...] = 2 if segment.kind is SegmentKind.GATED else 1
+        multiple = run = 1
         if isinstance(core, Attention):
-            blocks, run = 3, max(1, first.outputs // (3 * core.heads))
+            # Heads of queries go where the keys and values are that they share.
+            shared = core.heads // core.kv_heads
+            blocks = (shared, 1, 1)
+            multiple = max(1, first.outputs // (core.heads + 2 * core.kv_heads))
+            run = shared * multiple
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)
         share = split.local_size(0) / split.size  # the first rank has the most
         column = ColumnParallelLinear(
             self.backend, first.inputs, first.outputs, bias=first.bias,
             initializer=first.parameters["weight"].initializer,
-            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=run,
+            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=multiple,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         self._place(prefix + first_name, column)
@@ -191,12 +196,12 @@ class ChainSplit:
         )  # fmt: skip
 
     def _inner(self, path: str, layer: Layer, split: DimSplit, share: float) -> Layer:
-        """What a layer between a column and a row split does on this rank's features."""
+        """A layer between a column and a row split, on this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
-            heads = here // split.multiple
             own = layer.copy()
-            own.heads = heads
+            own.kv_heads = here // split.multiple
+            own.heads = heads = own.kv_heads * (layer.heads // layer.kv_heads)
             self._decide(
                 path, SplitKind.HEADS, share, f"{kind} of {heads} of {layer.heads} heads here"
             )
@@ -211,7 +216,7 @@ class ChainSplit:
     # --------------------------------------------------------------------------------- one by one
 
     def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, end: _End) -> bool:
-        """A layer without partners; True where its output stays split."""
+        """A layer without partners; True if its output stays split."""
         path, kind = prefix + name, type(layer)
         if kind is Residual:
             inner, _ = self.chain(
@@ -242,8 +247,9 @@ class ChainSplit:
     def _obstacle(self, layer: Layer) -> str:
         """Why a layer that stands alone is whole."""
         ranks = self.backend.world_size
-        if isinstance(layer, Attention) and layer.heads < ranks:
-            return f"{layer.heads} heads cannot be dealt to {ranks} ranks"
+        if isinstance(layer, Attention) and layer.kv_heads < ranks:
+            kind = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
+            return f"{layer.kv_heads} {kind} cannot be dealt to {ranks} ranks"
         if type(layer) in ATTENTIONS:
             return "it does not stand between two linear layers with weights of their own"
         return f"no rule splits a {type(layer).__name__}"
@@ -306,7 +312,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
-        """What is cheap, and split along time or not at all."""
+        """A cheap layer, which is split along time or not at all."""
         self._decide_light(path, layer, self.sequence_parallel)
         if not self.sequence_parallel:
             parts.add(name, layer)

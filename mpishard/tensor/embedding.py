@@ -37,7 +37,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
     vocabulary_size, width : int
         Sizes V and D of the whole table W of shape (V, D).
     initializer : Initializer, optional
-        Of the whole W; normal with standard deviation 0.02 where not given.
+        Initializer of the whole W; normal with standard deviation 0.02 if not given.
     sequence_parallel : bool
         Whether the output is this rank's slice of the sequence: (B, T) -> (B, T / t, D).
 
@@ -51,7 +51,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
     Attributes
     ----------
     split : DimSplit
-        How the rows are dealt.
+        Partition of the rows.
     """
 
     category = LayerCategory.EMBEDDING
@@ -91,7 +91,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         self._whole.check_input(x)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(...) -> (..., width); (T, ...) -> (T / t, ..., width) of slices, where t divides T."""
+        """(...) -> (..., width); (T, ...) -> (T / t, ..., width) of slices, if t divides T."""
         if self.sequence_parallel:
             if not input_shape:
                 raise ValueError(
@@ -124,7 +124,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         return None, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add each row of dy into the row of its token, where it is this rank's.
+        """Add each row of dy into the row of its token, if it is this rank's.
 
         In an order that is the same in every run. Collective with ``sequence_parallel``.
         """

@@ -27,7 +27,7 @@ class TensorParallelInference:
         world_size : int
             Number of ranks, 1 or more.
         input : Array
-            What every rank's model is given.
+            Input of every rank's model.
         build_rank : callable
             ``build_rank(backend)`` makes a rank's part on the rank's own thread, and returns what
             computes with it, such as the ``predict`` of a `mpishard.nn.Model`.
@@ -42,7 +42,7 @@ class TensorParallelInference:
         ValueError
             For a world below 1.
         RuntimeError
-            Where a rank fails, naming it; its own error is the cause.
+            If a rank fails, naming it; its own error is the cause.
 
         Examples
         --------

@@ -56,7 +56,7 @@ class SplitLinear(TensorParallelLayer):
     bias : bool
         Whether there is a bias b of shape (O,), first 0.
     initializer : Initializer, optional
-        Of the whole W; `kaiming_uniform` of I where not given, as of `mpishard.nn.Linear`.
+        Initializer of the whole W; `kaiming_uniform` of I if not given, as of `mpishard.nn.Linear`.
     tied_to : str, optional
         Full name of another parameter that serves as W.
     """
@@ -99,14 +99,14 @@ class SplitLinear(TensorParallelLayer):
         weight : Array
             The whole W, shape (output_size, input_size).
         bias : Array, optional
-            Shape (output_size,); where not given, the bias starts as it did.
+            Shape (output_size,); if not given, the bias starts as it did.
 
         Raises
         ------
         TypeError
             For what are no arrays of real numbers.
         ValueError
-            For other shapes, a bias of a layer without one, and where W is another parameter.
+            For other shapes, a bias of a layer without one, and if W is another parameter.
         """
         given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         values = {name: self._checked(name, array) for name, array in given.items()}
@@ -192,10 +192,11 @@ class ColumnParallelLinear(SplitLinear):
     bias : bool
         Whether there is a bias b of shape (O,), first 0.
     initializer : Initializer, optional
-        Of the whole W of shape (O, I); `kaiming_uniform` of I where not given.
+        Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
-    parts, multiple : int
+    parts : int or tuple of int
+    multiple : int
         How the outputs are dealt: so many equal blocks (queries, keys, values), each in runs of
         so many (the size of a head); a rank may have more runs than another. See `DimSplit`.
     sequence_parallel : bool
@@ -206,13 +207,13 @@ class ColumnParallelLinear(SplitLinear):
     TypeError
         For no backend, or an activation that is no layer.
     ValueError
-        For sizes that are no integers >= 1 or that do not divide, and where there are fewer runs
+        For sizes that are no integers >= 1 or that do not divide, and if there are fewer runs
         than ranks.
 
     Attributes
     ----------
     split : DimSplit
-        How the outputs are dealt.
+        Partition of the outputs.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class ColumnParallelLinear(SplitLinear):
         bias: bool = True,
         initializer: Initializer | None = None,
         tied_to: str | None = None,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
         sequence_parallel: bool = False,
     ) -> None:
@@ -250,7 +251,7 @@ class ColumnParallelLinear(SplitLinear):
         return tuple((rows, *whole_box(rest)) for rows in self.split.ranges(self.backend.rank))
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., I) -> (..., R), or (..., O) where gathered; (T / t, I) -> (T, R) of slices."""
+        """(..., I) -> (..., R), or (..., O) if gathered; (T / t, I) -> (T, R) of slices."""
         *leading, _ = self._local.output_shape(input_shape)
         if self.sequence_parallel:
             leading = [_needs_time(self, input_shape) * self.backend.world_size, *leading[1:]]
@@ -264,7 +265,7 @@ class ColumnParallelLinear(SplitLinear):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I); saves x, or its slice, and what the activation saves.
 
-        Collective where the input is a slice or the output is gathered.
+        Collective if the input is a slice or the output is gathered.
         """
         whole = gather_time(self.backend, x) if self.sequence_parallel else x
         y, _ = self._local.forward(p, whole, context)
@@ -335,7 +336,7 @@ class RowParallelLinear(SplitLinear):
     bias : bool
         Whether there is a bias b of shape (O,), first 0.
     initializer : Initializer, optional
-        Of the whole W of shape (O, I); `kaiming_uniform` of I where not given.
+        Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
     multiple : int
@@ -348,13 +349,13 @@ class RowParallelLinear(SplitLinear):
     TypeError
         For no backend, or an activation that is no layer.
     ValueError
-        For sizes that are no integers >= 1 or that do not divide, and where there are fewer runs
+        For sizes that are no integers >= 1 or that do not divide, and if there are fewer runs
         than ranks.
 
     Attributes
     ----------
     split : DimSplit
-        How the inputs are dealt.
+        Partition of the inputs.
     """
 
     def __init__(
@@ -390,7 +391,7 @@ class RowParallelLinear(SplitLinear):
         return (((0, self.output_size), *self.split.ranges(self.backend.rank)),)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., C) -> (..., O), or (T, C) -> (T / t, O) where t divides T."""
+        """(..., C) -> (..., O), or (T, C) -> (T / t, O) if t divides T."""
         leading = self._local.output_shape(input_shape)[:-1]
         if self.sequence_parallel:
             time = local_length(self.backend, _needs_time(self, input_shape))

@@ -26,7 +26,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
     backend : CommunicationBackend
         The tensor group.
     loss : CrossEntropy
-        What is computed: its ignored target, label smoothing and factor of log(Z)^2.
+        Loss that is computed: its ignored target, label smoothing and factor of log(Z)^2.
     classes : int
         Size V of the whole last dim, dealt as ``DimSplit(V, world_size)``.
 
@@ -53,7 +53,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         Parameters
         ----------
         prediction_shape : tuple of int
-            Of the *whole* logits, (..., V).
+            Shape of the *whole* logits, (..., V).
         target : Array
             Integers of shape (...).
 
@@ -74,7 +74,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
     ) -> tuple[float, float, Any]:
         """Logits (..., R), this rank's, against integer targets (...). Collective.
 
-        Saves the gradient itself. Errors are those of `check_target`, and a ValueError where the
+        Saves the gradient itself. Errors are those of `check_target`, and a ValueError if the
         last dim is not R.
         """
         xp = array_namespace(prediction)
@@ -124,9 +124,9 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         is_here_N: Array,
         exponentials_NR: Array | None,
     ) -> Array:
-        """What this rank has of each row's sums, with the row's largest logit taken off.
+        """Part of each row's sums on this rank, after subtracting the row's largest logit.
 
-        Of exponentials, which are written where asked for; the target's logit; with label
+        Of exponentials, which are written if asked for; the target's logit; with label
         smoothing the sum of logits. Shape (2, N) or (3, N).
         """
         xp = array_namespace(logits_NR)
@@ -180,7 +180,7 @@ class GatheredOutputLoss(ILossFunction):
     backend : CommunicationBackend
         The tensor group.
     loss : ILossFunction
-        Of the whole predictions.
+        Loss of the whole predictions.
     classes : int
         Size V of the whole last dim, dealt as ``DimSplit(V, world_size)``.
 
@@ -230,7 +230,7 @@ def parallel_loss(
     Parameters
     ----------
     loss : ILossFunction
-        Of the whole predictions.
+        Loss of the whole predictions.
     backend : CommunicationBackend
         The tensor group.
     classes : int

@@ -51,7 +51,7 @@ class SplitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerDecision:
-    """What was done with a leaf layer.
+    """The decision about a leaf layer.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ class LayerDecision:
     kind : SplitKind
         Along what it is split.
     share : float
-        The largest part of its computation that one rank has, in (0, 1]; 1 where it is whole.
+        The largest part of its computation that one rank has, in (0, 1]; 1 if it is whole.
     reason : str
-        What it is now, with sizes, and why.
+        The layer as it is now, with sizes, and the reason.
     """
 
     name: str
@@ -76,7 +76,7 @@ class LayerDecision:
 
 @dataclass(frozen=True, slots=True)
 class TensorPartition:
-    """What became of a chain of layers.
+    """The result of splitting a chain of layers.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class TensorPartition:
         Whether the chain's output has this rank's part alone of its last dim, as
         ``ShardLayout(size, world_size)`` cuts it.
     decisions : tuple of LayerDecision
-        What was done with each leaf layer, and why, in the chain's order.
+        Decision about each leaf layer, with its reason, in the chain's order.
     """
 
     layers: Mapping[str, Layer]
@@ -105,7 +105,7 @@ class TensorPartition:
 
 
 def is_open(layer: Layer) -> bool:
-    """Whether the rules know what the composite computes, and go into it."""
+    """True if the rules know the composite's computation, and look into it."""
     return type(layer) in (Residual, Sequential)
 
 
@@ -137,7 +137,7 @@ class Ties:
                     self._users.setdefault(spec.tied_to, []).append((path, layer))
 
     def obstacle(self, path: str, layer: Layer) -> str | None:
-        """Why the layer called ``path`` must stay whole, where a tie is the reason.
+        """Why the layer called ``path`` must stay whole, if a tie is the reason.
 
         An embedding and the linear layers that read logits from its table are split by rows of
         the table, all alike. Whatever else shares a weight needs all of it.
@@ -145,7 +145,7 @@ class Ties:
         Raises
         ------
         ValueError
-            Where the layer is tied to a parameter that none of the model's layers has.
+            If the layer is tied to a parameter that none of the model's layers has.
         """
         for name, spec in layer.parameters.items():
             target = spec.tied_to or f"{path}.{name}"
@@ -167,7 +167,7 @@ class Ties:
         return None
 
     def is_shared(self, path: str, layer: Layer) -> bool:
-        """Whether another layer has a parameter of this one, or this one another's."""
+        """True if another layer has a parameter of this one, or this one another's."""
         return any(
             spec.tied_to is not None or f"{path}.{name}" in self._users
             for name, spec in layer.parameters.items()
@@ -181,7 +181,7 @@ ATTENTIONS = (Attention, CausalAttention)
 
 
 class SegmentKind(Enum):
-    """What a segment is."""
+    """The kinds of segments."""
 
     ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
     PAIR = "two linear layers with what works element by element between them"
@@ -196,7 +196,7 @@ class Segment:
     Parameters
     ----------
     kind : SegmentKind
-        What they are.
+        Kind of the segment.
     layers : tuple of (str, Layer)
         Names in the chain, and the layers.
     """
@@ -218,11 +218,11 @@ def find_segments(
     layers : mapping of str to Layer
         The chain.
     prefix : str
-        What stands before its names in the model, with the dot.
+        Prefix of its names in the model, with the dot.
     world_size : int
         Ranks, each of which needs a head or an output.
     ties : Ties
-        Which weights are shared.
+        Weights that layers share.
     keeps_split : bool
         Whether the chain's output may stay split.
     """
@@ -240,7 +240,7 @@ def find_segments(
 
 
 def _end_of_run(chain: tuple[tuple[str, Layer], ...], start: int) -> int | None:
-    """Where the next linear layer is, with nothing before it but what can be split like both."""
+    """Index of the next linear layer, if all layers before it can be split like both."""
     if type(chain[start][1]) is not Linear:
         return None
     for i in range(start + 1, len(chain)):
@@ -269,7 +269,7 @@ class _Run:
         self.ties = ties
 
     def kind(self) -> SegmentKind | None:
-        """What they can be split as; None where they cannot be split together."""
+        """The segment that they can be split as; None if they cannot be split together."""
         (first_name, first), *between, (last_name, last) = self.layers
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
@@ -286,5 +286,5 @@ class _Run:
         if mixers != [mixer] or self.ties.is_shared(self.prefix + first_name, first):
             return None
         if isinstance(mixer, Attention):
-            return SegmentKind.ATTENTION if mixer.heads >= self.world_size else None
+            return SegmentKind.ATTENTION if mixer.kv_heads >= self.world_size else None
         return SegmentKind.GATED if first.outputs >= 2 * self.world_size else None

@@ -1,4 +1,4 @@
-"""From a chain of layers to one rank's part of it."""
+"""The partitioner: from a chain of layers to one rank's part of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def partition_chain(
     backend : CommunicationBackend
         The tensor group.
     model_layers : mapping of str to Layer, optional
-        All top-level layers of the model, in order; ``layers`` where not given. Says which chain
+        All top-level layers of the model, in order; ``layers`` if not given. Says which chain
         begins and which ends the model, and what tied weights are.
     sequence_parallel : bool
         Whether activations between the split layers are slices of the sequence: Korthikanti et
@@ -194,12 +194,12 @@ class TensorParallelLayerPartitioner:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """What was done with each layer of the last chain, and why."""
+        """The decision about each layer of the last chain, and its reason."""
         return self._partition.log
 
     @property
     def counts(self) -> Mapping[SplitKind, int]:
-        """How many of its layers are split along what; `SplitKind.WHOLE` counts the others."""
+        """Number of its layers by the kind of split; `SplitKind.WHOLE` counts the others."""
         counted = Counter(decision.kind for decision in self._partition.decisions)
         return {kind: counted[kind] for kind in SplitKind}
 

@@ -1,4 +1,4 @@
-"""What happens to activations where a chain of layers enters and leaves a tensor-parallel region.
+"""Operators on activations at the edges of a tensor-parallel region of a chain of layers.
 
 Shape suffixes: B batch, T time, D width; ``...`` further dims. t is the size of the tensor group.
 
@@ -57,7 +57,7 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
     Raises
     ------
     ValueError
-        Where the group does not divide it.
+        If the group does not divide it.
     """
     if length % backend.world_size:
         raise ValueError(
@@ -162,14 +162,14 @@ class GatherOutput(TensorParallelLayer):
     backend : CommunicationBackend
         The tensor group.
     size : int
-        Of the whole last dim.
+        Size of the whole last dim.
     parts, multiple : int
-        How it is dealt: see `DimSplit`.
+        Partition: see `DimSplit`.
 
     Raises
     ------
     ValueError
-        Where it cannot be dealt so.
+        If it cannot be dealt so.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ScatterSequence(TensorParallelLayer):
     """
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, ...) -> (T / t, ...), where t divides T."""
+        """(T, ...) -> (T / t, ...), if t divides T."""
         return (local_length(self.backend, _time_of(self, input_shape)), *input_shape[1:])
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
@@ -260,9 +260,9 @@ class Framed(Layer):
     Parameters
     ----------
     layer : Layer
-        What computes.
+        Layer that computes.
     before, after : GatherSequence, ScatterSequence or None
-        What the input and the output go through.
+        Operators on the input and on the output.
     """
 
     category = LayerCategory.COMPOSITE
@@ -286,12 +286,12 @@ class Framed(Layer):
 
     @property
     def is_random(self) -> bool:
-        """Whether the layer is."""
+        """True if the layer is random."""
         return self.layer.is_random
 
     @property
     def takes_integers(self) -> bool:
-        """Whether the layer does."""
+        """True if the layer takes integers."""
         return self.layer.takes_integers
 
     def check_input(self, x: Array) -> None:
@@ -303,7 +303,7 @@ class Framed(Layer):
         return Framed(self.layer.copy(), before=self.before, after=self.after)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of operators and layer, one after the other."""
+        """Output shape of operators and layer, one after the other."""
         shape = self.layer.output_shape(self._layer_input(input_shape))
         return shape if self.after is None else self.after.output_shape(shape)
 

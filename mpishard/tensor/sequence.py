@@ -42,7 +42,7 @@ class SequenceParallelNorm(TensorParallelLayer):
     backend : CommunicationBackend
         The tensor group.
     norm : LayerNorm or RMSNorm
-        What is computed.
+        Layer that is computed.
 
     Raises
     ------
@@ -164,7 +164,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
 
 
 class _SlicedDropout(TensorParallelLayer):
-    """What the two share: the rate, and the gradient."""
+    """The part that the two share: the rate and the gradient."""
 
     category = LayerCategory.REGULARIZATION
 
@@ -176,7 +176,7 @@ class _SlicedDropout(TensorParallelLayer):
 
     @property
     def is_random(self) -> bool:
-        """Whether the rate is above 0."""
+        """True if the rate is above 0."""
         return self.dropout.is_random
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -231,16 +231,17 @@ class TensorParallelDropout(_SlicedDropout):
     dropout : Dropout
         Its rate.
     size : int
-        Of the whole last dim.
-    parts, multiple : int
-        How it is dealt: see `DimSplit`.
+        Size of the whole last dim.
+    parts : int or tuple of int
+    multiple : int
+        Partition: see `DimSplit`.
 
     Raises
     ------
     TypeError
         For no backend, or no `Dropout`.
     ValueError
-        Where the dim cannot be dealt so.
+        If the dim cannot be dealt so.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class TensorParallelDropout(_SlicedDropout):
         dropout: Dropout,
         size: int,
         *,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
     ) -> None:
         super().__init__(backend, dropout)

@@ -39,7 +39,7 @@ class Stage3ShardedLinear(SplitLinear):
     a W of S bytes: (N - 1) S forward, an all-gather; (N - 1) S backward for the input's gradient,
     another, and (N - 1) S for the weight's, a reduce-scatter; and 2 (N - 1) times the bias.
 
-    Gradients are *summed* over ranks, as losses are: where each rank starts backward with the
+    Gradients are *summed* over ranks, as losses are: if each rank starts backward with the
     gradient of its samples' sum, division by the number of all ranks' samples gives the mean's.
     The ranks may have different numbers of samples, 0 among them; all call it together.
 
@@ -94,7 +94,7 @@ class Stage3ShardedLinear(SplitLinear):
         return {"weight": weight, "bias": whole["bias"]}
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """Of W, the rest of a row, whole rows, and the start of a row: end to end the piece."""
+        """Boxes of W: rest of a row, whole rows, start of a row; end to end the piece."""
         if name == "bias":
             return super().boxes(name)
         piece, width = self._layout.slice(self.backend.rank), self.input_size
@@ -113,7 +113,7 @@ class Stage3ShardedLinear(SplitLinear):
         return tuple(boxes)
 
     def is_split(self, name: str) -> bool:
-        """Of W, on more than one rank: also where a single element leaves others with nothing."""
+        """True for W on more than one rank, even if W has fewer elements than there are ranks."""
         return name == "weight" and self.backend.world_size > 1
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What every communication backend must do, as checks that run on any.
+"""Conformance of communication backends, as checks that run on any backend.
 
 Each ``check_*`` method takes the backend of one rank, and is called by every rank of a world: by
 threads, under mpiexec, or by a launcher of your own::

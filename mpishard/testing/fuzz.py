@@ -34,7 +34,7 @@ def fuzz_sequence(
     backend : CommunicationBackend
         This rank's; all ranks call with the same arguments.
     seed : int
-        Of the sequence, 0 or more.
+        Seed of the sequence, 0 or more.
     length : int
         Number of steps, collectives and messages, that are drawn.
     mismatch : bool
@@ -199,13 +199,13 @@ class _Run:
     def _arguments(
         self, backend: CommunicationBackend, step: Step
     ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
-        """What this rank calls with, and the check of what it gets."""
+        """Arguments of this rank, and the check of its result."""
         make = getattr(self, f"_for_{step.method}")
         result: tuple[tuple[Any, ...], dict[str, Any], Check] = make(backend, step)
         return result
 
     def _own(self, backend: CommunicationBackend, step: Step) -> tuple[list[Array], Array]:
-        """All ranks' arrays, and this one's where the step wants it."""
+        """All ranks' arrays, and this one's if the step wants it."""
         inputs = [self._input(step, rank) for rank in range(backend.world_size)]
         mine = inputs[backend.rank].copy()
         return inputs, self._place(step, mine, step.place(backend.rank))

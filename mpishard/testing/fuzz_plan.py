@@ -35,10 +35,10 @@ class Step:
     method : str
         A collective, ``split``, ``allocate_shared``, or ``message`` from one rank to another.
     group : int
-        Who calls: 0 is the world, others come of splits.
+        Group that calls: 0 is the world, others are made by splits.
     dtype : dtype
     rows : tuple of int
-        Of each rank's array.
+        Rows of each rank's array.
     trailing : tuple of int
         The other dims.
     operation : ReductionOperation
@@ -54,12 +54,12 @@ class Step:
     is_adversarial : bool
         Whether the order of a sum shows.
     at, out_at : int
-        Where the ranks' arrays, and their common result, begin in the memory of the group's
-        nodes; -1 is memory of each rank's own.
+        Bytes of the memory of the group's nodes at which the ranks' arrays, and their common
+        result, begin; -1 stands for memory of each rank's own.
     stride : int
         Bytes from one rank's array there to the next one's.
     target, tag : int
-        Of a message.
+        Target and tag of a message.
     colors, keys, children
         Of a split: each rank's, and the number of the group of each color.
     """
@@ -210,14 +210,14 @@ def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """What one rank of a group calls in a step that is another one for the others."""
+    """The wrong call of one rank of a group, in a step of the others."""
 
     step: Step
     rank: int
 
 
 def spoil(plan: list[Step], seed: int) -> Spoiled | None:
-    """A step of ``plan`` made wrong on one rank; None where nobody has a peer to differ from."""
+    """A step of ``plan`` made wrong on one rank; None if nobody has a peer to differ from."""
     generator = np.random.default_rng([seed, len(plan), 2])
     steps = [step for step in plan if step.method in _METHODS and len(step.rows) > 1]
     if not steps:

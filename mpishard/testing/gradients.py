@@ -31,7 +31,7 @@ _FLOOR = 1e-3
 
 
 class GradientMismatchError(AssertionError):
-    """Raised where analytic and numeric gradients differ.
+    """Raised if analytic and numeric gradients differ.
 
     Attributes
     ----------
@@ -69,14 +69,14 @@ def check_gradients(
     x, y : array_like
         One batch, as the model takes it.
     loss : callable, optional
-        ``loss(prediction, target) -> mean``; where not given, what
+        ``loss(prediction, target) -> mean``; if not given, what
         ``compute_loss_and_gradients`` returns, or the model's ``default_loss_function``.
     tolerance : float, optional
         Largest relative error; 1e-6 for float64 parameters and 3e-2 for others if not given.
     samples : int, optional
-        How many elements of each parameter are checked, drawn at random; None for all.
+        Number of elements of each parameter that are checked, drawn at random; None for all.
     seed : int
-        Of that draw.
+        Seed of that draw.
 
     Returns
     -------
@@ -87,9 +87,9 @@ def check_gradients(
     Raises
     ------
     GradientMismatchError
-        Where an error is above the tolerance.
+        If an error is above the tolerance.
     TypeError
-        Where there is no way to compute the loss.
+        If there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
     start, gradient = _parameters_and_gradient(model, x, y)
@@ -124,21 +124,21 @@ def check_layer_gradients(
     of the input and of every parameter; that input and parameters are left as they are; that
     nothing is saved without ``training``, and that the output is then the same, or, of a layer
     that `is_random`, the same in every pass of one context; that gradients are added;
-    that `backward` and the two halves give the same bits, even where the caller overwrites the
+    that `backward` and the two halves give the same bits, even if the caller overwrites the
     input's gradient between the halves; that `backward` without the input's gradient does, too.
 
     Parameters
     ----------
     layer : Layer
-        What to check.
+        Layer to check.
     x : array_like
         Input with its batch dim; floating, or integer tokens, which have no gradient.
     seed : int
-        Of parameters and r.
+        Seed of parameters and r.
     tolerance : float
         Largest relative error.
     samples : int, optional
-        How many elements of each array are checked, drawn at random; None for all.
+        Number of elements of each array that are checked, drawn at random; None for all.
 
     Returns
     -------
@@ -148,9 +148,9 @@ def check_layer_gradients(
     Raises
     ------
     GradientMismatchError
-        Where a gradient is off by more than the tolerance.
+        If a gradient is off by more than the tolerance.
     AssertionError
-        Where another promise is broken; the message says which.
+        If another promise is broken; the message says which.
     """
     generator = parameter_generator(seed, "check_layer_gradients")
     x = np.array(x)
@@ -227,7 +227,7 @@ def _difference(
 
 
 def _parameters_and_gradient(model: Any, x: Any, y: Any) -> tuple[_Vector, _Vector]:
-    """Copies of both; AssertionError where they do not fit each other."""
+    """Copies of both; AssertionError if they do not fit each other."""
     start: _Vector = np.array(model.get_parameters())
     gradient = np.array(model.compute_gradients(x, y))
     _promise(
@@ -278,7 +278,7 @@ def check_layer_promises(
 ) -> tuple[_Vector, dict[str, _Vector]]:
     """Check that a layer keeps what `Layer` promises, for one input and gradient of the output.
 
-    Frozen arrays raise where they are written to.
+    Frozen arrays raise if they are written to.
 
     Returns
     -------

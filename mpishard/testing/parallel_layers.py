@@ -40,7 +40,7 @@ def check_parallel_layer(
     on every rank: the output, the input's gradient and every parameter's are this rank's part of
     the whole layer's; so are the first values; what the ranks hold covers each parameter that is
     split once. And the layer keeps what `Layer` promises its callers, as `check_layer_gradients`
-    says, also where gradients are written into memory that nobody has cleared.
+    says, also if gradients are written into memory that nobody has cleared.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def check_parallel_layer(
     take_input, take_output : callable
         This rank's part of the whole layer's input and output; all of it, unless given.
     seed : int
-        Of parameters and the output's gradient.
+        Seed of parameters and the output's gradient.
     tolerance : float
         Largest difference, relative to the largest element of an array (or to 1).
 
@@ -88,7 +88,7 @@ def check_parallel_layer(
 
 
 def _held(layer: TensorParallelLayer, name: str, value: _Vector) -> _Vector:
-    """What this rank holds of the whole parameter ``value``."""
+    """Part of this rank in the whole parameter ``value``."""
     parts = [value[tuple(slice(*r) for r in box)].reshape(-1) for box in layer.boxes(name)]
     return np.concatenate([value[:0].reshape(-1), *parts]).reshape(layer.parameters[name].shape)
 

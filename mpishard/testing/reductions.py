@@ -76,7 +76,7 @@ class ReductionChecks(CommunicationChecks):
             assert_same(out, expected[bounds(even, rank)], f"reduce_scatter strict={strict}, out=")
 
     def check_accumulation(self, backend: CommunicationBackend) -> None:
-        """16-bit floats are combined in float32 and rounded once, or never where ``out`` is."""
+        """16-bit floats are combined in float32 and rounded once, or never if ``out`` is."""
         world, rank = backend.world_size, backend.rank
         # ``much + 1`` is ``much`` in 16 bits, and twice ``high`` is infinite in float16.
         for name, much, high in (("float16", 2048.0, 60000.0), ("bfloat16", 256.0, 256.0)):
@@ -163,7 +163,7 @@ class MovementChecks(CommunicationChecks):
                     assert_same(out, expected, f"{what}, from row {start} of out")
 
     def check_broadcast(self, backend: CommunicationBackend) -> None:
-        """From every root, to ranks that bring an array and ranks that bring None."""
+        """Broadcasts from every root, to ranks that bring an array and ranks that bring None."""
         for dtype, shape in self._cases(backend.world_size):
             root = (len(shape) + shape[0]) % backend.world_size
             expected = values(dtype, shape, root, 3)
@@ -179,7 +179,7 @@ class MovementChecks(CommunicationChecks):
             assert int(backend.broadcast(sent, root)) == root * 11
 
     def check_scatter(self, backend: CommunicationBackend) -> None:
-        """From every root; even pieces and counts of the root's own."""
+        """Scatters from every root, in even pieces and in counts that the root chooses."""
         world, rank = backend.world_size, backend.rank
         for dtype, shape in self._cases(world):
             root = shape[0] % world

@@ -1,4 +1,4 @@
-"""What a communication backend must compute, the plain way: every rank knows all inputs."""
+"""The results of collectives, computed the plain way: every rank knows all inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADVERSARIAL_VALUES = (
 def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array:
     """Combine ``arrays`` in the contract's tree order, the plain way.
 
-    In round k slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), where it exists. 16-bit
+    In round k slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), if it exists. 16-bit
     floats are combined as float32; AVERAGE divides once, at the end.
     """
     dtype = arrays[0].dtype
@@ -67,7 +67,7 @@ def assert_same(actual: Any, expected: Array, what: str) -> None:
 
 
 def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
-    """What ``rank`` brings; every rank can compute it."""
+    """The input of ``rank``, which every rank can compute."""
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)
@@ -83,7 +83,7 @@ def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: 
 
 
 def bounds(sizes: Sequence[int], rank: int) -> slice:
-    """Where the part of ``rank`` lies when parts of these sizes stand end to end."""
+    """The range of ``rank`` if parts of these sizes stand end to end."""
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
@@ -127,7 +127,7 @@ class CommunicationChecks:
                 yield dtype, shape
 
     def _has(self, name: str) -> np.dtype[Any] | None:
-        """The dtype called ``name``, where it travels on the backend."""
+        """The dtype called ``name``, if it travels on the backend."""
         return next((dtype for dtype in self.dtypes if dtype.name == name), None)
 
 

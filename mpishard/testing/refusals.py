@@ -32,7 +32,7 @@ class Ask(NamedTuple):
 
     @property
     def has_twin(self) -> bool:
-        """Whether it can be issued without waiting for it."""
+        """True if it can be issued without waiting for it."""
         return self.method not in _WITHOUT_TWIN
 
     def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
@@ -49,7 +49,7 @@ class Arguments:
     Parameters
     ----------
     backend : CommunicationBackend
-        Whose call it will be.
+        Backend that makes the call.
     length : int
         Rows of an array, an even number.
     memory : Array, optional
@@ -81,7 +81,7 @@ class Arguments:
         return array
 
     def check(self, what: str) -> None:
-        """Raise AssertionError where anybody wrote into an array."""
+        """Raise AssertionError if anybody wrote into an array."""
         for array in self._made:
             assert_same(array, np.ones(array.shape, array.dtype), f"an array given to {what}")
 
@@ -91,16 +91,16 @@ Asking = Callable[[Arguments], Ask]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What all ranks but one call, and what the odd one does.
+    """The call of all ranks but one, and the call of the odd one.
 
     Parameters
     ----------
     collective : str
         The method that the many call.
     difference : str
-        What the error must say that they do not match in.
+        Difference that the error must name.
     name : str
-        What the odd rank does.
+        Call of the odd rank.
     many, odd : callable
         Make a rank's call of its `Arguments`.
     """
@@ -116,7 +116,7 @@ class Mismatch:
 
     @property
     def is_of_kind(self) -> bool:
-        """Whether the odd rank calls another collective."""
+        """True if the odd rank calls another collective."""
         return self.difference == "kind or order"
 
 
@@ -263,7 +263,7 @@ def refusal(
     Raises
     ------
     AssertionError
-        Where it is not refused, the ranks' messages differ, or do not name each rank's call.
+        If it is not refused, the ranks' messages differ, or do not name each rank's call.
     """
     try:
         ask.make(backend, twin=twin)
@@ -300,7 +300,7 @@ class RefusalChecks(CommunicationChecks):
     """The checks of `CommunicationConformance` that end in an error."""
 
     def check_refusals(self, backend: CommunicationBackend) -> None:
-        """What is wrong on one rank alone is refused there, before anything is communicated."""
+        """Calls that are wrong on one rank alone are refused there, before any communication."""
         world, rank = backend.world_size, backend.rank
         fixed = np.zeros(3)
         fixed.flags.writeable = False
@@ -383,7 +383,7 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
 
 
 def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
-    """What else is refused: operations, roots, counts, results, each in both twins."""
+    """Other wrong arguments: operations, roots, counts, results, each in both twins."""
     world, rank = backend.world_size, backend.rank
     ok, fixed = np.zeros(3), np.zeros(3)
     fixed.flags.writeable = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from mpishard.nn import CausalAttention, Linear, Tanh
+import mpishard as ms
+from mpishard.nn import MSE, CausalAttention, Layer, Linear, Model, ParameterSpec, Sequential, Tanh
 from mpishard.testing.gradients import (
     GradientMismatchError,
     check_gradients,
@@ -150,3 +154,54 @@ def test_a_model_that_changes_its_parameters_is_found():
 
     with pytest.raises(AssertionError, match="changed the parameters"):
         check_gradients(Drifting(), X, None, mean)
+
+
+class LearnedReLU(Layer):
+    """Adds to its gradient by name, as users write it."""
+
+    @property
+    def parameters(self):
+        return {"slope": ParameterSpec((1,), lambda _, shape: np.full(shape, 0.25))}
+
+    def output_shape(self, input_shape):
+        return input_shape
+
+    def forward(self, p, x, context):
+        return np.where(x > 0, x, p["slope"] * x), x if context.training else None
+
+    def backward_input(self, p, x, dy):
+        return np.where(x > 0, dy, p["slope"] * dy), (x, dy)
+
+    def backward_weight(self, pending, g):
+        x, dy = pending
+        g["slope"] += np.sum(dy * x * (x <= 0))
+
+
+def test_a_gradient_may_be_added_to_by_name():
+    check_layer_gradients(LearnedReLU(), X)
+    chain = Sequential(Linear(3, 4), LearnedReLU(), Linear(4, 1))
+
+    def build():
+        return Model(chain, MSE(), input_shape=(3,), dtype="float64")
+
+    y = X[:, :1]
+    check_gradients(build(), X, y)
+    alone = build()
+    alone.train(X, y, learning_rate=0.1)
+
+    def main(backend):
+        config = ms.ShardingConfiguration(backend, learning_rate=0.1)
+        sharded = ms.as_distributed(build(), config, "fsdp")
+        mine = ms.ShardLayout(len(X), backend.world_size).slice(backend.rank)
+        sharded.train(X[mine], y[mine])
+        return sharded.gather_full_parameters()
+
+    for got in ms.run_in_threads(2, main):
+        np.testing.assert_allclose(got, alone.get_parameters(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_layer_that_the_page_of_meshes_prints_keeps_what_layers_promise():
+    page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text()
+    names = {"ms": ms, "np": np}
+    exec(re.search(r"^class Swish.*?(?=^def )", page, re.DOTALL | re.MULTILINE)[0], names)
+    check_layer_gradients(names["Swish"](), X)

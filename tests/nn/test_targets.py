@@ -80,6 +80,23 @@ def test_they_are_a_mapping_nested_by_layer() -> None:
     assert list(targets["block"]["out"]) == ["bias"]
 
 
+def test_what_is_added_by_name_is_added_in_place() -> None:
+    vector = np.full(10, np.nan)
+    inner = targets_in(vector)["block"]["out"]
+    for _ in range(2):
+        inner["bias"] += 1.5
+    inner["bias"] = inner["bias"] + 1.0  # another array, whose values are copied
+    np.testing.assert_array_equal(vector[6:], 4.0)
+    assert np.isnan(vector[:6]).all()
+    head = targets_in(vector)["head"]
+    head["weight"] = np.arange(6.0).reshape(2, 3)  # nothing was there to add to
+    np.testing.assert_array_equal(vector[:6], np.arange(6.0))
+    with pytest.raises(KeyError):
+        head["bias"] = 0.0
+    with pytest.raises(TypeError, match="cannot be deleted"):
+        del head["weight"]
+
+
 def test_a_plain_mapping_is_added_to() -> None:
     assert unwritten({"weight": np.zeros(3)}, "weight") is None
 

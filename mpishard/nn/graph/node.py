@@ -1,4 +1,4 @@
-"""What a model computes, as a graph of operations that anything can walk."""
+"""A model's computation as a graph of operations that any program can walk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ComputationNode:
         "input" and "constant" begin a graph; "layer" runs a layer of the user's own; the others
         are the operations of `mpishard.nn.graph.primitives`.
     inputs : tuple of ComputationNode
-        What it works on, in order.
+        Operands, in order.
     attributes : mapping
         What else it depends on. Of an input ``name``; of a constant ``name`` and ``value``.
     shape : tuple of int or None
@@ -88,7 +88,7 @@ class ComputationNode:
         TypeError
             For feeds that are no mapping.
         ValueError
-            Where an input is missing or has another shape, naming it and the inputs there are;
+            If an input is missing or has another shape, naming it and the inputs there are;
             for an operation that is not known.
         """
         if not isinstance(feeds, Mapping):

@@ -1,4 +1,4 @@
-"""From layers to the operations of a computation graph."""
+"""Tracing: layers as operations of a computation graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Constants = Mapping[str, ComputationNode]
 def input_of(
     input_nodes: list[ComputationNode], input_shape: tuple[int, ...], dynamic: DynamicShapeInfo
 ) -> ComputationNode:
-    """The node that a model of samples of ``input_shape`` reads, appended where there is none.
+    """The node that a model of samples of ``input_shape`` reads, appended if there is none.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def _trace(
 ) -> ComputationNode:
     """The operations of ``layer``; of one that is not ours, a node that runs it.
 
-    ``sample`` is the shape of a sample where the graph leaves sizes open. What a layer computes
+    ``sample`` is the shape of a sample if the graph leaves sizes open. What a layer computes
     is its ``forward``: a subclass with another is another layer.
     """
     for kind in type(layer).__mro__:
@@ -121,12 +121,6 @@ def _sequential(
     return x
 
 
-def _residual(
-    layer: Residual, p: _Constants, x: ComputationNode, sample: tuple[int, ...]
-) -> ComputationNode:
-    return _apply("add", x, _trace(layer.inner, p, x, sample))
-
-
 def _linear(layer: Linear, p: _Constants, x: ComputationNode) -> ComputationNode:
     y = _apply("matmul_transposed", x, p["weight"])
     return _apply("add", y, p["bias"]) if layer.bias else y
@@ -143,34 +137,17 @@ def _convolution(layer: Conv2D, p: _Constants, x: ComputationNode) -> Computatio
     return _apply("add_by_channel", y, p["bias"]) if layer.bias else y
 
 
-def _max_pool(layer: MaxPool2D, _: _Constants, x: ComputationNode) -> ComputationNode:
-    return _apply("max_pool", x, kernel=layer.windows.kernel, stride=layer.windows.stride)
-
-
-def _rms_norm(layer: RMSNorm, p: _Constants, x: ComputationNode) -> ComputationNode:
-    return _apply("rms_norm", x, p["weight"], epsilon=layer.epsilon)
-
-
-def _embedding(_: Embedding, p: _Constants, x: ComputationNode) -> ComputationNode:
-    return _apply("take_rows", p["weight"], x)
-
-
-def _position(_: PositionalEmbedding, p: _Constants, x: ComputationNode) -> ComputationNode:
-    return _apply("add", x, _apply("first_rows", p["weight"], x))
-
-
 def _attention(layer: Attention, _: _Constants, x: ComputationNode) -> ComputationNode:
-    q, k, v = (_apply("split_heads", x, heads=layer.heads, part=part) for part in range(3))
+    q, k, v = (
+        _apply("split_heads", x, heads=layer.heads, kv_heads=layer.kv_heads, part=part)
+        for part in range(3)
+    )
     weights = _apply("softmax", _apply("causal_scores" if layer.causal else "scores", q, k))
     return _apply("merge_heads", _apply("weighted_sum", weights, v))
 
 
-def _layer_norm(layer: LayerNorm, p: _Constants, x: ComputationNode) -> ComputationNode:
-    return _apply("layer_norm", x, p["weight"], p["bias"], epsilon=layer.epsilon)
-
-
 _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
-    Residual: _residual,
+    Residual: lambda layer, p, x, sample: _apply("add", x, _trace(layer.inner, p, x, sample)),
     Sequential: _sequential,
 }
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
@@ -178,15 +155,19 @@ _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     CausalAttention: _attention,
     Conv2D: _convolution,
     Dropout: lambda layer, p, x: x,  # predictions drop nothing
-    Embedding: _embedding,
+    Embedding: lambda layer, p, x: _apply("take_rows", p["weight"], x),
     FeatureLinear: _feature_linear,
     Flatten: lambda layer, p, x: _apply("flatten", x),
     GELU: lambda layer, p, x: _apply("gelu", x),
-    LayerNorm: _layer_norm,
+    LayerNorm: lambda layer, p, x: _apply(
+        "layer_norm", x, p["weight"], p["bias"], epsilon=layer.epsilon
+    ),
     Linear: _linear,
-    MaxPool2D: _max_pool,
-    PositionalEmbedding: _position,
-    RMSNorm: _rms_norm,
+    MaxPool2D: lambda layer, p, x: _apply(
+        "max_pool", x, kernel=layer.windows.kernel, stride=layer.windows.stride
+    ),
+    PositionalEmbedding: lambda layer, p, x: _apply("add", x, _apply("first_rows", p["weight"], x)),
+    RMSNorm: lambda layer, p, x: _apply("rms_norm", x, p["weight"], epsilon=layer.epsilon),
     ReLU: lambda layer, p, x: _apply("relu", x),
     SiLU: lambda layer, p, x: _apply("silu", x),
     SwiGLU: lambda layer, p, x: _apply("swiglu", x),

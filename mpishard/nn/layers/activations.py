@@ -38,7 +38,7 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
 
 
 class _Activation(Layer):
-    """What the activations share: the shape stays."""
+    """The part that the activations share: they keep the shape."""
 
     category = LayerCategory.ACTIVATION
 

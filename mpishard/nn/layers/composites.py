@@ -224,12 +224,12 @@ class Residual(Layer):
 def layer_infos(
     chain: Sequential, table: ParameterTable, input_shape: tuple[int, ...], item_size: int
 ) -> tuple[LayerInfo, ...]:
-    """What is known of each layer of ``chain``, whose activations have ``item_size`` bytes each.
+    """Facts about each layer of ``chain``, whose activations have ``item_size`` bytes each.
 
     Raises
     ------
     ValueError
-        Where the layers' shapes do not fit each other.
+        If the layers' shapes do not fit each other.
     """
     infos = []
     shape = tuple(input_shape)

@@ -34,7 +34,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Where the windows of a convolution or pooling lie; pairs are (rows, columns).
+    """Positions of the windows of a convolution or pooling; pairs are (rows, columns).
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ class Windows:
     padding: Pair = (0, 0)
 
     def counts(self, height: int, width: int) -> Pair:
-        """How many windows fit along each dim: floor((size + 2 padding - kernel) / stride) + 1.
+        """Number of windows along each dim: floor((size + 2 padding - kernel) / stride) + 1.
 
         Raises
         ------
         ValueError
-            Where none does.
+            If none does.
         """
         rows, columns = (
             (size + 2 * padding - kernel) // stride + 1
@@ -114,7 +114,7 @@ class WindowColumns:
     windows : Windows
         Kernel, stride and padding.
     images : Array
-        Of shape (batch, C, H, W): what is cut into windows, or its gradient. Only its shape,
+        Array of shape (batch, C, H, W), which is cut into windows, or its gradient. Only its shape,
         dtype and device matter.
     counts : (int, int)
         Numbers P and Q of windows along each dim.
@@ -212,8 +212,8 @@ class Conv2D(Layer):
     bias : bool
         Whether there is a bias of shape (O,), first 0.
     initializer : Initializer, optional
-        Of the weight of shape (O, C, rows, columns); `kaiming_uniform` of the K = C * rows *
-        columns elements that feed on one window where not given.
+        Initializer of the weight of shape (O, C, rows, columns). Default: `kaiming_uniform` of
+        the K = C * rows * columns elements of one window.
 
     Raises
     ------
@@ -236,6 +236,7 @@ class Conv2D(Layer):
     """
 
     category = LayerCategory.CONVOLUTION
+    pending_is_saved_and_dy = True
 
     def __init__(
         self,
@@ -308,21 +309,6 @@ class Conv2D(Layer):
             d_BKS = xp.matmul(w_KO, dy_BOS[rows], out=columns.empty(part.shape[0]))
             columns.scatter(d_BKS, part)
         return dx, (saved, dy)
-
-    def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
-        needs_input_gradient: bool = True,
-    ) -> Array:
-        """Both halves, or the weight's alone."""
-        if needs_input_gradient:
-            return super().backward(p, saved, dy, g)
-        self.backward_weight((saved, dy), g)
-        return None
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add dy times the columns into the weight's gradient, the sum of dy into the bias's."""

@@ -53,7 +53,7 @@ class Dropout(Layer):
 
     @property
     def is_random(self) -> bool:
-        """Whether the rate is above 0."""
+        """True if the rate is above 0."""
         return self.rate > 0
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Dropout(Layer):
 class MaskStream:
     """The masks of consecutive samples, from ``context.sample_start`` on.
 
-    An element stays where its 32-bit word is at least ``rate`` 2^32. Words are made on the host
+    An element stays if its 32-bit word is at least ``rate`` 2^32. Words are made on the host
     for arrays of a GPU, too: both then train with the same masks.
 
     Parameters
@@ -113,11 +113,11 @@ class MaskStream:
     context : Context
         Seed, step and path are the key.
     elements : int
-        Of a sample.
+        Number of elements of a sample.
     rate : float
         In (0, 1).
     part : (int, int), optional
-        The range ``(start, stop)`` of each sample's elements whose masks are wanted; all where
+        The range ``(start, stop)`` of each sample's elements whose masks are wanted; all if
         not given. The others' words are jumped over, and not made.
     """
 

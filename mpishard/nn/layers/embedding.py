@@ -33,7 +33,7 @@ class Embedding(Layer):
     vocabulary_size, width : int
         Sizes V and D of the table W of shape (V, D).
     initializer : Initializer, optional
-        Of W; normal with standard deviation 0.02 where not given, as in GPT-2.
+        Initializer of W; normal with standard deviation 0.02 if not given, as in GPT-2.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
 
     On a GPU it overwrites ``rows_ND``: neighbours are added in rounds, so that the order is the
     same in every run of the program. CuPy's own ``add.reduceat`` takes differences of running
-    sums, of which little is left where a run is small beside what came before it.
+    sums, of which little is left if a run is small beside what came before it.
     """
     xp = array_namespace(rows_ND)
     if not is_device_array(rows_ND):
@@ -149,7 +149,7 @@ class PositionalEmbedding(Layer):
     context_length, width : int
         Sizes C and D of the table P of shape (C, D); inputs have T <= C.
     initializer : Initializer, optional
-        Of P; normal with standard deviation 0.02 where not given, as in GPT-2.
+        Initializer of P; normal with standard deviation 0.02 if not given, as in GPT-2.
 
     Raises
     ------
@@ -191,7 +191,7 @@ class PositionalEmbedding(Layer):
         Raises
         ------
         ValueError
-            Where there are not so many positions.
+            If there are not so many positions.
         """
         self.output_shape(x.shape[1:])
         start = 0 if context.cache is None else context.cache.length

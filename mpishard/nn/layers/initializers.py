@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 import numpy as np
 
@@ -56,20 +55,12 @@ def ones() -> Initializer:
 
 def normal(std: float) -> Initializer:
     """Independent normal elements of mean 0 and standard deviation ``std``."""
-
-    def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return std * generator.standard_normal(shape)
-
-    return draw
+    return lambda generator, shape: std * generator.standard_normal(shape)
 
 
 def uniform(bound: float) -> Initializer:
     """Independent uniform elements of [-bound, bound)."""
-
-    def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return generator.uniform(-bound, bound, shape)
-
-    return draw
+    return lambda generator, shape: generator.uniform(-bound, bound, shape)
 
 
 def kaiming_uniform(fan_in: int) -> Initializer:

@@ -1,4 +1,4 @@
-"""What a layer is: a description of parameters and of three functions, and no arrays.
+"""The interface of layers: a description of parameters and three functions, and no arrays.
 
 Shape suffixes in ``nn``: B batch, T time (position in the sequence), D width, V vocabulary,
 H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has shape (B, T, D).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -36,10 +36,10 @@ Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, A
 Parameters = Mapping[str, Any]
 """A layer's parameters: name -> read-only array; for a composite, child name -> its parameters."""
 
-Gradients = Mapping[str, Any]
-"""As `Parameters`, with writable arrays that gradients are *added* to.
+Gradients = MutableMapping[str, Any]
+"""As `Parameters`, with writable arrays, to which a layer *adds*: ``g["weight"] += part``.
 
-Where it is a `mpishard.nn.GradientTargets`, a layer may write what it would add to zeros.
+If it is a `mpishard.nn.GradientTargets`, a layer may write instead of adding to zeros.
 """
 
 
@@ -68,7 +68,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a forward pass may depend on beside parameters and input.
+    """The values besides parameters and input on which a forward pass may depend.
 
     Parameters
     ----------
@@ -79,10 +79,10 @@ class Context:
     sample_start : int
         Index in the global batch of this rank's first sample.
     path : str
-        Dotted name of the layer that is running, where it or a layer inside it `is_random`, or
-        where there is a cache.
+        Dotted name of the layer that is running, if it or a layer inside it `is_random`, or
+        if there is a cache.
     cache : KeyValueCache, optional
-        What was kept of the positions before the input's first, where a sequence is read bit by
+        What was kept of the positions before the input's first, if a sequence is read bit by
         bit: see `KeyValueCache`. Layers for which positions differ, or see each other, go by it.
     """
 
@@ -109,7 +109,10 @@ class Layer(ABC):
     """
 
     category: ClassVar[LayerCategory] = LayerCategory.OTHER
-    """What the layer is for, of which reports and planners speak."""
+    """The layer's purpose, for reports and planners."""
+
+    pending_is_saved_and_dy: ClassVar[bool] = False
+    """True if `backward_weight` takes ``(saved, dy)``: it can then run without `backward_input`."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -137,15 +140,15 @@ class Layer(ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether the output in training depends on the context's seed, step and sample.
+        """True if the output in training depends on the context's seed, step and sample.
 
-        A composite is random where one of its children is.
+        A composite is random if one of its children is.
         """
         return any(child.is_random for child in self.children.values())
 
     @property
     def takes_integers(self) -> bool:
-        """Whether integer inputs are to stay integers, and not become the model's dtype.
+        """True if integer inputs stay integers instead of being converted to the model's dtype.
 
         A composite's first child decides.
         """
@@ -180,7 +183,7 @@ class Layer(ABC):
         Raises
         ------
         ValueError
-            Where the layer cannot take ``input_shape``; the message says what it takes.
+            If the layer cannot take ``input_shape``; the message says what it takes.
         """
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
@@ -204,7 +207,7 @@ class Layer(ABC):
         y : Array
             The output. May be a view of, or ``x`` itself; ``x`` must not be changed.
         saved : object
-            What the backward pass needs; None where ``context.training`` is False.
+            Values that the backward pass needs; None if ``context.training`` is False.
         """
 
     @abstractmethod
@@ -216,7 +219,7 @@ class Layer(ABC):
         Returns
         -------
         dx : Array
-            The gradient of the input; None where the input has none (token numbers).
+            The gradient of the input; None if the input has none (token numbers).
         pending : object
             What `backward_weight` needs. No array in it may be one that ``dx`` shares memory
             with, for ``dx`` goes on to be overwritten.
@@ -236,16 +239,19 @@ class Layer(ABC):
     ) -> Array:
         """Both halves, leaf by leaf: add into ``g`` and return the input's gradient.
 
-        Where ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
-        spare itself that gradient and return None.
+        If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
+        leave that gradient out and return None. For a linear layer this saves one of two products.
         """
+        if self.pending_is_saved_and_dy and not needs_input_gradient:
+            self.backward_weight((saved, dy), g)
+            return None
         dx, pending = self.backward_input(p, saved, dy)
         self.backward_weight(pending, g)
         return dx
 
 
 class KeyValueCache:
-    """What the attention layers of one model keep of one batch of sequences, while it is read.
+    """The keys and values of one batch of sequences, kept by the attention layers of one model.
 
     Layers hold no arrays: the cache belongs to the caller, who passes it in
     ``Context(training=False, cache=cache)``. A forward pass is then given the *new* tokens alone:
@@ -304,7 +310,7 @@ class KeyValueCache:
         name : str
             Dotted name of the attention layer in the model.
         keys_BHTK, values_BHTK : Array
-            Of the positions from `length` on.
+            Keys and values of the positions from `length` on.
 
         Returns
         -------
@@ -314,7 +320,7 @@ class KeyValueCache:
         Raises
         ------
         ValueError
-            Where they do not fit behind the others, or are of another batch.
+            If they do not fit behind the others, or are of another batch.
         """
         batch, heads, count, size = keys_BHTK.shape
         stop = self.length + count
@@ -346,7 +352,7 @@ class KeyValueCache:
         Raises
         ------
         ValueError
-            Where there is no room for them, or ``count`` is negative.
+            If there is no room for them, or ``count`` is negative.
         """
         if not 0 <= count <= self.capacity - self.length:
             raise ValueError(

@@ -38,7 +38,7 @@ class Linear(Layer):
     bias : bool
         Whether there is a bias b of shape (O,), first 0.
     initializer : Initializer, optional
-        Of the weight W of shape (O, I); `kaiming_uniform` of I where not given.
+        Initializer of the weight W of shape (O, I); `kaiming_uniform` of I if not given.
     tied_to : str, optional
         Full name of another parameter of shape (O, I) that serves as W.
 
@@ -49,6 +49,7 @@ class Linear(Layer):
     """
 
     category = LayerCategory.DENSE
+    pending_is_saved_and_dy = True
 
     def __init__(
         self,
@@ -99,21 +100,6 @@ class Linear(Layer):
         xp = array_namespace(dy)
         dx_NI = xp.matmul(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
-
-    def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
-        needs_input_gradient: bool = True,
-    ) -> Array:
-        """Both halves, or the weight's alone, which spares one of two matrix products."""
-        if needs_input_gradient:
-            return super().backward(p, saved, dy, g)
-        self.backward_weight((saved, dy), g)
-        return None
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""
@@ -168,7 +154,7 @@ class FeatureLinear(Linear):
         self._active = self.checked(indices)
 
     def checked(self, indices: Iterable[int]) -> frozenset[int]:
-        """These indices, where each is that of a feature.
+        """These indices, if each is that of a feature.
 
         Raises
         ------

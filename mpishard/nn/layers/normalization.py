@@ -18,7 +18,39 @@ from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, Para
 __all__ = ["LayerNorm", "RMSNorm"]
 
 
-class LayerNorm(Layer):
+class _Norm(Layer):
+    """A normalisation of the last dim: its width, and the epsilon that keeps it finite."""
+
+    category = LayerCategory.NORMALIZATION
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        kind = type(self).__name__
+        check_sizes(kind, width=width)
+        if not epsilon > 0:
+            raise ValueError(f"{kind} needs epsilon > 0, got {epsilon}")
+        self.width = width
+        self.epsilon = epsilon
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., width) -> (..., width)."""
+        if not input_shape or input_shape[-1] != self.width:
+            raise ValueError(
+                f"{type(self).__name__}({self.width}) needs an input whose last dim is "
+                f"{self.width}, got sample shape {input_shape}"
+            )
+        return input_shape
+
+    def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
+        """Write 1 / sqrt(squares / width + epsilon), for sums of squares of rows."""
+        xp = array_namespace(out_N1)
+        out_N1[:, 0] = squares_N
+        out_N1 /= self.width
+        out_N1 += self.epsilon
+        xp.sqrt(out_N1, out=out_N1)
+        xp.divide(1.0, out_N1, out=out_N1)
+
+
+class LayerNorm(_Norm):
     """Normalise the last dim to mean 0 and variance 1, then scale and shift.
 
     y = weight * (x - mean) / sqrt(variance + epsilon) + bias, with mean and (biased) variance
@@ -37,14 +69,8 @@ class LayerNorm(Layer):
         For a width that is no integer >= 1 or an epsilon that is not positive.
     """
 
-    category = LayerCategory.NORMALIZATION
-
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
-        check_sizes("LayerNorm", width=width)
-        if not epsilon > 0:
-            raise ValueError(f"LayerNorm needs epsilon > 0, got {epsilon}")
-        self.width = width
-        self.epsilon = epsilon
+        super().__init__(width, epsilon)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -53,15 +79,6 @@ class LayerNorm(Layer):
             "weight": ParameterSpec((self.width,), ones()),
             "bias": ParameterSpec((self.width,), zeros()),
         }
-
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., width) -> (..., width)."""
-        if not input_shape or input_shape[-1] != self.width:
-            raise ValueError(
-                f"LayerNorm({self.width}) needs an input whose last dim is {self.width}, "
-                f"got sample shape {input_shape}"
-            )
-        return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
         """7 for each element: two for either moment, one to normalise, to scale and to shift."""
@@ -79,11 +96,7 @@ class LayerNorm(Layer):
         for rows in chunks(x_ND):
             h, inverse, y = h_ND[rows], inverse_N1[rows], y_ND[rows]
             xp.subtract(x_ND[rows], xp.matmul(x_ND[rows], average_D1), out=h)
-            inverse[:, 0] = xp.einsum("nd,nd->n", h, h)
-            inverse /= self.width
-            inverse += self.epsilon
-            xp.sqrt(inverse, out=inverse)
-            xp.divide(1.0, inverse, out=inverse)
+            self._inverse_root(xp.einsum("nd,nd->n", h, h), inverse)
             h *= inverse
             xp.multiply(h, p["weight"], out=y)
             y += p["bias"]
@@ -125,7 +138,7 @@ class LayerNorm(Layer):
         db_D += pending[1]
 
 
-class RMSNorm(Layer):
+class RMSNorm(_Norm):
     """Divide the last dim by its root mean square, then scale.
 
     y = weight * x / sqrt(mean(x^2) + epsilon): Zhang & Sennrich, "Root mean square layer
@@ -144,28 +157,13 @@ class RMSNorm(Layer):
         For a width that is no integer >= 1 or an epsilon that is not positive.
     """
 
-    category = LayerCategory.NORMALIZATION
-
     def __init__(self, width: int, epsilon: float = 1e-6) -> None:
-        check_sizes("RMSNorm", width=width)
-        if not epsilon > 0:
-            raise ValueError(f"RMSNorm needs epsilon > 0, got {epsilon}")
-        self.width = width
-        self.epsilon = epsilon
+        super().__init__(width, epsilon)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """``weight``, first 1, of shape (width,)."""
         return {"weight": ParameterSpec((self.width,), ones())}
-
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., width) -> (..., width)."""
-        if not input_shape or input_shape[-1] != self.width:
-            raise ValueError(
-                f"RMSNorm({self.width}) needs an input whose last dim is {self.width}, "
-                f"got sample shape {input_shape}"
-            )
-        return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
         """4 for each element: two for the mean square, one to normalise and one to scale."""
@@ -179,11 +177,7 @@ class RMSNorm(Layer):
         inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=x.dtype)
         for rows in chunks(x_ND):
             inverse, y = inverse_N1[rows], y_ND[rows]
-            inverse[:, 0] = xp.einsum("nd,nd->n", x_ND[rows], x_ND[rows])
-            inverse /= self.width
-            inverse += self.epsilon
-            xp.sqrt(inverse, out=inverse)
-            xp.divide(1.0, inverse, out=inverse)
+            self._inverse_root(xp.einsum("nd,nd->n", x_ND[rows], x_ND[rows]), inverse)
             xp.multiply(x_ND[rows], inverse, out=y)
             y *= p["weight"]
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None

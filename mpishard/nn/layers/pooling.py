@@ -27,7 +27,7 @@ class MaxPool2D(Layer):
     kernel : int or (int, int)
         Size of a window: rows and columns.
     stride : int or (int, int), optional
-        Distance of neighbouring windows; the kernel where not given, so that none overlap.
+        Distance of neighbouring windows; the kernel if not given, so that none overlap.
 
     Raises
     ------
@@ -57,7 +57,9 @@ class MaxPool2D(Layer):
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         counts = y.shape[2:]
-        which = xp.zeros(y.shape, dtype=self._position_dtype) if context.training else None
+        # The smallest dtype that tells apart all positions in a window.
+        position_dtype = np.min_scalar_type(math.prod(self.windows.kernel) - 1)
+        which = xp.zeros(y.shape, dtype=position_dtype) if context.training else None
         for rows in chunks(x):
             largest = y[rows]
             for position, view in enumerate(self.windows.views(x[rows], counts)):
@@ -80,12 +82,6 @@ class MaxPool2D(Layer):
                 view[...] += d * (chosen == position)
         return dx, None
 
-    @property
-    def _position_dtype(self) -> np.dtype[Any]:
-        """The smallest dtype that tells apart all positions in a window."""
-        rows, columns = self.windows.kernel
-        return np.min_scalar_type(rows * columns - 1)
-
 
 class Flatten(Layer):
     """Each sample's dims as one, in C order: (d1, d2, ...) -> (d1 d2 ...,)."""
@@ -101,7 +97,7 @@ class Flatten(Layer):
         return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """A view of x where its memory allows; saves x's shape."""
+        """A view of x if its memory allows; saves x's shape."""
         y = x.reshape(x.shape[0], *self.output_shape(x.shape[1:]))
         return y, x.shape if context.training else None
 

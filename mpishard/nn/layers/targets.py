@@ -1,24 +1,24 @@
-"""Gradients of which some hold nothing yet."""
+"""Gradients in memory that nobody has cleared yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, address
 from mpishard.nn.layers.layer import Gradients
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["GradientTargets", "unwritten"]
 
 
-class GradientTargets(Mapping[str, Any]):
+class GradientTargets(MutableMapping[str, Any]):
     """The gradients that a layer adds into, in memory that nobody has cleared.
 
-    To a layer that adds it is the mapping that `Layer.backward_weight` speaks of: a gradient
-    that holds nothing yet is cleared when it is asked for. A layer that can write its part in
-    one go asks `unwritten` instead, and spares clearing, a temporary array and an addition:
-    three passes over memory.
+    A layer that adds sees the mapping that `Layer.backward_weight` describes: a gradient without
+    contents is cleared when the layer asks for it. A layer that can write its whole gradient at
+    once asks `unwritten` instead. This saves three passes over memory: clearing, a temporary
+    array, and an addition.
 
     Parameters
     ----------
@@ -27,8 +27,8 @@ class GradientTargets(Mapping[str, Any]):
     find : callable
         ``find(entry)`` is the 1-D array of the entry's elements.
     unwritten : set of str
-        Names of the entries whose gradients hold nothing yet. It is kept up to date, and shared
-        with whoever made it and with the targets of other layers: tied weights are one entry.
+        Names of the entries whose gradients have no contents yet. The set is kept up to date. The
+        caller and the targets of other layers share it, because tied weights are one entry.
     """
 
     def __init__(
@@ -51,8 +51,24 @@ class GradientTargets(Mapping[str, Any]):
         array.fill(0)
         return array
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Make ``value`` the gradient of ``name``, as ``g[name] += part`` does.
+
+        The memory stays the same: values of another array are copied into it.
+        """
+        array = self.unwritten(name)
+        if array is None:
+            array = self._array(name)
+            # ``g[name] += part`` has added in place, and assigns the array that it was given.
+            if type(value) is type(array) and address(value) == address(array):
+                return
+        array[...] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"the gradient of {name!r} cannot be deleted")
+
     def unwritten(self, name: str) -> Array | None:
-        """The array to *write*, in full and at once; None where there is something to add to."""
+        """The array to *write*, whole and at once; None if the gradient already has contents."""
         entry = self._entries[name]
         if entry.name not in self._unwritten:
             return None
@@ -60,7 +76,7 @@ class GradientTargets(Mapping[str, Any]):
         return self._array(name)
 
     def clear_unwritten(self) -> None:
-        """Clear what no layer has written or added to, as a layer without samples leaves it."""
+        """Clear every gradient that no layer has written or added to."""
         for name, entry in self._entries.items():
             if entry.name in self._unwritten:
                 self._unwritten.remove(entry.name)
@@ -89,9 +105,8 @@ class GradientTargets(Mapping[str, Any]):
 
 
 def unwritten(g: Gradients, name: str) -> Array | None:
-    """The gradient of ``name``, to be written in full, where nothing was added to it yet.
+    """The gradient of ``name``, to be written whole, if nothing was added to it yet.
 
-    None where it holds something, or where ``g`` is a mapping that does not tell: then the
-    layer adds into ``g[name]``.
+    None if it has contents, or if ``g`` is a plain mapping: then the layer adds into ``g[name]``.
     """
     return g.unwritten(name) if isinstance(g, GradientTargets) else None

@@ -184,7 +184,7 @@ class BinaryCrossEntropy(Loss):
         TypeError
             For what is no array, and for a dtype that is not of real numbers.
         ValueError
-            Where the shapes differ, or for a target outside [0, 1].
+            If the shapes differ, or for a target outside [0, 1].
         """
         check_real_target(type(self).__name__, prediction_shape, target)
         fits = (target >= 0) & (target <= 1)

@@ -21,7 +21,7 @@ class Loss(ILossFunction):
     """A loss of a prediction against a target. Like a layer, it holds no arrays.
 
     ``forward(prediction, target, training)`` leaves both arrays as they are, accumulates its
-    sum in float64, and gives sum and weight 0.0 where there are no samples. What ``backward``
+    sum in float64, and gives sum and weight 0.0 if there are no samples. What ``backward``
     returns has the prediction's shape and dtype and belongs to the caller, who may overwrite
     it; ``backward`` uses up ``saved``, so that it can be called once.
     """
@@ -35,7 +35,7 @@ def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Arr
     TypeError
         For what is no array, and for a dtype that is not of real numbers.
     ValueError
-        Where the shapes differ.
+        If the shapes differ.
     """
     array_namespace(target)
     if not prediction_shape or prediction_shape != target.shape:
@@ -129,7 +129,7 @@ class Huber(_ErrorLoss):
     Parameters
     ----------
     delta : float
-        Where the parabola ends, in units of the target.
+        Error at which the parabola ends, in units of the target.
 
     Raises
     ------

@@ -39,15 +39,15 @@ class LinearModel(Model):
     features, outputs : int
         Numbers F and O: inputs have shape (B, F), predictions (B, O).
     loss : Loss
-        What training minimises.
+        The loss that training minimises.
     seed : int
-        Of the first coefficients; the first intercept is 0.
+        Seed of the first coefficients; the first intercept is 0.
     dtype : str or numpy.dtype
-        Of parameters and computation.
+        Dtype of parameters and computation.
     device : str or Device
-        Where both are: see `Model`.
+        Device of parameters and computation: see `Model`.
     feature_names : sequence of str, optional
-        F different names; "feature0", "feature1", ... where not given.
+        F different names; "feature0", "feature1", ... if not given.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class LinearModel(Model):
 
     @property
     def intercept(self) -> Array:
-        """A copy of the intercept, shape (O,): the prediction where all features are 0."""
+        """A copy of the intercept, shape (O,): the prediction if all features are 0."""
         return self._view("bias").copy()
 
     def _view(self, name: str) -> Array:
@@ -142,7 +142,7 @@ class LinearModel(Model):
         return values
 
     def get_feature_importance(self) -> dict[str, float]:
-        """How far one standard deviation of each feature moves the prediction, by name.
+        """Change of the prediction for one standard deviation of each feature, by name.
 
         That is abs(coefficient) * `feature_spread`, averaged over the outputs, in units of the
         prediction; 0 for an inactive feature.
@@ -158,7 +158,7 @@ class LinearModel(Model):
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
-        """As of any model, with `get_feature_importance` where the parameters are here."""
+        """As of any model, with `get_feature_importance` if the parameters are here."""
         metadata = super().get_model_metadata()
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
@@ -167,7 +167,7 @@ class LinearModel(Model):
     # -------------------------------------------------------------------------------------- files
 
     def choices(self) -> dict[str, Any]:
-        """The active features and the spread, where they are not as they were made."""
+        """The active features and the spread, if they are not as they were made."""
         choices = super().choices()
         if (self._spread != 1).any():
             choices[_SPREAD] = self._spread.tolist()
@@ -189,7 +189,7 @@ class LinearRegression(LinearModel):
     """y = x W^T + b, trained by least squares.
 
     Targets have shape (B, O); a vector of targets becomes one by ``y[:, None]``. The loss is
-    `MSE`. Parameters and errors are those of `LinearModel`, with one output where not given.
+    `MSE`. Parameters and errors are those of `LinearModel`, with one output if not given.
 
     Examples
     --------

@@ -11,7 +11,7 @@ from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Tanh
 from mpishard.nn.layers.composites import Sequential
 from mpishard.nn.layers.initializers import glorot_uniform, kaiming_uniform
-from mpishard.nn.layers.layer import Initializer, Layer
+from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.losses.regression import MSE, Loss
 from mpishard.nn.models.model import Model
@@ -36,15 +36,15 @@ class MLP(Model):
         Sizes of the input, of each hidden layer, and of the output. Inputs have shape
         (B, sizes[0]), predictions (B, sizes[-1]).
     activation : {"relu", "gelu", "silu", "sigmoid", "tanh"}
-        What follows every linear layer but the last.
+        Activation behind every linear layer but the last.
     seed : int
-        Of the first parameters.
+        Seed of the first parameters.
     dtype : str or numpy.dtype
-        Of parameters and computation.
+        Dtype of parameters and computation.
     device : str or Device
-        Where both are: see `Model`.
+        Device of parameters and computation: see `Model`.
     loss : Loss, optional
-        `MSE` where not given.
+        `MSE` if not given.
 
     Raises
     ------
@@ -81,13 +81,8 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
     for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
         if i > 0:
             layers[f"{activation}{i - 1}"] = _ACTIVATIONS[activation]()
-        initializer = _initializer(activation, inputs, outputs)
+        # The choice keeps the size of signals constant through layers of this activation.
+        is_symmetric = activation in {"sigmoid", "tanh"}
+        initializer = glorot_uniform(inputs, outputs) if is_symmetric else kaiming_uniform(inputs)
         layers[f"linear{i}"] = Linear(inputs, outputs, initializer=initializer)
     return Sequential(layers)
-
-
-def _initializer(activation: str, inputs: int, outputs: int) -> Initializer:
-    """What keeps the size of signals constant through layers with this activation."""
-    if activation in {"sigmoid", "tanh"}:
-        return glorot_uniform(inputs, outputs)
-    return kaiming_uniform(inputs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import (
     DynamicShapeInfo,
     IFullModel,
@@ -26,17 +27,17 @@ from mpishard.nn.graph.tracing import input_of, trace_chain
 from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
-from mpishard.nn.models.chain import ChainFiles, TrainingPass
+from mpishard.nn.layers.linear import FeatureLinear
+from mpishard.nn.models.training_pass import TrainingPass
 from mpishard.nn.models.vector import ParameterVector, VectorPart
-from mpishard.sharding import ParameterTable
-
-if TYPE_CHECKING:
-    from mpishard.contracts import ILossFunction
+from mpishard.sharding import ParameterEntry, ParameterTable
 
 __all__ = ["Model", "SubModel"]
 
+_ACTIVE = "active_features"
 
-class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
+
+class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     """A chain of layers with a loss.
 
     Making one allocates nothing: parameters are made on first use, each from a generator keyed
@@ -48,15 +49,15 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     chain : Sequential
         The layers. Each child is a layer that sharding never cuts.
     loss : ILossFunction or None
-        What training minimises; without one, gradients need a loss to be given.
+        The loss that training minimises. Without one, callers must pass a loss for gradients.
     input_shape : tuple of int
         Shape of one sample, without the batch dim.
     seed : int
-        Of the first parameters.
+        Seed of the first parameters.
     dtype : str or numpy.dtype
         float32 or float64: parameters, activations, gradients.
     device : str or Device
-        Where they lie: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``, with CuPy arrays. Plain
+        Device of these arrays: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``. Plain
         ``"cuda"`` is the thread's current GPU, and under a sharded wrapper GPU number
         ``local_rank % device_count``. Inputs and targets may lie on either; parameters, gradients
         and predictions that the model gives lie on its device.
@@ -66,7 +67,7 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     ValueError
         For another dtype or device, or layers whose shapes do not fit each other.
     DeviceUnavailableError
-        For a GPU, where CuPy is not installed or finds none.
+        For a GPU, if CuPy is not installed or finds none.
     """
 
     def __init__(
@@ -110,8 +111,6 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
 
     def extract_sub_model(self, start: int, end: int) -> Model:
         """A `SubModel` of the layers ``layers[start:end]``, which shares their parameters."""
-        from mpishard.nn.models.model import SubModel
-
         return SubModel(self, start, end)
 
     def get_input_shape(self) -> list[int]:
@@ -139,7 +138,7 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
 
     @property
     def device(self) -> Device:
-        """Where parameters, activations and gradients lie."""
+        """The device of parameters, activations and gradients."""
         return self._device
 
     @property
@@ -228,7 +227,7 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
         TypeError
             For a chunk that is no array.
         ValueError
-            Where the number of chunks or a chunk's size does not fit; nothing has changed then.
+            If the number of chunks or a chunk's size does not fit; nothing has changed then.
         """
         if self._holder is not None:
             self._parameters()  # raises
@@ -251,7 +250,7 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
     def with_parameters(self, parameters: Array) -> Self:
         """A new plain model of this structure that *holds* ``parameters``, without a copy.
 
-        Works on a model that is structure only, too. ``parameters`` is copied only where its
+        Works on a model that is structure only, too. ``parameters`` is copied only if its
         dtype differs.
         """
         model = self.clone()
@@ -290,6 +289,39 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
         """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
         if self._holder is None:
             self.release_parameters("nobody: the model was closed")
+
+    # -------------------------------------------------------------------------------------- files
+
+    def _flat_vector(self) -> Array:
+        return self._parameters()
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return self._table.entries
+
+    def choices(self) -> dict[str, Any]:
+        """The active features of the layers in which some are not, by the layer's full name."""
+        active = {
+            name: list(layer.active)
+            for name, layer in _feature_layers(self.chain)
+            if len(layer.active) < layer.inputs
+        }
+        return {_ACTIVE: active} if active else {}
+
+    def check_choices(self, choices: Mapping[str, Any]) -> None:
+        layers = dict(_feature_layers(self.chain))
+        for name, indices in choices.get(_ACTIVE, {}).items():
+            if name not in layers:
+                raise ValueError(
+                    f"{name!r} uses only the input features {indices} in what was saved, and in "
+                    f"this {type(self).__name__} it cannot leave features out: it must be a "
+                    "FeatureLinear, as in the linear models"
+                )
+            layers[name].checked(indices)
+
+    def take_choices(self, choices: Mapping[str, Any]) -> None:
+        active = choices.get(_ACTIVE, {})
+        for name, layer in _feature_layers(self.chain):
+            layer.active = active.get(name, range(layer.inputs))
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -396,6 +428,14 @@ class Model(ChainFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
         return trace_chain(self.chain, self._table, to_host(self.get_parameters()), x, shape)
 
 
+def _feature_layers(layer: Layer, name: str = "") -> Iterator[tuple[str, FeatureLinear]]:
+    """Yield (dotted name, layer) of each layer that can leave features out."""
+    if isinstance(layer, FeatureLinear):
+        yield name, layer
+    for child_name, child in layer.children.items():
+        yield from _feature_layers(child, f"{name}.{child_name}" if name else child_name)
+
+
 class SubModel(Model):
     """The layers ``layers[start:end]`` of a model, sharing its parameters.
 
@@ -404,12 +444,12 @@ class SubModel(Model):
     from the model, so that a stage of a pipeline can be dealt without the rest being made. Once a
     wrapper has taken its parameters, the model keeps the values that it had.
 
-    It has the model's loss where it ends where the model ends, and no loss otherwise.
+    It has the model's loss if it ends with the model's last layer, and no loss otherwise.
 
     Parameters
     ----------
     model : Model
-        Whose layers they are.
+        Model that has the layers.
     start, end : int
         First layer, and one past the last.
 

@@ -21,14 +21,14 @@ class ParameterVector:
     length : int
         Number of elements.
     dtype : numpy.dtype
-        Of the elements.
+        Dtype of the elements.
     initialize : callable
         ``initialize(start, out)`` writes the first values of the range that begins at ``start``
         into a host array.
     values : Array, optional
-        What it holds from the beginning, shape (length,); not a copy.
+        First values, shape (length,); they are not copied.
     device : Device
-        Where it is made.
+        Device on which it is made.
     """
 
     def __init__(

@@ -83,11 +83,11 @@ class ShardedOptimizerBase(ShardedTraining):
 
     @property
     def rank(self) -> int:
-        return self.backend.rank
+        return self._config.communication_backend.rank
 
     @property
     def world_size(self) -> int:
-        return self.backend.world_size
+        return self._config.communication_backend.world_size
 
     @property
     def steps(self) -> int:

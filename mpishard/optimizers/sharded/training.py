@@ -64,7 +64,7 @@ class ShardedTraining(ShardedOptimizerFiles):
     @property
     def _data_size(self) -> int:
         """Among how many ranks, or groups of ranks, a model that is wrapped here deals batches."""
-        return self.backend.world_size
+        return self._config.communication_backend.world_size
 
     def set_model(self, model: Any) -> None:
         """Name the model, plain or sharded, that `optimize` trains where its data has none.

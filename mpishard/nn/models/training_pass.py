@@ -1,78 +1,15 @@
-"""A chain of layers as a model uses it: its files, and a training pass through it."""
+"""A training pass through a chain of layers and a loss."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
 from mpishard.arrays import Array, array_namespace
-from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.composites import Sequential
-from mpishard.nn.layers.layer import Context, Layer
-from mpishard.nn.layers.linear import FeatureLinear
+from mpishard.nn.layers.layer import Context
 from mpishard.nn.layers.targets import GradientTargets
-from mpishard.sharding import ParameterEntry, ParameterTable
+from mpishard.sharding import ParameterTable
 
-__all__ = ["ChainFiles", "TrainingPass"]
-
-
-_ACTIVE = "active_features"
-
-
-class ChainFiles(PlainModelFiles):
-    """Serialisation of a chain of layers, with the active features of each `FeatureLinear`."""
-
-    chain: Sequential
-
-    @property
-    @abstractmethod
-    def parameter_table(self) -> ParameterTable:
-        """Where each parameter lies."""
-
-    @abstractmethod
-    def _parameters(self) -> Array:
-        """The flat vector itself."""
-
-    def _flat_vector(self) -> Array:
-        return self._parameters()
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return self.parameter_table.entries
-
-    def choices(self) -> dict[str, Any]:
-        """The active features of the layers in which some are not, by the layer's full name."""
-        active = {
-            name: list(layer.active)
-            for name, layer in _feature_layers(self.chain)
-            if len(layer.active) < layer.inputs
-        }
-        return {_ACTIVE: active} if active else {}
-
-    def check_choices(self, choices: Mapping[str, Any]) -> None:
-        layers = dict(_feature_layers(self.chain))
-        for name, indices in choices.get(_ACTIVE, {}).items():
-            if name not in layers:
-                raise ValueError(
-                    f"{name!r} uses only the input features {indices} in what was saved, and in "
-                    f"this {type(self).__name__} it cannot leave features out: it must be a "
-                    "FeatureLinear, as in the linear models"
-                )
-            layers[name].checked(indices)
-
-    def take_choices(self, choices: Mapping[str, Any]) -> None:
-        active = choices.get(_ACTIVE, {})
-        for name, layer in _feature_layers(self.chain):
-            layer.active = active.get(name, range(layer.inputs))
-
-
-def _feature_layers(layer: Layer, name: str = "") -> Iterator[tuple[str, FeatureLinear]]:
-    """Yield (dotted name, layer) of each layer that can leave features out."""
-    if isinstance(layer, FeatureLinear):
-        yield name, layer
-    for child_name, child in layer.children.items():
-        yield from _feature_layers(child, f"{name}.{child_name}" if name else child_name)
+__all__ = ["TrainingPass"]
 
 
 class TrainingPass:
@@ -83,7 +20,7 @@ class TrainingPass:
     chain : Sequential
         The layers.
     table : ParameterTable
-        Of their parameters.
+        Table of their parameters.
     vector : Array
         The parameters, shape (table.length,).
     loss : ILossFunction
@@ -91,7 +28,7 @@ class TrainingPass:
     x, y : Array
         A batch that layers and loss can take.
     context : Context
-        What random layers go by.
+        Source of randomness for random layers.
     """
 
     def __init__(
@@ -117,7 +54,7 @@ class TrainingPass:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the input's half of backward is done and the parameters' half is not."""
+        """True if the input's half of backward is done and the parameters' half is not."""
         return self._is_pending
 
     def gradients(self) -> Array:
@@ -134,7 +71,7 @@ class TrainingPass:
         return gradients
 
     def input_gradient(self) -> Array:
-        """The input's half: gradient of the mean loss in x's shape; None where x has none."""
+        """The input's half: gradient of the mean loss in x's shape; None if x has none."""
         self._is_pending = True
         if not self._weight:
             xp = array_namespace(self._vector)
