@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
-from mpishard.optimizers.loop.agreement import require_agreement
+from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.loop.features import describe_features
@@ -26,9 +26,6 @@ from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResu
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.loop.stopping import BestParameters, EarlyStopping
 from mpishard.optimizers.loop.user_state import UserState
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.sharded.training import ShardedTraining
 
 __all__ = ["TrainingRun"]
 
@@ -47,7 +44,7 @@ class TrainingRun:
 
     Parameters
     ----------
-    optimizer : ShardedTraining
+    optimizer : LoopOptimizer
         Bound to the model.
     model : ShardedModelBase
         What is trained.
@@ -65,7 +62,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        optimizer: ShardedTraining,
+        optimizer: LoopOptimizer,
         model: ShardedModelBase,
         data: OptimizationInputData,
         lengths: dict[str, list[int]],

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpishard.arguments import take_plain_fields
+from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.schedules import Exponential
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.loop.data import OptimizationInputData
 
 __all__ = ["AdamOptimizerOptions", "OptimizationAlgorithmOptions"]
 
