@@ -17,7 +17,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import take
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport
+from mpishard.models.engine.update import StepReport
 from mpishard.models.programs.program import Program
 from mpishard.models.wrapper.wrapping import program_of
 from mpishard.optimizers.loop.data import OptimizationInputData

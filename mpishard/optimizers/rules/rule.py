@@ -137,12 +137,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     @classmethod
     def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
-        """An optimizer with the options of the mirrored hierarchy, and their defaults.
+        """Return an optimizer with the options of the mirrored hierarchy, and their defaults.
 
         Parameters
         ----------
         options : OptimizationAlgorithmOptions
-            Rate, clipping, and when `optimize` ends where its data say nothing else.
+            Rate, clipping, and the end of `optimize` unless its data name an earlier one.
         **settings
             Arguments of the rule, which win over the options.
 
@@ -169,7 +169,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return made
 
     def needed_state(self) -> tuple[str, ...]:
-        """Names of the state vectors that these settings need."""
+        """Return the names of the state vectors that these settings need."""
         return self.state_names
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
@@ -224,12 +224,12 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         raise NotImplementedError(f"{type(self).__name__} has neither a body nor an update_all")
 
     def checked_rate(self, step: int) -> float:
-        """The rate of update ``step``, from 0, after a look at those of ``parameter_options``.
+        """Return the rate of update ``step``, from 0; check those of ``parameter_options``, too.
 
         Raises
         ------
         TypeError, ValueError
-            Where a schedule gives what is no rate.
+            If a schedule does not return a rate.
         """
         schedules = {"the schedule": self.learning_rate} | {
             f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
@@ -245,15 +245,15 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return self.rate(step)
 
     def clip_factor(self, gradient_norm: float) -> float:
-        """What the gradient is multiplied with to satisfy ``clip_global_norm``."""
+        """Return the factor of the gradient that satisfies ``clip_global_norm``."""
         if self.clip_global_norm is None or gradient_norm <= self.clip_global_norm:
             return 1.0
         return self.clip_global_norm / gradient_norm
 
     def get_options(self) -> Mapping[str, Any]:
-        """The settings: what ``__init__`` of the class and its bases takes and keeps by name.
+        """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
-        Other attributes are none: a rule may keep counts and records of its own.
+        Arguments of the bases count; other attributes, such as counts of a rule, do not.
         """
         given = (
             name
@@ -265,9 +265,9 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings as JSON knows them, to be compared between ranks and with a checkpoint.
+        """Return the settings for JSON, to compare them between ranks and with a checkpoint.
 
-        A schedule may be any function, so it stands there by its rates at some steps.
+        A schedule may be any function, so it is represented by its rates at some steps.
         """
         found: dict[str, Any] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():

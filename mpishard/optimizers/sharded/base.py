@@ -24,7 +24,7 @@ from mpishard.contracts import (
 )
 from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport
+from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.full_vector import agreed_vector
 from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
 from mpishard.optimizers.loop.data import OptimizationInputData

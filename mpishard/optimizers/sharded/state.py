@@ -11,7 +11,7 @@ from mpishard.arrays import Array
 from mpishard.checkpoint import Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport, Update
+from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.rules.ranges import (
     OwnedRange,
     ParameterCells,
