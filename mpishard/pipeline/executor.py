@@ -6,7 +6,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -250,7 +249,11 @@ class _Run:
         self._backend = backend
         self._first_tag = first_tag
         self._dtype = dtype
-        self._wanted = deque(self._wanted_of_others())
+        self._wanted = deque(
+            step.takes
+            for step in plan.steps
+            if step.takes is not None and plan.sender(step.takes) != backend.rank
+        )
         self._to_come = {link: deque(order) for link, order in plan.arrivals.items()}
         self._coming: dict[Flow, Transfer] = {}
         self._here: dict[Flow, Array] = {}
@@ -310,12 +313,6 @@ class _Run:
 
     # ---------------------------------------------------------------------------------- messages
 
-    def _wanted_of_others(self) -> Iterator[Flow]:
-        me = self._backend.rank
-        for step in self._plan.steps:
-            if step.takes is not None and self._plan.sender(step.takes) != me:
-                yield step.takes
-
     def _tag(self, flow: Flow) -> int:
         """One for each way into a stage; its messages come in the order they are sent in."""
         return self._first_tag + 2 * flow.stage + flow.is_gradient
@@ -358,17 +355,7 @@ class _Run:
             )
 
     def _give(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
-        """Hand a result on."""
-        taken_by = self._plan.rank_of[flow.stage]
-        self._require_announced(flow, array, virtual_stage)
-        assert array is not None
-        if taken_by == self._backend.rank:
-            self._here[flow] = array
-            return
-        message = array_namespace(array).ascontiguousarray(array)
-        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))
-
-    def _require_announced(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
+        """Hand a result on, if it is what the stage announced."""
         shape = self._stage.input_shape if flow.is_gradient else self._stage.output_shape
         expected = shape(virtual_stage, flow.micro_batch)
         if array is None or array.shape != expected or array.dtype != self._dtype:
@@ -377,3 +364,9 @@ class _Run:
                 f"{self._stage.describe(virtual_stage)} of rank {self._backend.rank} gave {got} as "
                 f"the {flow}; it announced {self._dtype.name}{list(expected)}"
             )
+        taken_by = self._plan.rank_of[flow.stage]
+        if taken_by == self._backend.rank:
+            self._here[flow] = array
+            return
+        message = array_namespace(array).ascontiguousarray(array)
+        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))
