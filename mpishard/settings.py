@@ -235,6 +235,16 @@ def pmix_rank() -> int:
     return int(value) if value.isdecimal() else 0
 
 
+def pmix_launcher() -> str | None:
+    """Name of the launcher that started this process, if ranks can reach it by PMIx alone."""
+    if "PMIX_NAMESPACE" not in os.environ or {"PMI_FD", "PMI_PORT", "PMI_SIZE"} & os.environ.keys():
+        return None
+    if is_slurm_step():
+        return "srun --mpi=pmix"
+    version = os.environ.get("OMPI_VERSION")
+    return f"Open MPI {version}" if version else "a PMIx launcher"
+
+
 def program_folders() -> list[Path]:
     """The folders of PATH."""
     return [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]

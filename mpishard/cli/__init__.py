@@ -1,4 +1,14 @@
-"""The command line: ``mpishard run``, ``doctor``, ``verify``, ``plan``, ``bench`` and more."""
+"""The command line: ``mpishard run``, ``doctor``, ``verify``, ``plan``, ``bench`` and more.
+
+Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script
+on N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
+plain training, ``bench/`` measures; ``plan.py`` simulates pipeline schedules; ``checkpoint.py``,
+``trace.py`` and ``plot.py`` read what a run has written. This file has the table of commands. A
+command is imported when it is called, so that ``mpishard run`` does not wait for models.
+
+Commands share ``tables.py``, ``wording.py`` and ``machine.py``. They may import those, ``run/``,
+and every other room of mpishard; they do not import each other.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +38,7 @@ _FOLDERS = {"run", "doctor", "verify", "bench"}
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is asked for: ``mpishard run`` does not wait for models."""
+    """Imports a command when it is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,7 +56,15 @@ class _Commands(TyperGroup):
             else:
                 holder.command(cmd_name, context_settings=_COMMANDS[cmd_name])(found)
             self.commands[cmd_name] = get_group(holder).commands[cmd_name]
+            _keep_summaries_whole(self.commands[cmd_name])
         return super().get_command(ctx, cmd_name)
+
+
+def _keep_summaries_whole(command: Any) -> None:
+    """Let lists of commands fold a summary: one that is not given would be cut to a line."""
+    command.short_help = (command.help or "").partition("\n\n")[0].replace("\n", " ")
+    for each in getattr(command, "commands", {}).values():
+        _keep_summaries_whole(each)
 
 
 app = typer.Typer(
@@ -56,17 +74,18 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def main() -> None:
-    """Entry point of the ``mpishard`` script."""
+    """Run the ``mpishard`` script."""
     app(prog_name="mpishard")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version  # brings a parser of mail
+        from importlib.metadata import PackageNotFoundError, version  # imports a parser of mail
 
         try:
             typer.echo(version("mpishard"))

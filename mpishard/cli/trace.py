@@ -11,7 +11,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mpishard.cli.run.command import HostsOption, RanksOption, ScriptArgument
+from mpishard.cli.run.command import (
+    HostsOption,
+    ModuleOption,
+    OversubscribeOption,
+    RanksOption,
+    ScriptArgument,
+)
 from mpishard.cli.run.prepared_job import prepare_job
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, milliseconds
@@ -42,11 +48,13 @@ FolderArgument = Annotated[
 def run(
     context: typer.Context,
     script: ScriptArgument,
-    ranks: RanksOption,
+    ranks: RanksOption = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the traces.", metavar="FOLDER")
     ] = Path("trace"),
+    module: ModuleOption = False,
     hosts: HostsOption = "",
+    oversubscribe: OversubscribeOption = False,
 ) -> None:
     """Run SCRIPT on N MPI ranks as `mpishard run` does, record it, merge and summarize.
 
@@ -54,7 +62,13 @@ def run(
     """
     folder = output.absolute()
     job = prepare_job(
-        "trace run", script, context.args, ranks, hosts, {"MPISHARD_TRACE": str(folder)}
+        "trace run",
+        [script, *context.args],
+        ranks,
+        hosts,
+        {"MPISHARD_TRACE": str(folder)},
+        is_module=module,
+        may_oversubscribe=oversubscribe,
     )
     with _said():
         folder.mkdir(parents=True, exist_ok=True)

@@ -307,10 +307,13 @@ def change_steps(monkeypatch):
     return arm
 
 
-def assert_ended(own, odd, what, name, call):
-    """That every rank's next call raises, and says what became of the world; return its seconds."""
+def assert_ended(own, odd, what, name, call, world=None):
+    """That every rank's next call raises, and says what became of the world; return its seconds.
+
+    The next is in ``world``, by default in ``own``; those after it are in ``own``.
+    """
     started = time.monotonic()
-    ended = after(own, call, BUSY_SECONDS)
+    ended = after(world or own, call, BUSY_SECONDS)
     seconds = time.monotonic() - started
     if own.rank == odd:
         assert type(ended) is CommunicationError
@@ -350,8 +353,6 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, case
     own.shutdown()
     count = int(backend.all_gather(np.array([len(waits)]))[odd])
     assert count > (0 if call is COLLECTIVES[name] else 1)
-    if name == "split":
-        count = 2  # all have come then, and it blocks: nobody could be told
     last = count if inside else count - 1
     points = sorted({0, min(1, last), min(2, last), last} if FULL else {min(1, last), last})
     took = []
@@ -372,6 +373,48 @@ def test_the_world_ends_on_every_process(backend, make_world, change_steps, case
     assert backend.all_reduce(np.ones(1))[0] == backend.world_size
 
 
+class StruckComm:
+    """A communicator; a signal comes as ``MPI_Comm_split`` is called, or as it has returned."""
+
+    def __init__(self, comm, when):
+        self._comm, self._when = comm, when
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def Split(self, *arguments):  # noqa: N802 - as mpi4py calls it
+        if self._when == "before":
+            signal.raise_signal(signal.SIGALRM)
+            sum(range(100))  # handlers run between two steps
+        made = self._comm.Split(*arguments)
+        if self._when == "after":
+            signal.raise_signal(signal.SIGALRM)
+        return made
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("of_group", [False, True], ids=["of the world", "of a group"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_no_rank_is_left_in_a_split_that_blocks(backend, make_world, when, of_group):
+    def ring(*_):
+        raise AlarmError
+
+    own, odd = make_world(), backend.world_size - 1
+    world = own.split(0) if of_group else own
+    world.barrier()
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        if own.rank == odd:
+            world._group.comm = StruckComm(world._group.comm, when)
+            with pytest.raises(AlarmError):
+                world.split(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    seconds = assert_ended(own, odd, "AlarmError", "split", COLLECTIVES["split"], world=world)
+    assert min(backend.all_gather(np.array([seconds]))) < 1
+    own.shutdown()
+
+
 @pytest.mark.mpi
 def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
     own = make_world()
@@ -386,7 +429,7 @@ def test_a_rank_that_leaves_after_it_tells_the_others(make_world, change_steps):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not FULL, reason="strikes at random moments: run with --full")
-@pytest.mark.parametrize("name", ["barrier", "allocate_shared", *IN_ROUNDS])
+@pytest.mark.parametrize("name", ["barrier", "allocate_shared", "split", *IN_ROUNDS])
 def test_an_alarm_of_the_script(backend, make_world, name):
     """It strikes wherever the rank is just then; between two calls it does no harm."""
     call = {**COLLECTIVES, **IN_ROUNDS}[name]

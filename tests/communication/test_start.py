@@ -167,6 +167,32 @@ def test_too_few_files_that_a_process_may_open(monkeypatch):
         check_machine("Open MPI v5.0.11")
 
 
+OF_OPEN_MPI = {"PMIX_NAMESPACE": "prterun-1", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2",
+               "OMPI_VERSION": "5.0.11"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "library", "words"),
+    [
+        (OF_OPEN_MPI, MPICH, "Open MPI 5.0.11 started this process, and mpi4py loads MPICH Ver"),
+        ({"PMIX_NAMESPACE": "x"}, MPICH, "a PMIx launcher started .*: start with `mpishard run`"),
+        (OF_OPEN_MPI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0",
+                        "SLURM_PROCID": "0"}, MPICH, "srun --mpi=pmix .* `srun --mpi=pmi2`, or"),
+        (OF_OPEN_MPI, f"{MPICH}\nMPICH configure: --with-pmix=/usr", ""),
+        (OF_OPEN_MPI | {"PMI_FD": "7"}, MPICH, ""),  # a Hydra with both
+        (OF_OPEN_MPI, "Open MPI v5.0.11", ""),
+    ],
+)  # fmt: skip
+def test_a_launcher_that_mpich_cannot_join(alone, variables, library, words):
+    for name, value in variables.items():
+        alone.setenv(name, value)
+    if words:
+        with pytest.raises(MPIUnavailableError, match=words):
+            check_machine(library)
+    else:
+        check_machine(library)
+
+
 # ------------------------------------------------------------------------- helpers of a rank
 
 

@@ -19,7 +19,7 @@ from mpishard.arrays import to_host
 from mpishard.communication import ProcessMesh, run_in_threads
 from mpishard.errors import PeerError
 from mpishard.models import HybridShardedModel, PipelineParallelModel, TensorParallelModel
-from mpishard.models.stores.vector_slice import placed_range
+from mpishard.models.stores.vector import placed_range
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import HybridShardedOptimizer
 from mpishard.sharding import ParameterEntry, ShardingConfiguration

@@ -32,7 +32,7 @@ def flip(model, name):
     """Flip one bit of this rank's copy of a parameter, of what it holds."""
     parameters = model.engine.parameters
     for piece, array in zip(parameters.held, parameters.owned(parameters.held), strict=True):
-        for region, values in model.engine.program.placement.cut([(piece.start, array)]):
+        for region, values in model.engine.placement.cut([(piece.start, array)]):
             if region.name == name:
                 values.view(np.uint8)[3] ^= 16
                 return

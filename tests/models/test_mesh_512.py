@@ -38,7 +38,7 @@ def test_a_cube_of_ranks_makes_the_step_of_one_process() -> None:
         optimizer = HybridShardedOptimizer(SGD(RATE, 0.9), config, *sizes)
         rows = slice(2 * model.data_rank, 2 * model.data_rank + 2)
         loss = optimizer.step(model, x[rows], y[rows])
-        held = model.engine.program.length
+        held = model.engine.layout.length
         return loss, held, model.gather_full_parameters(), model.mesh.coordinates_of(backend.rank)
 
     results = run_in_threads(SIZE**3, body, timeout=350)

@@ -114,7 +114,7 @@ def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_ba
     expected += cross_entropy_bytes(backend, model, micro_batches)
     assert found["tensor"] == expected
     # Reduce-scatter of gradients, all-gather of parameters: of what each rank holds.
-    own = model.engine.program.length * ITEM
+    own = model.engine.layout.length * ITEM
     together = int(backend.all_reduce(np.array([own]))[0]) // data  # of one replica
     assert found["data"] == 2 * (data - 1) * together
 
@@ -132,7 +132,7 @@ def test_fully_sharded_data_gathers_for_each_micro_batch(
     found = sent(backend, model, optimizer)
     data = mesh[2]
     kept = model.units[-1].length * ITEM if micro_batches == 1 else 0
-    own = model.engine.program.length * ITEM
+    own = model.engine.layout.length * ITEM
     own, kept = (backend.all_reduce(np.array([own, kept])) // data).tolist()
     assert found["data"] == micro_batches * (3 * (data - 1) * (own - kept) + 2 * (data - 1) * kept)
 
@@ -167,12 +167,10 @@ def test_tied_embeddings_add_one_all_reduce_of_their_gradient(backend: Any, mesh
 def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> None:
     model, _ = build(backend, mesh, data_parallel_strategy=strategy, micro_batch_count=2)
     pipeline, tensor, data = mesh
-    own = model.engine.program.length
+    own = model.engine.layout.length
     # A replica holds each element once, and what a tensor group does not split once on each.
     whole = model.parameter_count
-    split = sum(
-        held.entry.size for held in model.engine.program.placement.slices if held.is_counted
-    )
+    split = sum(held.entry.size for held in model.engine.placement.slices if held.is_counted)
     assert int(backend.all_reduce(np.array([split]))[0]) == whole * data
     shards = sum(ShardLayout(u.length, data).size(model.data_rank) for u in model.units)
     if data == 1:
@@ -184,7 +182,7 @@ def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> No
     for category, elements in expected.items():
         assert model.memory.held(category) == elements * ITEM
     # Whole on each rank of a tensor group: norms, positions and what row-split layers add.
-    names = {held.entry.name for held in model.engine.program.placement.slices}
+    names = {held.entry.name for held in model.engine.placement.slices}
     whole_on_all = sum(
         entry.size
         for entry in model.parameter_entries

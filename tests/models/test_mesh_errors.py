@@ -319,7 +319,11 @@ def test_one_rank_that_fails_is_everyones_error(world_size: int, mesh: Any, wher
         model, optimizer = build(backend, mesh)
         optimizer.step(model, *batch(model))
         program = model.engine.program
-        if backend.rank == 0 if where == "forward" else program.speaks and model.data_rank == 0:
+        if (
+            backend.rank == 0
+            if where == "forward"
+            else program.replica.speaks and model.data_rank == 0
+        ):
             chain = program.chains[-1]
             calls = [0]
             name = "backward" if where == "backward" else "forward"

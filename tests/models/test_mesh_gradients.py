@@ -125,7 +125,7 @@ def test_gradients_are_applied_and_the_last_one_is_told(
     pieces = [
         (start, stop)
         for piece in model.engine.pieces.owned
-        for start, stop in model.engine.program.placement.ranges(piece.start, piece.stop)
+        for start, stop in model.engine.placement.ranges(piece.start, piece.stop)
     ]
     told = optimizer.last_computed_gradients
     close(told, np.concatenate([expected[a:b] for a, b in pieces] or [expected[:0]]))

@@ -84,7 +84,7 @@ def idle() -> Iterator[None]:
     issue = backend._issue
 
     def keep(self: Any, call: Any, steps: Any, in_flight: Any = None) -> Work:
-        self._called = None
+        self._session.called = None
         return IdleWork(self, call, steps, issue)
 
     def watched(name: str) -> Any:

@@ -98,7 +98,7 @@ def test_what_a_rank_does_not_speak_for_it_reads_and_does_not_write(strategy, mo
         model = ms.as_distributed(ms.nn.MLP([3, 4, 2], seed=0), backend, strategy)
         optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, strategy)
         optimizer.bind(model)
-        whole = model.engine.program.placement
+        whole = model.engine.placement
         slices = [
             Slice(held.entry, held.boxes, is_counted=not held.entry.name.endswith("bias"))
             for held in whole.slices

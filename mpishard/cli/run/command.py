@@ -10,19 +10,35 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.prepared_job import prepare_job
 
-__all__ = ["HostsOption", "RanksOption", "ScriptArgument", "run"]
+__all__ = [
+    "HostsOption",
+    "ModuleOption",
+    "OversubscribeOption",
+    "RanksOption",
+    "ScriptArgument",
+    "run",
+]
 
 ScriptArgument = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="SCRIPT [ARGS]...", help="Python script; what follows it is the script's own."
+        metavar="SCRIPT [ARGS]...", help="Python script, and the arguments that it gets."
     ),
 ]
-RanksOption = Annotated[int, typer.Option("-n", help="Number of ranks.", metavar="N")]
+RanksOption = Annotated[
+    int | None,
+    typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False),
+]
+ModuleOption = Annotated[
+    bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")
+]
+OversubscribeOption = Annotated[
+    bool, typer.Option("--oversubscribe", help="Allow more than 8 ranks for each core.")
+]
 HostsOption = Annotated[
     str,
     typer.Option(
-        help="Machines to run on, each with the ranks that it takes if not all alike.",
+        help="Machines to run on; SLOTS is the number of ranks of one.",
         metavar="HOST[:SLOTS],...",
     ),
 ]
@@ -31,33 +47,34 @@ HostsOption = Annotated[
 def run(
     context: typer.Context,
     script: ScriptArgument,
-    ranks: RanksOption,
+    ranks: RanksOption = None,
+    module: ModuleOption = False,
     hosts: HostsOption = "",
+    oversubscribe: OversubscribeOption = False,
     log_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep what each rank prints in DIR/rank-<r>.log, and its call log; of a restart, "
-            "in DIR/restart-<k>.",
+            help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a "
+            "restart in DIR/restart-<k>.",
         ),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[=VALUE]",
-            help="A variable for the ranks on all machines; may be repeated.",
+            help="Set a variable for the ranks on all machines; may be repeated.",
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(metavar="K", help="Start a job that fails again, K times at most."),
+        typer.Option(metavar="K", help="Restart a job that fails, at most K times."),
     ] = 0,
     min_ranks: Annotated[
         int | None,
         typer.Option(
             metavar="M",
-            help="Restart with fewer ranks, M or more, if hosts cannot be reached any more. "
-            "Default: N.",
+            help="Restart with fewer ranks, M or more, if hosts are lost. Default: N.",
             show_default=False,
         ),
     ] = None,
@@ -65,30 +82,32 @@ def run(
         str,
         typer.Option(
             metavar="abort|shrink",
-            help="Whether the job ends with a rank that is lost, or the others may go on without "
-            'it: for scripts that ask for on_failure="shrink", under Open MPI.',
+            help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
+            'ask for on_failure="shrink", under Open MPI.',
         ),
     ] = "abort",
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
-    Takes the mpiexec that belongs to the MPI library that mpi4py loads, or srun inside a SLURM
-    allocation. Ends with the exit code of the rank that failed first, and names it.
+    Starts the ranks with the mpiexec that belongs to the MPI library that mpi4py loads, or with
+    srun inside a SLURM allocation. The exit code is that of the rank that failed first, which is
+    named.
 
-    With --max-restarts a job that fails is started again, after 1 second, and after 2, 4, .. 30
-    if starts in a row lasted less than a minute; the script goes on from its checkpoint, as
-    optimize(checkpoint=FOLDER) does by itself, and finds the number of restarts in
-    MPISHARD_RESTART. Not restarted are: Ctrl-C, SIGTERM or SIGHUP to this command, exit code 130,
-    75 (preempted), and 2 before init (usage). The exit code is that of the last start; the
-    first failure is reported again as the root cause.
+    --max-restarts starts a failed job again, after 1 second, and after 2, 4, .. 30 seconds if
+    starts in a row lasted less than a minute. optimize(checkpoint=FOLDER) then goes on from the
+    last checkpoint; MPISHARD_RESTART is the number of restarts. A job is not restarted after
+    Ctrl-C, SIGTERM or SIGHUP to this command, or exit code 130, 75 (preempted), or 2 before init
+    (usage). The exit code is that of the last start; the first failure is reported again as the
+    root cause.
     """
     try:
         job = prepare_job(
             "run",
-            script,
-            context.args,
+            [script, *context.args],
             ranks,
             hosts,
+            is_module=module,
+            may_oversubscribe=oversubscribe,
             user_variables=env or (),
             log_folder=log_dir,
             max_restarts=max_restarts,

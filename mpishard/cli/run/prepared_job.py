@@ -11,12 +11,14 @@ from pathlib import Path
 import typer
 
 from mpishard import settings
+from mpishard.cli.machine import usable_cores
 from mpishard.cli.run.hosts import Host, parse_hosts
 from mpishard.cli.run.job import Job
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import find_launcher, loaded_library
 from mpishard.cli.run.log_folder import check_log_folder, held_log_folder, prepare_log_folder
 from mpishard.cli.run.lost_hosts import allocated_hosts, find_lost_hosts
+from mpishard.cli.run.program import python_arguments
 from mpishard.cli.run.rank_environment import RankEnvironment, parse_variables, variables_for_ranks
 from mpishard.cli.run.restarts import Restarts
 from mpishard.cli.wording import counted
@@ -24,6 +26,8 @@ from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 __all__ = ["PreparedJob", "own_log_folder", "prepare_job"]
+
+_RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,33 +91,36 @@ class PreparedJob:
 
 def prepare_job(
     name: str,
-    script: Path,
-    arguments: Sequence[str],
-    ranks: int,
+    words: Sequence[str],
+    ranks: int | None,
     hosts: str,
     variables: Mapping[str, str] | None = None,
     *,
+    is_module: bool = False,
+    may_oversubscribe: bool = False,
     user_variables: Sequence[str] = (),
     log_folder: Path | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
     on_failure: str = "abort",
 ) -> PreparedJob:
-    """Look at all that a command asks of a job that runs ``script``, and start nothing.
+    """Check all that a command asks of a job, and start nothing.
 
-    The ranks find ``variables`` in their environment, and ``user_variables``, each a name or
-    ``NAME=VALUE``. With ``log_folder`` each rank's output and call log are kept there. Where it
-    fails it is started again, ``max_restarts`` times at most, on ``min_ranks`` or more. With
-    ``on_failure="shrink"`` ranks may outlive each other.
+    ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
+    in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
+    and call log are kept in ``log_folder``. If the job fails it is started again, ``max_restarts``
+    times at most, on ``min_ranks`` or more. With ``on_failure="shrink"`` ranks may outlive each
+    other.
 
     Raises
     ------
     typer.Exit
-        With code 2 if it cannot start; ``mpishard <name>`` has said why.
+        With code 2 if it cannot start, after printing the reason.
     """
     folder = None if log_folder is None else log_folder.absolute()
     try:
-        _check(script, ranks)
+        ranks = _checked_ranks(ranks, words)
+        program = python_arguments(words, is_module)
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
@@ -122,12 +129,14 @@ def prepare_job(
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
+        if not (may_oversubscribe or machines or launcher.is_slurm):
+            _check_cores(ranks)
         added = variables_for_ranks(launcher, max((h.slots for h in machines), default=ranks))
         environment = RankEnvironment({**added, **(variables or {})}, chosen)
         job = Job(
             f"mpishard {name}",
             launcher,
-            [sys.executable, "-u", str(script), *arguments],
+            [sys.executable, "-u", *program],
             environment.variables(),
             environment.passed_on(to_other_machines=bool(machines)),
             folder,
@@ -142,11 +151,24 @@ def prepare_job(
     return PreparedJob(job, ranks, machines, max_restarts, min_ranks, ", ".join(said))
 
 
-def _check(script: Path, ranks: int) -> None:
+def _checked_ranks(ranks: int | None, words: Sequence[str]) -> int:
+    if ranks is None:
+        misplaced = {"-n", "-np"}.intersection(words)
+        where = f"{min(misplaced)} stands behind the script, which gets it" if misplaced else ""
+        example = "give the number of ranks before the script: -n 4 SCRIPT"
+        raise ValueError(f"{where}: {example}" if where else example)
     if ranks < 1:
         raise ValueError(f"a job has at least one rank, got -n {ranks}")
-    if not script.is_file():
-        raise ValueError(f"there is no script {script}")
+    return ranks
+
+
+def _check_cores(ranks: int) -> None:
+    cores = usable_cores()
+    if ranks > _RANKS_PER_CORE * cores:
+        raise ValueError(
+            f"-n {ranks} is more than {_RANKS_PER_CORE} ranks for each of "
+            f"{counted(cores, 'usable core')}: --oversubscribe allows that"
+        )
 
 
 def _check_restarts(most: int, min_ranks: int | None, ranks: int, has_hosts: bool) -> None:

@@ -56,7 +56,7 @@ from mpishard.communication.tracing.recorder import (
     current_recorder,
 )
 from mpishard.communication.tracing.session import stop_recording
-from mpishard.errors import CommunicationError, NotInitializedError
+from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
 from mpishard.logs import set_up_logging
 
 __all__ = ["CommunicationBackend", "refuse_other_message"]
@@ -102,7 +102,6 @@ class CommunicationBackend(ABC):
         self._is_root = True  # and was not split off another world
         self._heir = None
         self._sequence = 0
-        self._called: Call | None = None  # numbered, and not issued yet
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
         self._pending: deque[CollectiveWork] = deque()
@@ -667,13 +666,24 @@ class CommunicationBackend(ABC):
             raise ValueError(f"color must be 0 or more, or None; got {color}")
         order = self.rank if key is None else as_integer("key", key)
         call = self._call(Kind.SPLIT, None)
-        member = self._issue(call, self._steps_split(call, color, order)).wait()
+        work = self._issue(call, self._steps_split(call, color, order))
+        session = self._session
+        session.called = (
+            call  # until this rank has its group: an exception ends the world till then
+        )
+        try:
+            member = work.wait()
+        except MpishardError:
+            session.called = None
+            raise
         if member is not None:
             member._is_root, member._session = False, self._session
             member.group = f"{self.group}/{call.sequence}.{color}"
             member.check_collectives = self.check_collectives
             member.label = "a new group"
             member.initialize()
+        session.called = None
+        if member is not None:
             if member._world_ranks is None:
                 mine = np.array([self.world_ranks[self.rank]])
                 member._world_ranks = tuple(member.all_gather(mine).tolist())
@@ -1173,10 +1183,12 @@ class CommunicationBackend(ABC):
         if not session.lock.acquire(blocking=False):
             raise self._refuse_thread()
         try:
-            session.thread = threading.get_ident()
-            if self._called is not None:
+            if session.called is not None:
+                if session.thread != threading.get_ident():
+                    raise self._refuse_thread()
                 # An exception struck between the last call's number and its first step.
-                self._break(in_call(self._called, self.label), InterruptedError())
+                self._break(in_call(session.called, session.label), InterruptedError())
+            session.thread = threading.get_ident()
             if session.broken is not None:
                 self._tell_of_break()
                 raise session.broken
@@ -1186,7 +1198,8 @@ class CommunicationBackend(ABC):
                 out_rows=out_rows,
             )  # fmt: skip
             (session.status or self.status).record(call, self.label, sys._getframe(1))
-            self._sequence, self._called = call.sequence, call
+            self._sequence = call.sequence
+            session.called, session.label = call, self.label
         finally:
             self._session.lock.release()
         return call
@@ -1214,7 +1227,7 @@ class CommunicationBackend(ABC):
             work.call = call
             self._pending.append(work)
             work.advance()
-            self._called = None
+            self._session.called = None
             self._forget_done()
         finally:
             self._session.lock.release()

@@ -41,6 +41,10 @@ class Session:
         """The rank's own page of the flight recorder; there from `initialize` on."""
         self.broken: CommunicationError | None = None
         """The error of every call after one that was cut off; None while all is well."""
+        self.called: Call | None = None
+        """The collective that is numbered and has made no step, or the split that is under way."""
+        self.label = ""
+        """The name of the world of `called`."""
         self.lock = threading.RLock()
         """Held by the thread that communicates just now."""
         self.thread = 0

@@ -38,6 +38,7 @@ from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
 from mpishard.communication.mpi.job import IN_INIT, Job, library_files
 from mpishard.communication.mpi.library import (
+    call_uninterrupted,
     check_launched_world,
     leave_mpi_running,
     load_mpi,
@@ -163,7 +164,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 rings = self._comm.allgather(job.take_ring())
                 with job.making_group():
                     self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
-            self._sequence, self._called = 0, None
+            self._sequence = 0
             self._pending.clear()
         group = self._group
         self._messages = Messages(group, self.world_ranks)
@@ -393,13 +394,15 @@ class MPICommunicationBackend(CommunicationBackend):
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
         # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
-        # rank may be missing that an exception has cut off in its wait for the headers.
+        # rank may be missing that an exception has cut off in its wait for the headers. A rank
+        # that has come to the second fence calls it, whatever strikes: others may be in it then.
         yield Condition(lambda: self._pending[0].call is call)
         with job.making_group():
             job.tidy()
         yield group.exchange.fence()
+        work = self._pending[0]
         with self._blocked_in(call), job.making_group():
-            comm = group.comm.Split(mine, place)
+            comm = call_uninterrupted(self._mpi, lambda: self._split_together(work, mine, place))
             if color is None:
                 return None
             data, request = comm.Idup()
@@ -411,6 +414,15 @@ class MPICommunicationBackend(CommunicationBackend):
         rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
         child._group = child._make_group(comm, data, rings)
         return child
+
+    def _split_together(self, work: Work, color: int, place: int) -> Any:
+        """MPI_Comm_split, when every rank has come to it; a rank that was cut off never does."""
+        job, group = self._joined()
+        fence = group.exchange.fence()
+        backoff = Backoff(job.crowded, lambda: self._look_round(work))
+        while not fence.test():
+            backoff.pause()
+        return group.comm.Split(color, place)
 
     @in_turn
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:

@@ -31,6 +31,7 @@ from mpishard.layout import ShardLayout
 __all__ = ["IN_INIT", "Job", "library_files"]
 
 _NOTICE_SECONDS = 0.2
+_SPIN_SECONDS = 2e-3
 _DOZE_SECONDS = 1e-3
 
 IN_INIT = "in init() for the other ranks to call it"
@@ -236,12 +237,11 @@ class Job:
             group.leave()
         flush_output()
         start = time.monotonic()
-        polls = 0
         while sum(not group.has_left() for group in groups):
             self.progress()
             self.stir()
-            polls += 1
-            if polls < 1000:
+            # By time: on a busy machine a hundred yields take seconds.
+            if time.monotonic() - start < _SPIN_SECONDS:
                 yield_processor()
                 continue
             time.sleep(_DOZE_SECONDS)

@@ -5,10 +5,13 @@ mpi4py is imported here and nowhere else.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import os
 import sys
+import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +22,11 @@ from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
-    "START_SECONDS", "check_launched_world", "check_machine", "finalize_mpi", "launcher_name",
-    "leave_mpi_running", "load_mpi", "not_launched_error",
+    "START_SECONDS", "call_uninterrupted", "check_launched_world", "check_machine", "finalize_mpi",
+    "launcher_name", "leave_mpi_running", "load_mpi", "not_launched_error",
 ]  # fmt: skip
 
+_POLL_SECONDS = 0.1
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
@@ -68,7 +72,8 @@ def load_mpi() -> ModuleType:
         Where mpi4py or the MPI library that it needs is not installed.
     """
     try:
-        if (settings.launched_world_size() or 1) > 1 and "mpi4py.MPI" not in sys.modules:
+        launched = settings.pmix_launcher() or (settings.launched_world_size() or 1) > 1
+        if launched and "mpi4py.MPI" not in sys.modules:
             return _start_under_watch()
         from mpi4py import MPI
     except MPIUnavailableError:
@@ -116,6 +121,46 @@ def _start_under_watch() -> ModuleType:
     return MPI
 
 
+def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
+    """Return ``call()``, which no exception of a signal handler cuts off.
+
+    Python runs signal handlers on the main thread alone, so another thread makes the call. An
+    exception that strikes the main thread meanwhile is raised when the call is over.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        return call()
+    begun, over = threading.Lock(), threading.Lock()
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        if begun.acquire(blocking=False):
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it
+                errors.append(error)
+            over.release()
+
+    over.acquire()
+    struck: BaseException | None = None
+    try:
+        _thread.start_new_thread(run, ())
+    except BaseException as error:
+        if begun.acquire(blocking=False):
+            raise  # the thread, if there is one, makes no call any more
+        struck = error
+    while not results and not errors:
+        try:  # around a loop of its own: handlers also run when a loop begins again
+            while not results and not errors:
+                over.acquire(timeout=_POLL_SECONDS)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            struck = error
+    if struck is not None or errors:
+        raise struck or errors[0]
+    return results[0]
+
+
 def finalize_mpi(mpi: Any, process: int) -> None:
     """End MPI with the process that started it, and not with one that this forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -150,10 +195,11 @@ def _initialize(mpi: Any, rc: Any) -> None:
 
 
 def check_machine(library: str) -> None:
-    """Refuse a machine on which this MPI library would die in MPI_Init, before it is called.
+    """Refuse a launcher or machine on which this MPI library would die in MPI_Init.
 
-    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is small, full or read-only;
-    every library does if it runs out of file descriptors.
+    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is small, full or read-only,
+    and if the launcher speaks PMIx and the library was not built for it, as the one of Open MPI
+    and MPICH's wheel. Every library dies if it runs out of file descriptors.
 
     Parameters
     ----------
@@ -163,10 +209,17 @@ def check_machine(library: str) -> None:
     Raises
     ------
     MPIUnavailableError
-        Naming what is short, and the setting.
+        Naming what is short or does not fit, and the fix.
     """
     ranks = settings.launched_local_size() or 1
     is_mpich = library.startswith("MPICH Version")
+    launcher = settings.pmix_launcher()
+    # The version names the options of the build: one for PMIx has its name among them.
+    if is_mpich and launcher is not None and "pmix" not in library.lower():
+        raise MPIUnavailableError(
+            f"{launcher} started this process, and mpi4py loads {_family(library)}, which cannot "
+            f"join a job of it. Mend: start with {_fitting_launcher('`srun --mpi=pmi2`')}"
+        )
     if short := _short_descriptors(ranks) or (_short_memory(ranks) if is_mpich else ""):
         raise MPIUnavailableError(f"MPI cannot start on this machine: {short}")
 
@@ -255,14 +308,23 @@ def check_launched_world(world_size: int, library: str) -> None:
     if world_size > 1 or launched <= 1:
         return
     variable = settings.launcher_variable()
-    # srun speaks to an MPI library through a plugin, and by default often through none.
-    slurm = "`srun --mpi=pmi2` (`srun --mpi=list` names others), or " * settings.is_slurm_step()
-    family = " ".join(library.partition("\n")[0].split())
     raise MPIUnavailableError(
         f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
-        f"the MPI library that mpi4py loads is another one ({family}) and sees a world of one. "
-        f"Each process would train alone. Mend: start with {slurm}`mpishard run`, which takes the "
-        "mpiexec that belongs to the library, or with that mpiexec by its full path (it lies "
-        "beside python where MPI was installed as a wheel); or install an mpi4py that is built "
-        "for the launcher's MPI"
+        f"the MPI library that mpi4py loads is another one ({_family(library)}) and sees a world "
+        "of one. Each process would train alone. Mend: start with "
+        + _fitting_launcher("`srun --mpi=pmi2` (`srun --mpi=list` names others)")
+    )
+
+
+def _family(library: str) -> str:
+    """The first line of a library's version, which names it."""
+    return " ".join(library.partition("\n")[0].split())
+
+
+def _fitting_launcher(srun: str) -> str:
+    # srun speaks to an MPI library through a plugin, and by default often through none.
+    return f"{srun}, or " * settings.is_slurm_step() + (
+        "`mpishard run`, which takes the mpiexec that belongs to the library, or with that mpiexec "
+        "by its full path (it lies beside python where MPI was installed as a wheel); or install "
+        "an mpi4py that is built for the launcher's MPI"
     )

@@ -18,7 +18,7 @@ from mpishard.models.engine.round import Round
 from mpishard.models.engine.step import StepReport, Update
 from mpishard.models.engine.update_pieces import UpdatePieces
 from mpishard.models.programs.leaves import GradientLeaves
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
 from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -30,7 +30,7 @@ from mpishard.sharding import ShardingConfiguration, pieces_within
 __all__ = ["Engine"]
 
 Rule = Callable[[list[Update], StepReport], None]
-Batch = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
+Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 
 class Engine:
@@ -94,8 +94,10 @@ class Engine:
         self._make_gradients = make_gradients
         self.state_layout = state_layout
         self._stage = stage
-        self.replicas = Replicas(parameters, policy, is_on_mesh=program.is_on_mesh)
-        self.round = Round(config, parameters.backend, program.replicas(config))
+        self.replica = program.replica
+        self.placement = program.vector.placement
+        self.replicas = Replicas(parameters, policy, is_on_mesh=program.replica.is_on_mesh)
+        self.round = Round(config, parameters.backend, program.replica.members)
         in_leaves = config.gradient_leaves is not None
         self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
         self.freeze(program.frozen)
@@ -114,7 +116,7 @@ class Engine:
             Where nothing would be left to train.
         """
         self.round.require_none("what is trained cannot change")
-        whole = self.program.placement.entries
+        whole = self.placement.entries
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
@@ -128,13 +130,13 @@ class Engine:
         Over all ranks, of which each brings what it has of the parameters that it updates; what
         several hold alike counts once.
         """
-        placement = self.program.placement
+        placement = self.placement
         if not placement.is_whole:
             counted = {held.entry.name for held in placement.slices if held.is_counted}
             for place, entry in enumerate(placement.entries):
                 if entry.name not in counted:
                     vector[place] = 0
-        owners = self.program.owners(self._config, shards_state=self.policy.shards_state)
+        owners = self.replica.owners(shards_state=self.policy.shards_state)
         return vector if owners is None else owners.all_reduce(vector)
 
     def step(
@@ -182,7 +184,7 @@ class Engine:
         if self.leaves is not None:
             self.leaves.require(self._config, accumulates=self.round.accumulates)
         try:
-            self.program.require_one_batch("step", x, y, everywhere=True)
+            self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
                 return self._step(batches, rule, settings, is_local=is_local)
@@ -192,7 +194,7 @@ class Engine:
 
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
-    ) -> list[Batch]:
+    ) -> list[Part]:
         """What this rank computes, one after the other. Collective, where ranks must be asked."""
         if self.leaves is not None:
             return self.leaves.cut(x, y, sample_start)
@@ -203,7 +205,7 @@ class Engine:
 
     def _step(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[Part],
         rule: Rule,
         settings: int,
         *,
@@ -260,7 +262,7 @@ class Engine:
         """
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
-        placement = self.program.placement
+        placement = self.placement
         trained = [
             gradient[e.start : e.stop] for e in placement.entries
             if e.name not in self.program.frozen
@@ -335,9 +337,8 @@ class Engine:
             compresses=gradients is self.gradients and self._config.enable_gradient_compression,
         )  # fmt: skip
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
-        total, weight = self.program.train(
-            self.parameters, gradients, x, y, loss or self.loss, context
-        )
+        batch = Batch(x, y, loss or self.loss, context)
+        total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
         return total, weight
 
@@ -369,7 +370,7 @@ class Engine:
         layout = self.gradients.layout
         sink = ReplicatedGradients(layout)
         everywhere = self.policy.shards_parameters
-        self.program.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
+        self.replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
             total, weight = self._pass(
                 inputs, targets, sink, is_first=True, is_last=False, loss=loss
@@ -382,11 +383,11 @@ class Engine:
                 if e.name not in self.program.frozen
             ]  # fmt: skip
             pieces = pieces_within(layout.pieces(sharded=False), ranges)
-            full = array_namespace(full).zeros(self.program.length, full.dtype)
+            full = array_namespace(full).zeros(self.layout.length, full.dtype)
             for piece, values in zip(pieces, sink.local(pieces), strict=True):
                 full[piece.start : piece.stop] = values
-        total, weight = self.program.tell(total, weight)
-        full = self.program.assemble(full)
+        total, weight = self.replica.tell(total, weight)
+        full = self.program.vector.assemble(full, layout)
         if weight:
             full /= weight
             total /= weight
@@ -396,7 +397,7 @@ class Engine:
         """Outputs for this rank's inputs. Collective where parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
-        self.program.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
+        self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
         with self._leaving_no_unit():
             return self.program.predict(self.parameters, inputs)
 
@@ -417,8 +418,8 @@ class Engine:
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
         if self.loss is None:
-            context = Context(training=False)
-            return self.program.forward(self.parameters, inputs, targets, None, context)[:2]
+            batch = Batch(inputs, targets, None, Context(training=False))
+            return self.program.forward(self.parameters, batch)[:2]
         return self.program.measure(self.loss, self.predict(x), targets)
 
     def synchronize_replicas(self) -> None:
@@ -434,7 +435,7 @@ class Engine:
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
         self.layout.device.use()
-        placement = self.program.placement
+        placement = self.placement
         self.parameters.take(lambda start, out: placement.take(full, start, out))
         self.replicas.are_equal()
         self.changed()
@@ -454,13 +455,13 @@ class Engine:
         """All parameters in layer order, a new array on every rank. Collective."""
         self.layout.device.use()
         with self._leaving_no_unit():
-            return self.program.gather(self.parameters)
+            return self.program.vector.gather(self.parameters)
 
     def gather_on(self, root: int) -> Array | None:
         """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
         self.layout.device.use()
         with self._leaving_no_unit():
-            return self.program.gather_on(
+            return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters
             )
 

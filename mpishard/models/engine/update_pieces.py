@@ -57,8 +57,8 @@ class UpdatePieces:
         owned = counted = trained(own)
         if leaves is not None:
             counted = leaves.count_in(trained(every), owned)
-        elif not program.placement.is_whole:
-            counted = pieces_within(owned, program.placement.counted_ranges)
+        elif not program.vector.placement.is_whole:
+            counted = pieces_within(owned, program.vector.placement.counted_ranges)
         return cls(own, owned, owned if policy.shards_state else trained(every), counted)
 
     def to_write(self, program: Program) -> tuple[Piece, ...]:
@@ -68,10 +68,10 @@ class UpdatePieces:
         """
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
-        if program.placement.is_whole:
+        if program.vector.placement.is_whole:
             return mine
         return tuple(
             Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
             for piece in mine
-            for part in pieces_within([piece], program.placement.written_ranges)
+            for part in pieces_within([piece], program.vector.placement.written_ranges)
         )

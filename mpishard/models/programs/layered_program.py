@@ -16,11 +16,13 @@ from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.devices import HOST
 from mpishard.errors import MissingLossError
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.replica import Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.vector import ModelVector
 from mpishard.nn.layers.layer import Context, KeyValueCache
-from mpishard.sharding import Unit, build_units
+from mpishard.sharding import Placement, build_units
 
 __all__ = ["LayeredProgram", "held_whole"]
 
@@ -52,10 +54,15 @@ class LayeredProgram(Program):
         Structure, first parameters and loss.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
+    world : CommunicationBackend
+        All ranks.
     """
 
-    def __init__(self, model: ILayeredModel, minimum_unit_size: int) -> None:
+    def __init__(
+        self, model: ILayeredModel, minimum_unit_size: int, world: CommunicationBackend
+    ) -> None:
         self._model = model
+        self.replica = Replica(world)
         self._minimum_unit_size = minimum_unit_size
         self._input_shape = model.get_all_layer_info()[0].input_shape
         self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
@@ -64,12 +71,14 @@ class LayeredProgram(Program):
         self.is_random = any(layer.is_random for layer in model.layers)
         self.seed = int(getattr(model, "seed", 0))
         self._hold()
-        self.freeze(frozenset(e.name for e in self.placement.entries if not e.trainable))
+        entries = self.vector.placement.entries
+        self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
     def _hold(self) -> None:
         """Lay out what this rank computes: `units`, `kept`, `entries` and the chains."""
         held = held_whole(self._model, self._minimum_unit_size)
         self.units, self.entries = held.units, tuple(held.entries)
+        self.vector = ModelVector(Placement.whole(self.entries))
         self.kept = held.reused | {held.units[-1].index}
         self._chains = [LayerChain(held, 0, len(held.layers), self.kept)]
 
@@ -78,10 +87,13 @@ class LayeredProgram(Program):
         for chain in self._chains:
             chain.freeze(names, self.frozen_units)
 
-    def description(self) -> str:
+    def structure(self) -> str:
+        return super().structure() + self._kinds()
+
+    def _kinds(self) -> str:
         layers = [type(layer).__name__ for layer in self._model.layers]
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return f"{super().description()} {layers} {json.dumps(choices, sort_keys=True)}"
+        return f" {layers} {json.dumps(choices, sort_keys=True)}"
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
@@ -125,8 +137,8 @@ class LayeredProgram(Program):
             self._output_shapes[sample] = output
         return self._output_shapes[sample]
 
-    def fill(self, unit: Unit, out: Array) -> None:
-        self._model.fill_parameters(unit.start, out)
+    def fill(self, start: int, out: Array) -> None:
+        self._model.fill_parameters(start, out)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self._model.release_parameters(holder)
@@ -137,7 +149,9 @@ class LayeredProgram(Program):
 
     def copy(self) -> tuple[Program, Any]:
         model = self._copied_model()
-        return self._copied(LayeredProgram(model, self._minimum_unit_size)), model
+        return self._copied(
+            LayeredProgram(model, self._minimum_unit_size, self.replica.world)
+        ), model
 
     def _copied_model(self) -> Any:
         # What layers choose, such as the features in use, is the copy's own.
@@ -158,19 +172,12 @@ class LayeredProgram(Program):
         chain.let_go(parameters)
         return y[:, -1]
 
-    def forward(
-        self,
-        parameters: ParameterStore,
-        x: Array,
-        y: Array,
-        loss: ILossFunction | None,
-        context: Context,
-    ) -> tuple[float, float, Any]:
-        assert loss is not None
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+        assert batch.loss is not None
         (chain,) = self._chains
-        prediction, activations = chain.forward(parameters, x, context)
-        total, weight, of_loss = loss.forward(prediction, y)
-        return total, weight, [activations, loss, of_loss]
+        prediction, activations = chain.forward(parameters, batch.x, batch.context)
+        total, weight, of_loss = batch.loss.forward(prediction, batch.y)
+        return total, weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved

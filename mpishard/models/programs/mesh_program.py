@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,17 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.contracts import ILayeredModel
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
-from mpishard.models.programs.one_batch import require_one_batch
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.programs.stage_run import StageRun
 from mpishard.models.stores.gradient_store import GradientStore
-from mpishard.models.stores.mesh_vector import MeshVector
 from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.vector import MeshVector, ModelVector
 from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
@@ -30,7 +29,6 @@ from mpishard.pipeline import (
     PipelineRecord,
 )
 from mpishard.pipeline.plan import most_saved
-from mpishard.sharding import Placement, ShardingConfiguration, Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
 __all__ = ["MeshChoices", "MeshProgram"]
@@ -92,8 +90,11 @@ class MeshProgram(LayeredProgram):
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
-        super().__init__(model, minimum_unit_size)
-        self._vector = MeshVector(self.mesh, self._placement)
+        super().__init__(model, minimum_unit_size, self.mesh.world)
+        self.replica = MeshReplica(
+            self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
+        )
+        self.vector = MeshVector(self.vector.placement, self.mesh)
         self._tie_groups = self._meet_in_ties()
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
@@ -121,7 +122,7 @@ class MeshProgram(LayeredProgram):
         layout = self._lay_out(sequence_parallel=self.choices.sequence_parallel)
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
-        self._placement = layout.placement
+        self.vector = ModelVector(layout.placement)
         self.shared_units = layout.shared_units()
         self._shared = layout.shared
         self._splits_output = layout.splits_output
@@ -153,43 +154,21 @@ class MeshProgram(LayeredProgram):
         )  # fmt: skip
         return [range(s.start - start + first, s.stop - start + first) for s in segments]
 
-    is_on_mesh = True
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
-
     @property
     def _classes(self) -> int:
         """Size of the output's last dim, where it is split."""
         return self._model.get_all_layer_info()[-1].output_shape[-1]
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank tells its replica's loss: one rank of the last stage does."""
-        return self._has_output and self.mesh.tensor_rank == 0
-
-    @property
     def _has_output(self) -> bool:
         return self.stage_count - 1 in self.stages_here
 
-    def axis(self, config: ShardingConfiguration) -> CommunicationBackend:
-        return self.mesh.data
-
-    def owners(
-        self, config: ShardingConfiguration, *, shards_state: bool
-    ) -> CommunicationBackend | None:
-        return self.mesh.world if shards_state else self.mesh.replica
-
-    def tell(self, total: float, weight: float) -> tuple[float, float]:
-        told = self.mesh.replica.all_reduce(np.array([total, weight]))
-        return float(told[0]), float(told[1])
-
     def structure(self) -> str:
         choices = self.choices
-        names = [(e.name, e.shape) for e in self._placement.entries]
-        return repr((
-            names, self.mesh.sizes, self.mesh.order, choices.schedule.name, len(self.stages_here),
+        names = [(e.name, e.shape) for e in self.vector.placement.entries]
+        return self._kinds() + repr((
+            names, sorted(self.frozen), self.mesh.sizes, self.mesh.order, choices.schedule.name,
+            len(self.stages_here),
             choices.micro_batch_count, choices.stages, choices.sequence_parallel,
             self._minimum_unit_size,
         ))  # fmt: skip
@@ -237,28 +216,17 @@ class MeshProgram(LayeredProgram):
             )
         return shape
 
-    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
-        require_one_batch(self.mesh, call, x, y, everywhere=everywhere)
-
-    def replicas(self, config: ShardingConfiguration) -> Sequence[Sequence[int]]:
-        return self.mesh.replicas
-
     def train(
-        self,
-        parameters: ParameterStore,
-        gradients: GradientStore,
-        x: Array,
-        y: Array,
-        loss: ILossFunction | None,
-        context: Context,
+        self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
     ) -> tuple[float, float]:
+        loss = batch.loss
         assert loss is not None
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
-        run = StageRun(self, parameters, x, context, gradients, y, loss)
+        run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         self._add_ties(gradients)
-        return (run.total, run.weight) if self.speaks else (0.0, 0.0)
+        return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         run = StageRun(self, parameters, x, Context(training=False))
@@ -326,37 +294,15 @@ class MeshProgram(LayeredProgram):
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
 
-    # ------------------------------------------------------------------------- the whole vector
-
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend) -> None:
-        self._vector.deal(parameters, world, self._model.fill_parameters)
-        self.deal_constants(world)
-
-    def gather(self, parameters: ParameterStore) -> Array:
-        full = self._vector.gather(parameters, self.device, None)
-        assert full is not None
-        return full
-
-    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
-        return self._vector.gather(parameters, self.device, root)
-
-    def assemble(self, own: Array) -> Array:
-        return self._vector.assemble(own, self.device)
-
     def finish_local(self, gradients: GradientStore) -> None:
         """Add up the copies of shared parameters in a gradient that is not reduced."""
         for index, name in self.shared_units.items():
             if name in self._tie_groups and index not in self.frozen_units:
                 self._tie_groups[name].all_reduce(gradients.gradient(self.units[index]))
 
-    def fill(self, unit: Unit, out: Array) -> None:
-        raise NotImplementedError("a mesh deals by layers of the model: see deal()")
-
     def copy(self) -> tuple[Program, Any]:
         program = copy.copy(self)
         program._model = self._copied_model()
         program._hold()
+        program.vector = self.vector
         return self._copied(program), program._model
-
-    def give_back(self, gather: Callable[[], Array]) -> None:
-        self._model.reclaim_parameters(gather())

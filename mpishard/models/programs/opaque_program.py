@@ -9,15 +9,17 @@ from typing import Any
 
 from mpishard.arguments import adapter_hint
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
 from mpishard.errors import MissingMemberError
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.replica import Replica
 from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layers.layer import Context
-from mpishard.sharding import ParameterEntry, Unit, build_units
+from mpishard.models.stores.vector import ModelVector
+from mpishard.sharding import ParameterEntry, Placement, build_units
 
 __all__ = ["OpaqueProgram"]
 
@@ -34,11 +36,13 @@ class OpaqueProgram(WholeProgram):
         Has ``get_parameters``, ``set_parameters``, and ``compute_gradients`` or
         ``compute_loss_and_gradients``; may have a ``parameter_table``, which names parts of the
         vector.
+    world : CommunicationBackend
+        All ranks.
     """
 
     computes_in_place = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, world: CommunicationBackend) -> None:
         for member in ("get_parameters", "set_parameters"):
             _member(model, member)
         if not hasattr(model, "compute_loss_and_gradients"):
@@ -69,6 +73,8 @@ class OpaqueProgram(WholeProgram):
                 f"{sum(entry.size for entry in self.entries)} elements and get_parameters() "
                 f"{vector.size}"
             )
+        self.replica = Replica(world)
+        self.vector = ModelVector(Placement.whole(self.entries))
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
     def check(self, x: Any) -> Any:
@@ -87,8 +93,8 @@ class OpaqueProgram(WholeProgram):
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
 
-    def fill(self, unit: Unit, out: Array) -> None:
-        copy_into(out, self._model.get_parameters())
+    def fill(self, start: int, out: Array) -> None:
+        copy_into(out, self._model.get_parameters()[start : start + int(out.size)])
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self.changed(parameters)
@@ -99,7 +105,7 @@ class OpaqueProgram(WholeProgram):
 
     def copy(self) -> tuple[Program, Any]:
         model = copy.deepcopy(self._model)
-        return self._copied(OpaqueProgram(model)), model
+        return self._copied(OpaqueProgram(model, self.replica.world)), model
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units
@@ -112,14 +118,8 @@ class OpaqueProgram(WholeProgram):
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return _member(self._model, "predict")(x)
 
-    def forward(
-        self,
-        parameters: ParameterStore,
-        x: Array,
-        y: Array,
-        loss: ILossFunction | None,
-        context: Context,
-    ) -> tuple[float, float, Any]:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+        x, y, loss = batch.x, batch.y, batch.loss
         if len(x) == 0:
             return 0.0, 0.0, None
         own_loss = loss is None or loss is self.default_loss
@@ -139,12 +139,12 @@ class OpaqueProgram(WholeProgram):
             mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
         require_plain(gradient)
         shape = getattr(gradient, "shape", None)
-        if shape != (self.length,):
+        if shape != (self.units[0].length,):
             raise ValueError(
                 f"{type(self._model).__name__} returned "
                 + (f"a gradient of shape {shape}" if shape is not None
                    else f"a {type(gradient).__name__} as its gradient")
-                + f" for {self.length} parameters"
+                + f" for {self.units[0].length} parameters"
             )  # fmt: skip
         return self._mean(mean) * len(x), float(len(x)), (gradient, len(x))
 

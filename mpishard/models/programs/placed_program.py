@@ -13,12 +13,13 @@ from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.replica import Replica
 from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layers.layer import Context
-from mpishard.sharding import ParameterEntry, Unit, build_units, owned_pieces
+from mpishard.models.stores.vector import ModelVector
+from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
 
 __all__ = ["IPlaceableModel", "PlacedProgram"]
 
@@ -119,15 +120,21 @@ class PlacedProgram(WholeProgram):
         Computes.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`. The parameters of one module are a layer.
+    world : CommunicationBackend
+        All ranks.
     """
 
     computes_in_place = True
 
-    def __init__(self, model: IPlaceableModel, minimum_unit_size: int) -> None:
+    def __init__(
+        self, model: IPlaceableModel, minimum_unit_size: int, world: CommunicationBackend
+    ) -> None:
         self._model = model
+        self.replica = Replica(world)
         self._minimum_unit_size = minimum_unit_size
         self.dtype = model.dtype
         self.entries = tuple(model.parameter_entries)
+        self.vector = ModelVector(Placement.whole(self.entries))
         layers = groupby(self.entries, lambda entry: entry.name.rpartition(".")[0])
         self.units = build_units(
             [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
@@ -153,8 +160,8 @@ class PlacedProgram(WholeProgram):
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or self._model.has_own_loss
 
-    def fill(self, unit: Unit, out: Array) -> None:
-        self._model.fill_parameters(unit.start, out)
+    def fill(self, start: int, out: Array) -> None:
+        self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         for index, raw in enumerate(self._model.constants()):
@@ -179,25 +186,19 @@ class PlacedProgram(WholeProgram):
         self._model.reclaim_parameters(gather())
 
     def copy(self) -> tuple[Program, Any]:
-        model = self._model.with_parameters(np.empty(self.length, self.dtype))
-        return self._copied(PlacedProgram(model, self._minimum_unit_size)), model
+        model = self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
+        program = PlacedProgram(model, self._minimum_unit_size, self.replica.world)
+        return self._copied(program), model
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)
 
-    def forward(
-        self,
-        parameters: ParameterStore,
-        x: Array,
-        y: Array,
-        loss: ILossFunction | None,
-        context: Context,
-    ) -> tuple[float, float, Any]:
-        if len(x) == 0:
+    def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
+        if len(batch.x) == 0:
             return 0.0, 0.0, None
-        if loss is None and not context.training:
-            return *self._model.own_loss(x, y), None
-        return self._model.forward_pass(x, y, loss)
+        if batch.loss is None and not batch.context.training:
+            return *self._model.own_loss(batch.x, batch.y), None
+        return self._model.forward_pass(batch.x, batch.y, batch.loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)

@@ -111,7 +111,8 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         say_what_is_ignored(self._config, program.device)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
-        program.deal(self.engine.parameters, self.backend)
+        program.vector.deal(self.engine.parameters, self.backend, program.fill)
+        program.deal_constants(self.backend)
         self._take_over()
 
     def _program(self) -> Program:
@@ -227,11 +228,11 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     @property
     def parameter_entries(self) -> tuple[ParameterEntry, ...]:
         """Name, shape and start of each parameter; of a black box one, called "parameters"."""
-        return self.engine.program.placement.entries
+        return self.engine.placement.entries
 
     @property
     def parameter_count(self) -> int:
-        return self.engine.program.placement.length
+        return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
         """What the wrapped model says, and how it is sharded."""
@@ -357,7 +358,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         pieces = engine.pieces.updated
         for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
             target = owned
-            part = engine.program.placement.part(vector, piece.start, piece.stop)
+            part = engine.placement.part(vector, piece.start, piece.stop)
             target -= rate * beside(part, target)
         if engine.policy.shards_state:
             engine.parameters.publish(engine.pieces.published)

@@ -46,7 +46,7 @@ def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
     """
     parameters = engine.parameters
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
-    if is_shared_by_all and not engine.program.is_on_mesh:
+    if is_shared_by_all and not engine.replica.is_on_mesh:
         return 0
     own = {_key(region): (region, crc) for region, crc in _checksums(engine)}
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
@@ -69,7 +69,7 @@ def _checksums(engine: Engine) -> list[tuple[Region, int]]:
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
-    regions = engine.program.placement.cut((piece.start, array) for piece, array in held)
+    regions = engine.placement.cut((piece.start, array) for piece, array in held)
     return [(region, zlib.crc32(_bits(array).data)) for region, array in regions]
 
 

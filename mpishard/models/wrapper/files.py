@@ -154,7 +154,7 @@ class ShardedModelFiles(ICheckpointableModel, IParameterizable):
     def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
         owned = self.engine.parameters.owned(pieces)
         parts = [(p.start, values) for p, values in zip(pieces, owned, strict=True)]
-        return {"parameters": self.engine.program.placement.cut(parts, written=written)}
+        return {"parameters": self.engine.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Where the checkpoint came from, for those who read it."""

@@ -34,7 +34,7 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
         For another length, before anything is communicated; on every rank for vectors, or rates,
         that differ.
     """
-    length, dtype = engine.program.placement.length, engine.layout.dtype
+    length, dtype = engine.placement.length, engine.layout.dtype
     array_namespace(vector)
     if vector.shape != (length,):
         raise ValueError(f"{name}: expected a vector of shape ({length},), got {vector.shape}")

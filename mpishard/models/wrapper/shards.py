@@ -84,7 +84,7 @@ class Shards(IShardedModel):
 
         One per unit; on a mesh, where columns of a matrix are no one range, as few as it takes.
         """
-        placement = self.engine.program.placement
+        placement = self.engine.placement
         if placement.is_whole:
             if not self.engine.policy.shards_parameters:
                 return ((0, self.parameter_count),)

@@ -57,7 +57,7 @@ class WrappedMembers(IFullModel):
 
         On a mesh, where a rank's units are of its own parameters, all come at once.
         """
-        if self.engine.program.is_on_mesh:
+        if self.engine.replica.is_on_mesh:
             yield self.engine.gather()
             return
         store = self.engine.parameters

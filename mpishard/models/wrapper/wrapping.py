@@ -74,11 +74,12 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
         For a black box that lacks a member, or whose parameters are no floating vector.
     """
     _require_parameters(model)
+    world = config.communication_backend
     if isinstance(model, ILayeredModel):
-        return LayeredProgram(model, config.minimum_parameter_group_size)
+        return LayeredProgram(model, config.minimum_parameter_group_size, world)
     if isinstance(model, IPlaceableModel):
-        return PlacedProgram(model, config.minimum_parameter_group_size)
-    return OpaqueProgram(model)
+        return PlacedProgram(model, config.minimum_parameter_group_size, world)
+    return OpaqueProgram(model, world)
 
 
 def require_free(model: Any) -> None:
@@ -164,13 +165,10 @@ def require_same_on_all_ranks(
         On every rank, with the choices that differ, or each rank's number of parameters and units.
     """
     backend, choices = config.communication_backend, shared_choices(config)
-    structure = program.structure().encode()
-    manner = f"{strategy}/{program.dtype.name}/{program.device.kind}/{program.description()}"
-    manner += str(choices)
-    placement = program.placement
-    units = 0 if program.is_on_mesh else len(program.units)
-    mine = [placement.length, units, zlib.crc32(structure)]
-    mine.append(zlib.crc32(manner.encode()))
+    structure = f"{strategy}/{program.dtype.name}/{program.device.kind}/{choices}"
+    structure += program.structure()
+    units = 0 if program.replica.is_on_mesh else len(program.units)
+    mine = [program.vector.placement.length, units, zlib.crc32(structure.encode())]
     everyone = backend.all_gather(np.array([mine]))
     if (everyone == everyone[0]).all():
         return
@@ -219,7 +217,7 @@ def build_engine(
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
     layout = StoreLayout(
-        program.units, program.kept, program.dtype, program.axis(config), MemoryLedger(),
+        program.units, program.kept, program.dtype, program.replica.data, MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
     offload = Offload.of(config, device)

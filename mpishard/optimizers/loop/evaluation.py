@@ -67,7 +67,7 @@ def evaluate(
         Keep the outputs for this rank's samples, in host memory.
     """
     engine, backend = model.engine, model.backend
-    speaks = engine.program.speaks  # of ranks that compute the same samples one counts
+    speaks = engine.replica.speaks  # of ranks that compute the same samples one counts
     nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
     # With leaves each is measured alone, so that every world finds the same loss.

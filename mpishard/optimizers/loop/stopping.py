@@ -128,7 +128,7 @@ class BestParameters:
 
     def _regions(self, *, written: bool = False) -> Pieces:
         parts = [(p.start, self._vector[p.in_shard]) for p in self._pieces]
-        return {self.KIND: self._engine.program.placement.cut(parts, written=written)}
+        return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Nothing beside the array: the loop's position has the rest."""

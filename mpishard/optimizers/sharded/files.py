@@ -68,7 +68,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         engine = model.engine
         tensors = gather_state(
             self.backend, self._state, engine.pieces.to_write(engine.program),
-            engine.program.placement,
+            engine.placement,
             _not_among(self._frozen, model),
         )  # fmt: skip
         rule = self._optimizer
@@ -112,7 +112,7 @@ class ShardedOptimizerFiles(ICheckpointableModel, IShardedOptimizer):
         saved, self._awaiting = self._awaiting, None
         if saved is not None:
             engine = model.engine
-            saved.fill(self._state, engine.pieces.updated, engine.program.placement)
+            saved.fill(self._state, engine.pieces.updated, engine.placement)
             self._go_on(model, saved.steps, saved.settings)
 
     def _go_on(self, model: ShardedModelBase, steps: int, settings: Mapping[str, Any]) -> None:

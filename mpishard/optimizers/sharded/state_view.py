@@ -49,7 +49,7 @@ class StateView:
         return self._regions(self.engine.pieces.updated)
 
     def _regions(self, pieces: Sequence[Piece]) -> Pieces:
-        placement = self.engine.program.placement
+        placement = self.engine.placement
         return {
             f"optimizer/{self.rule}/{name}": placement.cut(
                 (p.start, vector[p.in_shard]) for p in pieces

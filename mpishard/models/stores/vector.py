@@ -1,0 +1,299 @@
+"""How the model's flat vector is laid out over the ranks: dealt, gathered and put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import numpy as np
+
+from mpishard.arrays import Array, copy_into, to_host
+from mpishard.communication import CommunicationBackend, ProcessMesh
+from mpishard.layout import ShardLayout
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, whole_box
+from mpishard.sharding.regions import Region, blocks_of
+
+__all__ = ["MeshVector", "ModelVector", "RangeVector", "placed_range"]
+
+Fill = Callable[[int, Array], None]
+"""``fill(start, out)`` writes the range of the model's vector that begins at ``start``."""
+
+
+class ModelVector:
+    """The flat vector of a model that every rank computes all of: each unit is dealt to all ranks.
+
+    Parameters
+    ----------
+    placement : Placement
+        Part of the model's vector that is this rank's own flat vector: here all of it.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+        """Give every rank the values of world rank 0. Collective. No rank holds two full units."""
+        units = parameters.layout.units
+        is_root = world.rank == 0
+        full = np.empty(max(u.length for u in units) if is_root else 0, parameters.layout.dtype)
+        for unit in units:
+            values = None
+            if is_root:
+                values = full[: unit.length]
+                fill(unit.start, values)
+            parameters.fill(unit, values)
+
+    def gather(self, parameters: ParameterStore) -> Array:
+        """The model's vector, a new array on every rank. Collective."""
+        layout = parameters.layout
+        full = layout.device.namespace.empty(layout.length, layout.dtype)
+        for unit in layout.units:
+            full[unit.start : unit.stop] = parameters.unshard(unit)
+            parameters.reshard(unit)
+        return full
+
+    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+        """As `gather`, on world rank ``root`` alone: each unit's pieces travel to it."""
+        layout = parameters.layout
+        full = None
+        if layout.backend.rank == root:
+            full = layout.device.namespace.empty(layout.length, layout.dtype)
+        pieces = layout.pieces(sharded=is_sharded)
+        for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
+            values = layout.backend.gather(owned, root=root) if is_sharded else owned
+            if full is not None:
+                copy_into(full[piece.unit.start : piece.unit.stop], values)
+        return full
+
+    def assemble(self, own: Array, layout: StoreLayout) -> Array:
+        """The model's vector, if ``own`` is each rank's part of it. Collective."""
+        return own
+
+
+class RangeVector(ModelVector):
+    """The vector of a black box on a mesh: each rank of a replica owns a range, as one unit.
+
+    Ranks that differ only in their data coordinate own the same range. The ranges of a replica's
+    ranks, a tensor rank's part of its pipeline rank's part, lie end to end in the order of ranks.
+
+    Parameters
+    ----------
+    entries : sequence of ParameterEntry
+        The model's parameters.
+    mesh : ProcessMesh
+        The ranks.
+
+    Attributes
+    ----------
+    start, stop : int
+        This rank's range.
+    dealt : Array or None
+        All values that `deal` has sent, until somebody takes them.
+    """
+
+    def __init__(self, entries: Sequence[ParameterEntry], mesh: ProcessMesh) -> None:
+        stage = ShardLayout(entries[-1].stop, mesh.pipeline_size)
+        part = ShardLayout(stage.size(mesh.pipeline_rank), mesh.tensor_size)
+        self.start = stage.start(mesh.pipeline_rank) + part.start(mesh.tensor_rank)
+        self.stop = self.start + part.size(mesh.tensor_rank)
+        super().__init__(placed_range(entries, self.start, self.stop))
+        self.dealt: Array | None = None
+        self._mesh = mesh
+
+    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+        full = np.empty(self.placement.length, parameters.layout.dtype)
+        if world.rank == 0:
+            fill(0, full)
+        world.broadcast(full, root=0)
+        for unit in parameters.layout.units:  # one, or none
+            own = full[self.start : self.stop]
+            parameters.fill(unit, own if self._mesh.data_rank == 0 else None)
+        self.dealt = full
+
+    def gather(self, parameters: ParameterStore, out: Array | None = None) -> Array:
+        with self._own_values(parameters) as own:
+            return self._mesh.replica.all_gather(own, out=out)
+
+    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+        pipeline, tensor, data = self._mesh.coordinates_of(root)
+        if data != self._mesh.data_rank:
+            return None
+        with self._own_values(parameters) as own:
+            return self._mesh.replica.gather(own, root=pipeline * self._mesh.tensor_size + tensor)
+
+    def assemble(self, own: Array, layout: StoreLayout) -> Array:
+        return self._mesh.replica.all_gather(own)
+
+    @contextmanager
+    def _own_values(self, parameters: ParameterStore) -> Iterator[Array]:
+        layout = parameters.layout
+        if not layout.units:
+            yield layout.device.namespace.empty(0, layout.dtype)
+        for unit in layout.units:
+            yield parameters.unshard(unit)
+            parameters.reshard(unit)
+
+
+def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Placement:
+    """The placement of a rank whose own flat vector is the range ``[start, stop)`` of the model's.
+
+    Examples
+    --------
+    >>> entries = [ParameterEntry("w", (2, 3), 0), ParameterEntry("b", (3,), 6)]
+    >>> slices = placed_range(entries, 2, 7).slices
+    >>> [(held.entry.name, held.entry.start, held.boxes) for held in slices]
+    [('w', 0, (((0, 1), (2, 3)), ((1, 2), (0, 3)))), ('b', 4, (((0, 1),),))]
+    """
+    slices = []
+    for entry in entries:
+        low, high = max(start, entry.start), min(stop, entry.stop)
+        if low < high:
+            own = ParameterEntry(entry.name, (high - low,), low - start, entry.trainable)
+            part = Region(entry.name, whole_box(entry.shape), low - entry.start, high - entry.start)
+            slices.append(Slice(own, tuple(box for box, _ in blocks_of(part))))
+    return Placement(entries, slices)
+
+
+class MeshVector(ModelVector):
+    """The vector of a layered model on a mesh: dealt and put together layer by layer.
+
+    Collective to make: the ranks of a replica tell each other their placements.
+
+    Parameters
+    ----------
+    placement : Placement
+        This rank's part.
+    mesh : ProcessMesh
+        The ranks.
+    """
+
+    def __init__(self, placement: Placement, mesh: ProcessMesh) -> None:
+        super().__init__(placement)
+        self._mesh = mesh
+        self._of_replica = _exchange(mesh.replica, placement)
+        layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
+        self._layers = [tuple(entries) for _, entries in layers]
+
+    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
+        layout = parameters.layout
+        begins = self._mesh.data_rank == 0
+        buffers: dict[int, Array] = {}
+        missing = {unit.index: unit.length for unit in layout.units}
+        for entries in self._layers:
+            start, stop = entries[0].start, entries[-1].stop
+            values = np.empty(stop - start, layout.dtype)
+            if world.rank == 0:
+                fill(start, values)
+            world.broadcast(values, root=0)
+            moved = [ParameterEntry(e.name, e.shape, e.start - start, e.trainable) for e in entries]
+            part = Placement(moved, _slices_in(self.placement, entries))
+            for held in part.slices:
+                unit, place = _place_of(layout.units, held)
+                if begins:
+                    if unit.index not in buffers:
+                        buffers[unit.index] = np.empty(unit.length, layout.dtype)
+                    part.take(values, held.entry.start, buffers[unit.index][place])
+                missing[unit.index] -= held.entry.size
+                if not missing[unit.index]:
+                    parameters.fill(unit, buffers.pop(unit.index, None))
+
+    def gather(self, parameters: ParameterStore) -> Array:
+        full = self._collect(self._reader(parameters), parameters.layout, None)
+        assert full is not None
+        return full
+
+    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+        return self._collect(self._reader(parameters), parameters.layout, root)
+
+    def assemble(self, own: Array, layout: StoreLayout) -> Array:
+        full = self._collect(lambda s: own[s.entry.start : s.entry.stop], layout, None)
+        assert full is not None
+        return full
+
+    def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
+        def read(held: Slice) -> Array:
+            unit, place = _place_of(parameters.layout.units, held)
+            values = parameters.unshard(unit)[place].copy()
+            parameters.reshard(unit)
+            return values
+
+        return read
+
+    def _collect(
+        self, read: Callable[[Slice], Array], layout: StoreLayout, root: int | None
+    ) -> Array | None:
+        xp = layout.device.namespace
+        replica = self._mesh.replica
+        wants, local_root = True, 0
+        if root is not None:
+            pipeline, tensor, data = self._mesh.coordinates_of(root)
+            wants = self._mesh.data_rank == data
+            local_root = pipeline * self._mesh.tensor_size + tensor
+        receives = wants and root in (None, self._mesh.world.rank)
+        full = xp.empty(self.placement.length, layout.dtype) if receives else None
+        for entries in self._layers:
+            # Every replica unshards, because that takes all ranks of a data group.
+            held_here = _slices_in(self.placement, entries)
+            own = [read(held) for held in held_here if held.is_counted]
+            if not wants:
+                continue
+            mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
+            if root is None:
+                together = replica.all_gather(mine)
+            else:
+                together = replica.gather(mine, root=local_root)
+            if full is None:
+                continue
+            position = 0
+            for placement in self._of_replica:
+                for held in _slices_in(placement, entries):
+                    if held.is_counted:
+                        values = together[position : position + held.entry.size]
+                        placement.put(values, held.entry.start, full)
+                        position += held.entry.size
+        return full
+
+
+def _slices_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[Slice]:
+    """What a rank holds of these parameters, in the model's order."""
+    places = {entry.name: place for place, entry in enumerate(entries)}
+    found = [held for held in placement.slices if held.entry.name in places]
+    return sorted(found, key=lambda held: places[held.entry.name])
+
+
+def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
+    """The unit of a slice, and the slice's range in it."""
+    start, stop = held.entry.start, held.entry.stop
+    unit = next(u for u in units if u.start <= start and stop <= u.stop)
+    return unit, slice(start - unit.start, stop - unit.start)
+
+
+def _exchange(replica: CommunicationBackend, placement: Placement) -> list[Placement]:
+    """What each rank of the replica holds, by rank. Collective."""
+    mine = [
+        [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
+        for held in placement.slices
+    ]
+    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    lengths = replica.all_gather(np.array([len(text)])).tolist()
+    raw = to_host(replica.all_gather(text.copy())).tobytes()
+    found = []
+    position = 0
+    for length in lengths:
+        slices = [
+            Slice(
+                ParameterEntry(name, tuple(shape), start),
+                tuple(tuple((low, high) for low, high in box) for box in boxes),
+                is_counted,
+            )
+            for name, shape, start, boxes, is_counted in json.loads(
+                raw[position : position + length]
+            )
+        ]
+        found.append(Placement(placement.entries, slices))
+        position += length
+    return found

@@ -1,0 +1,116 @@
+"""``mpishard run``: words that users of mpirun type, and what is meant by them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mpishard.cli import app
+from mpishard.cli.machine import usable_cores
+from mpishard.cli.run.program import python_arguments
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with scripts of these names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "train_gpt.py", "app/__main__.py", "parts/a.py", "package/job.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "is_module", "arguments"),
+    [
+        (["train.py", "--lr", "3"], False, ["train.py", "--lr", "3"]),
+        (["python", "train.py", "-x"], False, ["train.py", "-x"]),
+        (["python3.11", "-W", "error", "train.py"], False, ["-W", "error", "train.py"]),
+        (["python3", "-m", "package.job"], False, ["-m", "package.job"]),
+        ([f"{Path(sys.executable).parent}/python", "train.py"], False, ["train.py"]),
+        (["package.job", "-n", "3"], True, ["-m", "package.job", "-n", "3"]),
+        (["json.tool"], True, ["-m", "json.tool"]),
+        (["app"], False, ["app"]),
+    ],
+)
+def test_what_is_meant_is_run(words: list[str], is_module: bool, arguments: list[str]) -> None:
+    assert python_arguments(words, is_module) == arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "is_module", "message"),
+    [
+        (["trian.py"], False, "there is no script trian.py; did you mean train.py"),
+        (["train"], False, "there is no script train; did you mean train.py"),
+        (["nowhere/zzz.py"], False, "there is no script nowhere/zzz.py$"),
+        (["python", "trian.py"], False, "there is no script trian.py; did you mean train.py"),
+        (["python"], False, "there is no script after python"),
+        (["parts"], False, r"parts is a folder without __main__.py; did you mean parts/a.py\?"),
+        (["no_such.module"], True, "-m no_such.module: there is no module no_such, here or on"),
+        (["/opt/other/bin/python3", "train.py"], False,
+         r"ranks run in \S+, not in /opt/other/bin/python3: leave it out, or start"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told_with_what_is_alike(
+    words: list[str], is_module: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        python_arguments(words, is_module)
+
+
+def refused(*words: str) -> str:
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2, ended.output
+    return " ".join(ended.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu", "-n", "2"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["bench", "stp"], "No such command 'stp'. Did you mean 'step'?"),
+        (["run", "--max-restart", "3", "train.py"], "Possible options: --max-restarts"),
+        (["run", "train.py"], "give the number of ranks before the script: -n 4 SCRIPT"),
+        (["run", "train.py", "-n", "2"], "-n stands behind the script, which gets it: give the"),
+        (["run", "-np", "0", "train.py"], "a job has at least one rank, got -n 0"),
+        (["trace", "run", "-np", "2", "trian.py"], "did you mean train.py?"),
+    ],
+)
+def test_commands_and_flags(words: list[str], message: str) -> None:
+    assert message in refused(*words)
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["bench"], ["bench", "step"], ["trace", "run"]])
+def test_the_help_has_a_short_name(command: list[str]) -> None:
+    ended = CliRunner().invoke(app, [*command, "-h"])
+    assert ended.exit_code == 0
+    assert ended.output.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["bench"], ["trace"], ["checkpoint"]])
+def test_summaries_are_not_cut(command: list[str]) -> None:
+    lines = CliRunner().invoke(app, [*command, "--help"]).output.splitlines()
+    assert not [line for line in lines[1:] if line.endswith("...")]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
+    pytest.importorskip("mpi4py")
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    many = 8 * usable_cores() + 1
+    assert "ranks for each of" in refused("run", "-n", str(many), "train.py")
+    started: list[int] = []
+    monkeypatch.setattr(
+        "mpishard.cli.run.prepared_job.PreparedJob.run",
+        lambda self: started.append(self.ranks) or 0,
+    )
+    for words in (["-n", str(many - 1)], ["-n", str(many), "--oversubscribe"]):
+        ended = CliRunner().invoke(app, ["run", *words, "train.py"])
+        assert ended.exit_code == 0, ended.output
+    assert started == [many - 1, many]
