@@ -232,6 +232,7 @@ def pmix_launcher() -> str | None:
     """Name of the launcher that started this process, if ranks can reach it by PMIx alone."""
     if "PMIX_NAMESPACE" not in os.environ or {"PMI_FD", "PMI_PORT", "PMI_SIZE"} & os.environ.keys():
         return None
+    # Slurm sets PMIX variables as well, and its own name helps the user more.
     if is_slurm_step():
         return "srun --mpi=pmix"
     version = os.environ.get("OMPI_VERSION")

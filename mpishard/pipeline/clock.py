@@ -292,6 +292,7 @@ class _Clock:
         self._forward_waiters: dict[int, int] = {}
         self._backward_waiters: dict[int, int] = {}
         self._timed: list[list[TimedOperation]] = [[] for _ in orders]
+        # Ranks that may advance. A rank that waits is put back by the rank that it waits for.
         self._runnable = deque(range(len(orders)))
 
     def run(self) -> tuple[tuple[TimedOperation, ...], ...]:
@@ -323,6 +324,7 @@ class _Clock:
             elif kind is not _BACKWARD_WEIGHT:
                 self._backward_ends[key] = now
                 waiter = self._backward_waiters.pop(key, None)
+            # At most one rank waits for each result: every forward and backward has one successor.
             if waiter is not None:
                 self._runnable.append(waiter)
 

@@ -222,6 +222,7 @@ class PipelineExecutor:
         return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
+        # Tags differ from run to run: messages of a failed run are not taken for new ones.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
@@ -275,6 +276,7 @@ class _Run:
                 result = self._compute(step, given)
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
+            # Freed before the result travels: a rank holds one activation less at its peak.
             del given
             if step.gives is not None:
                 self._give(step.gives, result, step.operation.virtual_stage_index)
@@ -368,5 +370,6 @@ class _Run:
         if taken_by == self._backend.rank:
             self._here[flow] = array
             return
+        # A stage may return a view, and messages are of contiguous memory.
         message = array_namespace(array).ascontiguousarray(array)
         self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))

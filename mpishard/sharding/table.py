@@ -115,6 +115,7 @@ class ParameterTable:
                 start = entries[name].stop
             else:
                 ties[name] = (spec.tied_to, tuple(spec.shape))
+        # After the loop above, because a tie may name a parameter that comes later.
         for name, (target, shape) in ties.items():
             if target not in entries:
                 raise ValueError(f"parameter {name!r} is tied to {target!r}, which is not there")

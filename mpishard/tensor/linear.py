@@ -407,7 +407,9 @@ class RowParallelLinear(SplitLinear):
         if self.sequence_parallel:
             y = reduce_scatter_time(self.backend, y)
         else:
+            # In place: y is this rank's own product.
             self.backend.all_reduce(y)
+        # After the sum over ranks, or the bias would count once for each rank.
         if self.bias:
             y += p["bias"]
         y, activation_saved = self._activate(y, context)

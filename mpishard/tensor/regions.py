@@ -89,6 +89,7 @@ def gather_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
         whole = array_namespace(x).ascontiguousarray(by_sample)
         return whole.reshape(shape[0], ranks * shape[1], *shape[2:])
 
+    # One row per rank: all-gather joins along the first dim, and finish moves ranks behind samples.
     row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
     return Transfer(backend.all_gather_async(row), finish)
 
@@ -144,6 +145,7 @@ class ReduceFromRegion(TensorParallelLayer):
         """The sum over the ranks; saves nothing. Collective."""
         xp = array_namespace(x)
         summand = xp.ascontiguousarray(x)
+        # Not in place: the layer before may have saved x.
         return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:

@@ -146,6 +146,7 @@ class Stage3ShardedLinear(SplitLinear):
         self._linear.backward_weight(pending, own)
         target = unwritten(g, "weight")
         flat = own["weight"].reshape(-1)
+        # Under way while the small all-reduce of the bias runs.
         reduced = self.backend.reduce_scatter_async(flat, out=target)
         self.backend.all_reduce(own["bias"])
         db_O = g["bias"]

@@ -86,6 +86,7 @@ class Attention(Layer):
             return y, (x, y, None) if context.training else None
         q_BHTK, k_BHSK, v_BHSK = self._split(x)
         if context.cache is not None:
+            # The cache holds the keys of earlier positions, which this pass did not compute.
             self._check_cache(context)
             k_BHSK, v_BHSK = context.cache.extend(context.path, k_BHSK, v_BHSK)
         cached = k_BHSK.shape[2] - x.shape[1]
@@ -98,6 +99,7 @@ class Attention(Layer):
             q = q_BHTK[which][..., queries, :] * scale
             scores = xp.matmul(q, k_BHSK[which][..., keys, :].swapaxes(-1, -2))
             size = queries.stop - queries.start
+            # Small scores need no maximum per row: this saves a pass and a subtraction over them.
             are_small = _are_small(scores)
             if self.causal:
                 scores[..., cached + queries.start :] += mask_RR[:size, :size]
@@ -147,6 +149,7 @@ class Attention(Layer):
             dscores -= xp.einsum("...rk,...rk->...r", scaled_d, y_block)[..., None]
             dscores *= scores
             xp.matmul(dscores, k, out=dq_BHTK[which][..., queries, :])
+            # The last queries come first and reach every key, so they write; all others add.
             if queries.stop == x.shape[1]:
                 xp.matmul(scores.swapaxes(-1, -2), d, out=dv)
                 xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)

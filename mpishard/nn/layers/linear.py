@@ -107,6 +107,7 @@ class Linear(Layer):
         xp = array_namespace(dy)
         x_NI = x.reshape(-1, self.inputs)
         dy_NO = dy.reshape(-1, self.outputs)
+        # A rank without samples adds nothing; `clear_unwritten` clears the gradient.
         if x_NI.shape[0] == 0:
             return
         dw_OI = unwritten(g, "weight")
@@ -116,6 +117,7 @@ class Linear(Layer):
             _add_product(g["weight"], dy_NO, x_NI)
         if self.bias:
             db_O = g["bias"]
+            # A product with ones: NumPy's sum over the first dim takes twice as long.
             db_O += xp.ones(dy_NO.shape[0], dtype=dy.dtype) @ dy_NO
 
 

@@ -79,6 +79,7 @@ class MaxPool2D(Layer):
         for rows in chunks(dx):
             d, chosen = dy[rows], which[rows]
             for position, view in enumerate(self.windows.views(dx[rows], dy.shape[2:])):
+                # Added, not written: overlapping windows may choose the same element.
                 view[...] += d * (chosen == position)
         return dx, None
 

@@ -87,6 +87,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self.chain = chain
         self.seed = seed
         self._loss = loss
+        # No array is made here: a sharded wrapper must never hold the whole model on one rank.
         self._specs = dict(chain.walk_parameters())
         self._table = ParameterTable(self._specs.items())
         self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
@@ -192,6 +193,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
+        # The holder has the values now; keeping them here too would double the memory.
         self._vector = self._vector.holding(None)
         self._holder = holder
 
@@ -274,6 +276,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         """A copy that shares the parameters' array, and has layer descriptions of its own."""
         model = super().clone()
         model.chain = self.chain.copy()
+        # The infos refer to layers, and those of the copy are its own.
         own = model.chain.children
         model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
         return model
@@ -378,6 +381,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         if not isinstance(loss, ILossFunction):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         x = self.as_input(x)
+        # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)
         y = self._device.put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
