@@ -91,7 +91,7 @@ EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
 
 EXIT_TERMINATED = 143
-"""Exit code of an MPI job of which a rank was sent SIGTERM."""
+"""Exit code of an MPI job in which a rank received SIGTERM."""
 
 EXIT_KILLED = 137
 """Exit code of `mpishard run` if a rank was killed (SIGKILL); another signal n gives 128 + n."""
@@ -284,7 +284,7 @@ def check() -> None:
     Raises
     ------
     ValueError
-        Naming the variable, what it may be, and what it is.
+        Naming the variable, its allowed values, and its value.
     """
     arena_sources()
     log_level()
@@ -322,7 +322,7 @@ def exit_timeout() -> float:
     """MPISHARD_EXIT_TIMEOUT: seconds that an MPI rank waits, after its work, for the others to end.
 
     One hour by default, because a rank may have work of its own after the last collective; 0 is
-    for ever. A rank that has finished says after `mpi_warning` whom it waits for.
+    for ever. A rank that has finished reports after `mpi_warning` which ranks it waits for.
     """
     return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
 

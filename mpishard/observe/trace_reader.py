@@ -1,4 +1,4 @@
-"""Traces read back: a job's folder, rank by rank on one time line, or what was merged of it."""
+"""Traces read back: a job's folder, rank by rank on one time line, or a merged file."""
 
 from __future__ import annotations
 

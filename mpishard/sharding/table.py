@@ -28,7 +28,7 @@ class _Spec(Protocol):
 def check_name(name: str, kind: str) -> None:
     """Refuse a name under which a safetensors file cannot hold a tensor.
 
-    ``kind`` is what the error calls it: "parameter" or "tensor".
+    ``kind`` is the word for it in the error: "parameter" or "tensor".
 
     Raises
     ------

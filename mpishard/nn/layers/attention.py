@@ -73,7 +73,7 @@ class Attention(Layer):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Attend: x_BT3D -> y_BTD; saves x, y and the log of each softmax's denominator.
 
-        With a cache, to what it keeps, too: S is then larger than T.
+        With a cache it also attends to the cached positions: S is then larger than T.
 
         Raises
         ------

@@ -100,7 +100,7 @@ class Sequential(Layer):
             shape = child.output_shape(shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Run the layers in order; saves the list of what they save."""
+        """Run the layers in order; saves the list of their saved values."""
         saved = []
         for name, child in self._children.items():
             # A layer without parameters has no entry in ``p``.

@@ -76,7 +76,7 @@ class Dropout(Layer):
         x : Array
             Shape (B, ...).
         next_masks : callable
-            ``next_masks(samples)``: the masks of the next so many samples, bool of shape
+            ``next_masks(samples)``: the masks of the next ``samples`` samples, bool of shape
             (samples, elements of a sample).
         """
         xp = array_namespace(x)

@@ -135,7 +135,7 @@ def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
 
 
 class FeatureLinear(Linear):
-    """`Linear`, of which the input features that are not active count as 0.
+    """`Linear` in which inactive input features count as 0.
 
     Whatever an inactive feature holds, NaN too, the output does not depend on it, and neither
     it nor its column of the weight has a gradient. At first all are active. Parameters and errors
@@ -179,7 +179,7 @@ class FeatureLinear(Linear):
         return super().forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, 0 for what is inactive."""
+        """The input's gradient, 0 for inactive features."""
         dx, pending = super().backward_input(p, saved, dy)
         self._clear_inactive(dx)
         return dx, pending

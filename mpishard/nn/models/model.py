@@ -289,7 +289,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return model
 
     def close(self) -> None:
-        """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
+        """Let the parameters go. Shallow copies, and a wrapper that has taken them, keep them."""
         if self._holder is None:
             self.release_parameters("nobody: the model was closed")
 
@@ -372,7 +372,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         step: int = 0,
         sample_start: int = 0,
     ) -> TrainingPass:
-        """Run layers and loss; what they cannot take is refused before they do."""
+        """Run layers and loss; wrong inputs and targets are refused before."""
         loss = loss_function or self._loss
         if loss is None:
             raise MissingLossError(
