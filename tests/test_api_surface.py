@@ -275,10 +275,11 @@ CLASSES = [
      "Stage3ShardedLinear(backend, input_size, output_size, activation=None)",
      "shard_length set_from_full_weights(weight, bias=None)"),
     (ms.tensor.TensorParallelAttention,
-     "TensorParallelAttention(backend, embed_dim, num_heads, causal=False)", ""),
+     ("TensorParallelAttention(backend, embed_dim, num_heads, causal=False, *, "
+     "num_kv_heads=None)"), ""),
     (ms.tensor.TensorParallelTransformerBlock,
      ("TensorParallelTransformerBlock(backend, embed_dim, num_heads, ffn_dim, activation=ReLU, "
-     "causal=False)"), ""),
+     "causal=False, *, num_kv_heads=None)"), ""),
     (ms.tensor.TensorParallelInference, "",
      "forward_in_process(world_size, input, build_rank)"),
     # 1.12, the mesh

@@ -3,18 +3,14 @@
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
-from mpishard.optimizers.rules.adagrad import Adagrad
-from mpishard.optimizers.rules.adam import Adam
-from mpishard.optimizers.rules.adamw import AdamW
 from mpishard.optimizers.rules.algorithm_options import (
     AdamOptimizerOptions,
     OptimizationAlgorithmOptions,
 )
+from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 from mpishard.optimizers.rules.lamb import LAMB
-from mpishard.optimizers.rules.lion import Lion
-from mpishard.optimizers.rules.options import Segment, no_decay_on_biases_and_norms
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.rules.rmsprop import RMSprop
+from mpishard.optimizers.rules.options import no_decay_on_biases_and_norms
+from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.schedules import (
     Constant,
@@ -24,7 +20,6 @@ from mpishard.optimizers.rules.schedules import (
     StepDecay,
     WarmUp,
 )
-from mpishard.optimizers.rules.sgd import SGD
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.ddp import DDPOptimizer
 from mpishard.optimizers.sharded.fsdp import FSDPOptimizer

@@ -38,6 +38,9 @@ class TensorParallelAttention(Sequential):
         Heads H; a multiple of the group's size, and a divisor of D.
     causal : bool
         Whether a position sees itself and what came before, or all positions.
+    num_kv_heads : int, optional
+        Heads of keys and values, each shared by as many heads of queries (see
+        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. Default: H.
 
     Raises
     ------
@@ -54,12 +57,17 @@ class TensorParallelAttention(Sequential):
         embed_dim: int,
         num_heads: int,
         causal: bool = False,
+        *,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__(
-            attention_layers(type(self).__name__, backend, embed_dim, num_heads, causal)
+            attention_layers(
+                type(self).__name__, backend, embed_dim, num_heads, causal, num_kv_heads
+            )
         )
         self.embed_dim = int(embed_dim)
         self.num_heads = int(num_heads)
+        self.num_kv_heads = int(num_heads if num_kv_heads is None else num_kv_heads)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """(T, D) -> (T, D)."""
@@ -77,7 +85,12 @@ class TensorParallelAttention(Sequential):
 
 
 def attention_layers(
-    owner: str, backend: CommunicationBackend, embed_dim: int, num_heads: int, causal: bool
+    owner: str,
+    backend: CommunicationBackend,
+    embed_dim: int,
+    num_heads: int,
+    causal: bool,
+    num_kv_heads: int | None = None,
 ) -> dict[str, Layer]:
     """The layers of attention over this rank's heads: ``qkv``, ``core``, ``projection``.
 
@@ -85,26 +98,33 @@ def attention_layers(
     """
     if not isinstance(backend, CommunicationBackend):
         raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
-    check_sizes(owner, embed_dim=embed_dim, num_heads=num_heads)
-    if num_heads % backend.world_size:
-        raise ValueError(
-            f"{owner} deals its heads evenly: num_heads {num_heads} is no multiple of the "
-            f"{backend.world_size} ranks; use a multiple, or partition_chain, which deals any "
-            "number"
-        )
-    if embed_dim % num_heads:
-        raise ValueError(
-            f"num_heads must divide embed_dim, got {embed_dim} = {embed_dim // num_heads} * "
-            f"{num_heads} + {embed_dim % num_heads}"
-        )
-    size, heads = embed_dim // num_heads, num_heads // backend.world_size
+    groups = num_heads if num_kv_heads is None else num_kv_heads
+    check_sizes(owner, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=groups)
+    ranks = backend.world_size
+    for name, number in ("num_heads", num_heads), ("num_kv_heads", groups):
+        if number % ranks:
+            raise ValueError(
+                f"{owner} deals its heads evenly: {name} {number} is no multiple of the {ranks} "
+                "ranks; use a multiple, or partition_chain, which deals any number"
+            )
+    for name, number, whole in (
+        ("num_heads must divide embed_dim", num_heads, embed_dim),
+        ("num_kv_heads must divide num_heads", groups, num_heads),
+    ):
+        if whole % number:
+            raise ValueError(
+                f"{name}, got {whole} = {whole // number} * {number} + {whole % number}"
+            )
+    size, shared = embed_dim // num_heads, num_heads // groups
+    core = Attention if not causal else CausalAttention
     return {
         "qkv": ColumnParallelLinear(
-            backend, embed_dim, 3 * embed_dim, bias=False, parts=3, multiple=size
+            backend, embed_dim, embed_dim + 2 * groups * size, bias=False, parts=(shared, 1, 1),
+            multiple=size,
         ),
-        "core": CausalAttention(heads) if causal else Attention(heads),
-        "projection": RowParallelLinear(backend, embed_dim, embed_dim, multiple=size),
-    }
+        "core": core(num_heads // ranks, kv_heads=groups // ranks),
+        "projection": RowParallelLinear(backend, embed_dim, embed_dim, multiple=shared * size),
+    }  # fmt: skip
 
 
 class TensorParallelTransformerBlock(Sequential):
@@ -131,6 +151,9 @@ class TensorParallelTransformerBlock(Sequential):
         Makes the layer f, which works element by element: `ReLU`, `GELU` or another class.
     causal : bool
         Whether a position sees itself and what came before, or all positions.
+    num_kv_heads : int, optional
+        Heads of keys and values, each shared by as many heads of queries (see
+        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. Default: H.
 
     Raises
     ------
@@ -148,9 +171,11 @@ class TensorParallelTransformerBlock(Sequential):
         ffn_dim: int,
         activation: Callable[[], Layer] = ReLU,
         causal: bool = False,
+        *,
+        num_kv_heads: int | None = None,
     ) -> None:
         owner = type(self).__name__
-        attention = attention_layers(owner, backend, embed_dim, num_heads, causal)
+        attention = attention_layers(owner, backend, embed_dim, num_heads, causal, num_kv_heads)
         check_sizes(owner, ffn_dim=ffn_dim)
         function = activation()
         if not isinstance(function, Layer):

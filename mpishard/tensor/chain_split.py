@@ -157,15 +157,20 @@ class ChainSplit:
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
         core = between[0][1] if segment.kind is SegmentKind.ATTENTION else None
-        blocks, run = 2 if segment.kind is SegmentKind.GATED else 1, 1
+        blocks: int | tuple[int, ...] = 2 if segment.kind is SegmentKind.GATED else 1
+        multiple = run = 1
         if isinstance(core, Attention):
-            blocks, run = 3, max(1, first.outputs // (3 * core.heads))
+            # Heads of queries go where the keys and values are that they share.
+            shared = core.heads // core.kv_heads
+            blocks = (shared, 1, 1)
+            multiple = max(1, first.outputs // (core.heads + 2 * core.kv_heads))
+            run = shared * multiple
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)
         share = split.local_size(0) / split.size  # the first rank has the most
         column = ColumnParallelLinear(
             self.backend, first.inputs, first.outputs, bias=first.bias,
             initializer=first.parameters["weight"].initializer,
-            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=run,
+            tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=multiple,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         self._place(prefix + first_name, column)
@@ -194,9 +199,9 @@ class ChainSplit:
         """A layer between a column and a row split, on this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
-            heads = here // split.multiple
             own = layer.copy()
-            own.heads = heads
+            own.kv_heads = here // split.multiple
+            own.heads = heads = own.kv_heads * (layer.heads // layer.kv_heads)
             self._decide(
                 path, SplitKind.HEADS, share, f"{kind} of {heads} of {layer.heads} heads here"
             )
@@ -242,8 +247,9 @@ class ChainSplit:
     def _obstacle(self, layer: Layer) -> str:
         """Reason why a layer that stands alone is whole."""
         ranks = self.backend.world_size
-        if isinstance(layer, Attention) and layer.heads < ranks:
-            return f"{layer.heads} heads cannot be dealt to {ranks} ranks"
+        if isinstance(layer, Attention) and layer.kv_heads < ranks:
+            kind = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
+            return f"{layer.kv_heads} {kind} cannot be dealt to {ranks} ranks"
         if type(layer) in ATTENTIONS:
             return "it does not stand between two linear layers with weights of their own"
         return f"no rule splits a {type(layer).__name__}"

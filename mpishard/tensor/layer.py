@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,22 +22,24 @@ __all__ = ["DimSplit", "TensorParallelLayer"]
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """A dim of ``parts`` equal blocks, each of which is dealt in runs of ``multiple`` elements.
+    """A dim of ``parts`` blocks, each of which is dealt in runs of elements.
 
     Queries, keys and values side by side are three blocks, and a run is an attention head. The
-    runs of each block go to the ranks as `ShardLayout` deals them, so that a rank has as much
+    runs of each block go to the ranks as `ShardLayout` deals them, so that a rank has as many
     of each block.
 
     Parameters
     ----------
     size : int
-        Elements of the dim.
+        Number of elements of the dim.
     world_size : int
-        Ranks.
-    parts : int
-        Blocks.
+        Number of ranks.
+    parts : int or tuple of int
+        Number of blocks of one size. Or, for blocks of different sizes with the same number of
+        runs, how many times ``multiple`` a run of each block is: (4, 1, 1) for attention in which
+        4 heads of queries share one head of keys and values.
     multiple : int
-        Elements of a run.
+        Number of elements of a run.
 
     Raises
     ------
@@ -48,19 +51,22 @@ class DimSplit:
     >>> split = DimSplit(12, world_size=2, parts=2, multiple=2)
     >>> [split.ranges(rank) for rank in range(2)]
     [((0, 4), (6, 10)), ((4, 6), (10, 12))]
+    >>> split = DimSplit(12, world_size=2, parts=(4, 1, 1))
+    >>> [split.ranges(rank) for rank in range(2)]
+    [((0, 4), (8, 9), (10, 11)), ((4, 8), (9, 10), (11, 12))]
     """
 
     size: int
     world_size: int
-    parts: int = 1
+    parts: int | tuple[int, ...] = 1
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        if self.parts < 1 or self.multiple < 1:
+        if min(self._widths, default=0) < 1 or self.multiple < 1:
             raise ValueError(
                 f"parts and multiple must be 1 or more, got {self.parts} and {self.multiple}"
             )
-        if self.size % (self.parts * self.multiple):
+        if self.size % (sum(self._widths) * self.multiple):
             raise ValueError(
                 f"{self.size} elements do not make {self.parts} equal parts of runs of "
                 f"{self.multiple}"
@@ -73,47 +79,56 @@ class DimSplit:
             )
 
     @property
-    def block(self) -> int:
-        """Elements of a part."""
-        return self.size // self.parts
+    def _widths(self) -> tuple[int, ...]:
+        """The size of a run in each block, in units of ``multiple``."""
+        return (1,) * self.parts if isinstance(self.parts, int) else self.parts
 
     @property
     def _runs(self) -> ShardLayout:
-        return ShardLayout(self.block // self.multiple, self.world_size)
+        return ShardLayout(self.size // (sum(self._widths) * self.multiple), self.world_size)
 
     def within_block(self, rank: int) -> tuple[int, int]:
-        """The range ``(start, stop)`` of each block that ``rank`` has."""
+        """The range ``(start, stop)`` that ``rank`` has of a block whose runs are ``multiple``."""
         runs = self._runs.slice(rank)
         return runs.start * self.multiple, runs.stop * self.multiple
 
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The ranges of the dim that ``rank`` has, one for each part."""
         low, high = self.within_block(rank)
-        return tuple((p * self.block + low, p * self.block + high) for p in range(self.parts))
+        block = self._runs.length * self.multiple
+        starts = itertools.accumulate((width * block for width in self._widths), initial=0)
+        return tuple(
+            (start + width * low, start + width * high)
+            for start, width in zip(starts, self._widths, strict=False)
+        )
 
     def local_size(self, rank: int) -> int:
-        """Elements of the dim that ``rank`` has."""
+        """Number of elements of the dim that ``rank`` has."""
         low, high = self.within_block(rank)
-        return self.parts * (high - low)
+        return sum(self._widths) * (high - low)
 
     def take(self, x: Array, rank: int) -> Array:
         """The slice of x (..., size) that ``rank`` has: C-contiguous; x itself if it is all."""
-        low, high = self.within_block(rank)
-        blocks = x.reshape(*x.shape[:-1], self.parts, self.block)[..., low:high]
-        own = array_namespace(x).ascontiguousarray(blocks)
-        return own.reshape(*x.shape[:-1], self.local_size(rank))
+        xp = array_namespace(x)
+        if self.world_size == 1:
+            return xp.ascontiguousarray(x)
+        own = [x[..., low:high] for low, high in self.ranges(rank)]
+        return xp.ascontiguousarray(own[0]) if len(own) == 1 else xp.concatenate(own, axis=-1)
 
     def gather(self, backend: CommunicationBackend, x: Array) -> Array:
         """The whole (..., size), of each rank's last dim. Collective; one message, one copy."""
         xp = array_namespace(x)
         rows = math.prod(x.shape[:-1])
         flat = backend.all_gather(xp.ascontiguousarray(x).reshape(-1))
-        whole = xp.empty((rows, self.parts, self.block), dtype=x.dtype)
+        whole = xp.empty((rows, self.size), dtype=x.dtype)
         start = 0
         for rank in range(self.world_size):
-            low, high = self.within_block(rank)
             stop = start + rows * self.local_size(rank)
-            whole[:, :, low:high] = flat[start:stop].reshape(rows, self.parts, high - low)
+            theirs = flat[start:stop].reshape(rows, self.local_size(rank))
+            column = 0
+            for low, high in self.ranges(rank):
+                whole[:, low:high] = theirs[:, column : column + high - low]
+                column += high - low
             start = stop
         return whole.reshape(*x.shape[:-1], self.size)
 

@@ -195,9 +195,11 @@ class ColumnParallelLinear(SplitLinear):
         Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
-    parts, multiple : int
-        Partition of the outputs: the number of equal blocks (queries, keys, values), and the
-        length of a run in them (the size of a head); ranks may differ by one run. See `DimSplit`.
+    parts : int or tuple of int
+        Number of equal blocks of outputs (queries, keys, values), or the blocks' sizes: see
+        `DimSplit`.
+    multiple : int
+        Length of a run in a block, such as the size of a head; ranks may differ by one run.
     sequence_parallel : bool
         Whether the input is this rank's slice of dim 1: (B, T / t, I) -> (B, T, R).
 
@@ -226,7 +228,7 @@ class ColumnParallelLinear(SplitLinear):
         bias: bool = True,
         initializer: Initializer | None = None,
         tied_to: str | None = None,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
         sequence_parallel: bool = False,
     ) -> None:

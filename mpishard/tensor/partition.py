@@ -286,5 +286,5 @@ class _Run:
         if mixers != [mixer] or self.ties.is_shared(self.prefix + first_name, first):
             return None
         if isinstance(mixer, Attention):
-            return SegmentKind.ATTENTION if mixer.heads >= self.world_size else None
+            return SegmentKind.ATTENTION if mixer.kv_heads >= self.world_size else None
         return SegmentKind.GATED if first.outputs >= 2 * self.world_size else None

@@ -232,7 +232,8 @@ class TensorParallelDropout(_SlicedDropout):
         Its rate.
     size : int
         Size of the whole last dim.
-    parts, multiple : int
+    parts : int or tuple of int
+    multiple : int
         Partition: see `DimSplit`.
 
     Raises
@@ -249,7 +250,7 @@ class TensorParallelDropout(_SlicedDropout):
         dropout: Dropout,
         size: int,
         *,
-        parts: int = 1,
+        parts: int | tuple[int, ...] = 1,
         multiple: int = 1,
     ) -> None:
         super().__init__(backend, dropout)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, PendingSave, StagingBuffer, newest_valid
-from mpishard.checkpoint.format.target import Target
+from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.saving.snapshot import begin_save
 
 __all__ = ["Place"]

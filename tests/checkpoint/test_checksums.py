@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.checkpoint.format import disk, tensor_file
-from mpishard.checkpoint.format.checksums import ChecksumThread
-from mpishard.checkpoint.format.tensor_file import TensorFile
+from mpishard.checkpoint.format.tensor_file import ChecksumThread, TensorFile
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 16), st.integers(0, 2))

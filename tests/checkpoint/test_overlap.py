@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpishard.checkpoint.format import overlap
-from mpishard.checkpoint.format.overlap import overlaps
+from mpishard.checkpoint.loading import overlap
+from mpishard.checkpoint.loading.overlap import overlaps
 from mpishard.sharding import Region, whole_box
 from mpishard.sharding.regions import take_region
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
-from mpishard.checkpoint.format.manifest import FileRecord, KindRecord, PieceRecord
+from mpishard.checkpoint.format.manifest import KindRecord
+from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Region
 
@@ -56,7 +57,7 @@ def test_every_range_of_every_cut(
     entry = ParameterEntry("w", (40,), 0)
     arrays = {"parameters": pieces[::-1]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpishard.checkpoint.format.overlap._BLOCK", block)
+        patch.setattr("mpishard.checkpoint.loading.overlap._BLOCK", block)
         write_checkpoint(tmp_path / "c", None, [entry], vector.dtype, arrays, {})
         with CheckpointReader(tmp_path / "c") as reader:
             for one, other in ranges:
@@ -203,8 +204,8 @@ def test_another_version(version: Any, path: Path) -> None:
     [
         (lambda d: d.update(length=14), "have 13 elements, and it says 14"),
         (lambda d: d.update(dtype="float31"), "malformed: KeyError: 'float31'"),
-        (lambda d: d.pop("files"), "malformed: KeyError: 'files'"),
-        (lambda d: d.update(arrays=3), "malformed: AttributeError"),
+        (lambda d: d.pop("files"), "malformed: manifest.content has no key 'files'"),
+        (lambda d: d.update(arrays=3), "malformed: manifest.content.arrays must be an object"),
         (lambda d: d.update(files={"../x": {"bytes": 0, "crc32": []}}), "'../x' is not the name"),
         (lambda d: d.update(files={"r": {"bytes": 0, "crc32": []}}), "'r' is not the name"),
         (lambda d: d["files"]["rank00000.safetensors"].update(crc32=[]), "has 0 checksums"),
@@ -222,7 +223,10 @@ def test_another_version(version: Any, path: Path) -> None:
         (lambda d: d["arrays"]["parameters"]["pieces"][0].update(tensor="x"), "piece of 'x', whic"),
         (lambda d: d["arrays"]["parameters"]["pieces"][0].update(stop=9), "is no part of a tensor"),
         (lambda d: d["arrays"]["parameters"]["pieces"][0].update(box=[[0, 3]]), "is no part of"),
-        (lambda d: d["arrays"]["parameters"]["pieces"][0].update(box=3), "malformed: TypeError"),
+        (
+            lambda d: d["arrays"]["parameters"]["pieces"][0].update(box=3),
+            "malformed: .*box must be a",
+        ),
         (lambda d: d["parameters"][0].update(shape=[-1]), r"'a.weight' has the shape \(-1,\)"),
         (lambda d: d["parameters"].pop(0), "'a.bias' starts at element 6; .* ends at 0"),
         (lambda d: d["arrays"].pop("parameters"), "no parameters"),
@@ -273,7 +277,7 @@ def test_a_swapped_file(path: Path) -> None:
 def test_ranks_verify_their_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many blocks each rank reads some, and together they find each that has changed."""
     monkeypatch.setattr("mpishard.checkpoint.format.tensor_file.BLOCK_BYTES", 64)
-    monkeypatch.setattr("mpishard.checkpoint.format.mapped_file.BLOCK_BYTES", 64)
+    monkeypatch.setattr("mpishard.checkpoint.loading.mapped_file.BLOCK_BYTES", 64)
     monkeypatch.setattr("mpishard.checkpoint.format.manifest.BLOCK_BYTES", 64)
     vector = np.arange(1000.0)
     entry = ParameterEntry("w", (1000,), 0)

@@ -11,8 +11,7 @@ import pytest
 
 from mpishard import checkpoint, compilation
 from mpishard.checkpoint import StagingBuffer
-from mpishard.checkpoint.format import streaming
-from mpishard.checkpoint.saving import content
+from mpishard.checkpoint.saving import staging as module
 
 DTYPES = ["uint8", "float16", ml_dtypes.bfloat16, "int32", "float32", "float64", "int64", "bool"]
 
@@ -20,7 +19,7 @@ DTYPES = ["uint8", "float16", ml_dtypes.bfloat16, "int32", "float32", "float64",
 @pytest.fixture
 def copy():
     pytest.importorskip("numba")
-    return streaming.streaming_copy() or pytest.skip("MPISHARD_NUMBA=off")
+    return module.streaming_copy() or pytest.skip("MPISHARD_NUMBA=off")
 
 
 def bits(length, dtype, seed=0):
@@ -69,7 +68,7 @@ def test_a_reserved_buffer_uses_it_and_another_does_not(copy, monkeypatch):
         used.append(source.size)
         copy(source, target)
 
-    monkeypatch.setattr(content, "streaming_copy", lambda: noted)
+    monkeypatch.setattr(module, "streaming_copy", lambda: noted)
     arrays = [bits(1_000, "float32"), bits(77, "float64")]
     wanted = [array.tobytes() for array in arrays]
     staging = StagingBuffer()
@@ -82,15 +81,15 @@ def test_a_reserved_buffer_uses_it_and_another_does_not(copy, monkeypatch):
 
 
 def test_without_numba(monkeypatch, tmp_path, fakes):
-    for cached in (compilation._numba, streaming._compile):
+    for cached in (compilation._numba, module._compile):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
     try:
-        assert streaming.streaming_copy() is None
+        assert module.streaming_copy() is None
         staging, values = StagingBuffer(), fakes.values(1)
         checkpoint.reserve(staging, fakes.Model(None, values))
         checkpoint.save_async(tmp_path / "a", fakes.Model(None, values), staging=staging).wait()
         checkpoint.check(tmp_path / "a")
     finally:
-        for cached in (compilation._numba, streaming._compile):
+        for cached in (compilation._numba, module._compile):
             cached.cache_clear()

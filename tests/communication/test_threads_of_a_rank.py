@@ -26,7 +26,7 @@ def wait_until_inside(backend):
     looks = 0
     while looks < 10:
         time.sleep(0.005)
-        looks = looks + 1 if repr(backend._session.lock).startswith("<locked") else 0
+        looks = looks + 1 if repr(backend._session._lock).startswith("<locked") else 0
 
 
 @in_worlds(2)

@@ -111,7 +111,7 @@ def _autograd(seed: int) -> AutogradModel:
 
 MODELS: dict[str, Callable[..., Any]] = {
     "mlp": lambda seed, device="cpu": nn.MLP([5, 7, 6, 2], "tanh", seed=seed, device=device),
-    "gpt": lambda seed, device="cpu": _gpt(seed, tied_embeddings=False, device=device),
+    "gpt": lambda seed, device="cpu": _gpt(seed, heads=4, kv_heads=2, device=device),
     "tied": lambda seed, device="cpu": _gpt(seed, tied_embeddings=True, device=device),
     "conv": _conv,
     "dropout": _dropout,
@@ -128,8 +128,8 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 def _gpt(seed: int, **options: Any) -> nn.GPT:
     return nn.GPT(
-        vocabulary_size=11, context_length=6, width=8, heads=2, layers=2, seed=seed,
-        dtype="float64", **options,
+        vocabulary_size=11, context_length=6, width=8, layers=2, seed=seed, dtype="float64",
+        **({"heads": 2} | options),
     )  # fmt: skip
 
 

@@ -58,8 +58,7 @@ class IdleWork(CollectiveWork):
     """A collective that does nothing until it is waited for, or one that was issued after it."""
 
     def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:
-        super().__init__(backend, steps, None)
-        self.call = call
+        super().__init__(backend, steps, None, call)
         self.arrays: tuple[Any, ...] = ()
         self._issue = issue
         self._real: Work | None = None
@@ -84,7 +83,6 @@ def idle() -> Iterator[None]:
     issue = backend._issue
 
     def keep(self: Any, call: Any, steps: Any, in_flight: Any = None) -> Work:
-        self._session.called = None
         return IdleWork(self, call, steps, issue)
 
     def watched(name: str) -> Any:

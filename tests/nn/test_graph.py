@@ -62,7 +62,7 @@ MODELS = {
             nn.Residual(nn.Linear(5, 5), nn.LayerNorm(5)),
             nn.Linear(5, 24),
             nn.SwiGLU(),
-            nn.Attention(2),
+            nn.Attention(2, kv_heads=1),
             shape=(3, 5),
         ),
         lambda: features(3, 5),

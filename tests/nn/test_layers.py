@@ -74,12 +74,15 @@ def gelu(x: Any) -> Any:
     return x / 2 * (1 + anp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def attention(x: Any, heads: int, causal: bool = True) -> Any:
-    length, width = x.shape[1], x.shape[2] // 3
-    size = width // heads
+def attention(x: Any, heads: int, causal: bool = True, kv_heads: int | None = None) -> Any:
+    groups = kv_heads or heads
+    length, size = x.shape[1], x.shape[2] // (heads + 2 * groups)
     outputs = []
     for h in range(heads):
-        q, k, v = (x[..., i * width + h * size : i * width + (h + 1) * size] for i in range(3))
+        group = h // (heads // groups)
+        q, k, v = (
+            x[..., i * size : (i + 1) * size] for i in (h, heads + group, heads + groups + group)
+        )
         scores = anp.einsum("btk,bsk->bts", q, k) / np.sqrt(size)
         if causal:
             weights = anp.exp(scores) * np.tril(np.ones((length, length)))
@@ -114,6 +117,12 @@ CASES = {
     "attention one head": Case(CausalAttention(1), (3, 4, 15), lambda x: attention(x, 1)),
     "attention one step": Case(CausalAttention(2), (2, 1, 6), lambda x: attention(x, 2)),
     "whole attention": Case(Attention(3), (2, 5, 18), lambda x: attention(x, 3, False)),
+    "grouped attention": Case(
+        CausalAttention(6, kv_heads=2), (2, 5, 30), lambda x: attention(x, 6, True, 2)
+    ),
+    "attention with one head of keys": Case(
+        Attention(3, kv_heads=1), (2, 4, 10), lambda x: attention(x, 3, False, 1)
+    ),
     "sequential": Case(
         Sequential(Linear(4, 5), Tanh(), Linear(5, 2)),
         (3, 4),
@@ -222,6 +231,7 @@ def test_a_batch_of_no_samples_adds_nothing(case: Case) -> None:
         (CausalAttention(2), (2, 131, 12)),
         (CausalAttention(5), (1, 300, 30)),
         (Attention(5), (2, 300, 30)),
+        (CausalAttention(6, kv_heads=3), (3, 170, 24)),
         (Embedding(11, 3), (50, 7)),
     ],
 )
@@ -267,13 +277,14 @@ def test_exponentials_neither_overflow_nor_vanish(layer: Layer) -> None:
 def test_blocked_attention_is_the_formula(length: int, scale: float) -> None:
     # At scale 7 there are scores beyond half the range of exp.
     x = scale * np.random.default_rng(0).standard_normal((2, length, 24))
-    for layer in (CausalAttention(4), Attention(4)):
+    for layer in (CausalAttention(4), Attention(4), CausalAttention(4, kv_heads=2)):
         y, saved = layer.forward({}, x, Context())
-        np.testing.assert_allclose(y, attention(x, 4, layer.causal), rtol=1e-11, atol=1e-12)
+        expected = attention(x, 4, layer.causal, layer.kv_heads)
+        np.testing.assert_allclose(y, expected, rtol=1e-11, atol=1e-12)
         r = np.random.default_rng(1).standard_normal(y.shape)
 
-        def total(x: Any, r: Any = r, causal: bool = layer.causal) -> Any:
-            return anp.sum(r * attention(x, 4, causal))
+        def total(x: Any, r: Any = r, layer: Attention = layer) -> Any:
+            return anp.sum(r * attention(x, 4, layer.causal, layer.kv_heads))
 
         dx, _ = layer.backward_input({}, saved, r)
         np.testing.assert_allclose(dx, grad(total)(x), rtol=1e-9, atol=1e-11)
@@ -408,6 +419,7 @@ def test_a_chain_spares_itself_the_gradient_of_its_input() -> None:
         (CausalAttention(2), (5, 9), r"\(T, 6 \* K\), got \(5, 9\)"),
         (SwiGLU(), (3, 5), r"even, got sample shape \(3, 5\)"),
         (CausalAttention(2), (12,), r"got \(12,\)"),
+        (Attention(4, kv_heads=2), (5, 9), r"heads \+ 2 \* kv_heads\) \* K\) = \(T, 8 \* K\), got"),
         (Residual(Linear(3, 4)), (3,), r"must keep the shape, got \(3,\) -> \(4,\)"),
     ],
 )
@@ -435,6 +447,8 @@ def test_shapes_that_do_not_fit_are_named(
         lambda: PositionalEmbedding(np.float64(3), 2),
         lambda: LayerNorm("3"),
         lambda: CausalAttention(2.0),
+        lambda: CausalAttention(4, kv_heads=0),
+        lambda: Attention(4, kv_heads=3),
         Sequential,
         lambda: Sequential({}),
         lambda: Sequential({"a.b": ReLU()}),

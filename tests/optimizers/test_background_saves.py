@@ -10,7 +10,7 @@ import pytest
 import mpishard as ms
 from mpishard.checkpoint import CheckpointFolder, newest_valid
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving import content
+from mpishard.checkpoint.saving import staging as module
 from mpishard.errors import CheckpointError, NonFiniteLossError
 
 SAMPLES = 40
@@ -155,7 +155,7 @@ def test_what_failed_before_a_step_ends_is_raised_in_that_step(tmp_path, monkeyp
 def test_the_memory_for_copies_is_taken_once_before_training(tmp_path, monkeypatch, strategy):
     """Also where the best parameters, of which there are none at first, will be saved, too."""
     events = []
-    touched = content._touched_memory
+    touched = module._touched_memory
 
     def take(nbytes):
         events.append(nbytes)
@@ -165,7 +165,7 @@ def test_the_memory_for_copies_is_taken_once_before_training(tmp_path, monkeypat
         events.append("step")
         return x
 
-    monkeypatch.setattr(content, "_touched_memory", take)
+    monkeypatch.setattr(module, "_touched_memory", take)
     data = {"x_validation": X[:5], "y_validation": np.ones((5, 1)), "patience": 20}
     inputs = [Inputs(1, step) for _ in range(2)]
     ms.run_in_threads(

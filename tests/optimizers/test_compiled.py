@@ -1,4 +1,4 @@
-"""Compiled update rules: the bits of NumPy's passes, on any array, in any process."""
+"""Compiled update rules: the bits of NumPy, on any array, in any process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from mpishard.optimizers import (
     AdamW,
     Cosine,
     Lion,
-    Optimizer,
     RMSprop,
     Segment,
     UpdateContext,
@@ -45,6 +45,8 @@ RULES = {
     "adagrad": Adagrad(SCHEDULE, weight_decay=0.1),
     "rmsprop": RMSprop(SCHEDULE),
     "rmsprop, momentum": RMSprop(0.01, momentum=0.7, weight_decay=0.1),
+    "rmsprop, centered": RMSprop(0.01, centered=True),
+    "rmsprop, all": RMSprop(SCHEDULE, momentum=0.7, centered=True, weight_decay=0.1),
     "lion": Lion(SCHEDULE),
     "lion, decay": Lion(SCHEDULE, 0.8, weight_decay=0.3),
     "clipped": Adam(SCHEDULE, weight_decay=0.2, clip_value=0.05),
@@ -135,14 +137,14 @@ def test_bits_of_the_passes(numba, monkeypatch, rule, dtype, make):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_loops_say_what_the_passes_do_without_numba(monkeypatch, rule, dtype):
-    def interpreted(loop, arrays):
-        loop.function(*arrays, *map(dtype, loop.factors))
-        return True
+def test_a_body_means_the_same_for_elements_and_for_arrays(monkeypatch, rule, dtype):
+    def interpreted(function, arrays):
+        names = {**function.__globals__, "elements": range}
+        return FunctionType(function.__code__, names)
 
     monkeypatch.setenv("MPISHARD_NUMBA", "off")
     expected = train(rule, dtype, length=97)
-    monkeypatch.setattr("mpishard.optimizers.rules.rule.run_compiled", interpreted)
+    monkeypatch.setattr(module, "_machine_code", interpreted)
     for a, b in zip(expected, train(rule, dtype, length=97), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -151,28 +153,31 @@ def arrays(dtype="float32", count=4):
     return [np.ones(8, dtype) for _ in range(count)]
 
 
-def loop_of(rule):
-    return rule._element_loop(0.1, 0.0, UpdateContext(1, 0.1, 1.0))
+def is_compiled(rule, arrays):
+    body = rule.body(0.1, 0.0, UpdateContext(1, 0.1, 1.0))
+    module.run(body, [*arrays, *[None] * (2 + len(rule.state_names) - len(arrays))])
+    return module._machine_code(body.function, arrays) is not None
 
 
 def test_arrays_that_numpy_keeps(numba):
-    loop = loop_of(AdamW())
-    assert module.run_compiled(loop, arrays())
+    rule = AdamW()
+    assert is_compiled(rule, arrays())
     p, g, m, v = arrays()
     odd = np.zeros(33, np.uint8)[1:].view(np.float32)
     read_only = np.ones(8, np.float32)
     read_only.flags.writeable = False
+    function = rule.body(0.1, 0.0, UpdateContext(1, 0.1, 1.0)).function
     for other in (p[::2], p.astype("f8"), p.astype(">f4"), odd, p.view(np.memmap), read_only):
-        assert not module.run_compiled(loop, [p, g, other, v])
-    assert module.run_compiled(loop, [p, read_only, m, v])
-    assert not module.run_compiled(loop, arrays("float16"))
-    assert not module.run_compiled(loop, arrays("complex64"))
+        assert module._machine_code(function, [p, g, other, v]) is None
+    assert is_compiled(rule, [p, read_only, m, v])
+    assert not is_compiled(rule, arrays("float16"))
+    assert not is_compiled(rule, arrays("complex64"))
 
 
 def test_without_numba(anew, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     assert not module.uses_numba()
-    assert not module.run_compiled(loop_of(AdamW()), arrays())
+    assert not is_compiled(AdamW(), arrays())
     assert len(train(AdamW(), np.float32)) == 3
 
 
@@ -181,8 +186,8 @@ def test_numba_that_refuses_this_numpy(anew, monkeypatch, tmp_path, caplog):
     monkeypatch.delitem(sys.modules, "numba", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with caplog.at_level(logging.INFO, logger="mpishard"):
-        assert not module.run_compiled(loop_of(SGD()), arrays(count=2))
-        assert not module.run_compiled(loop_of(SGD()), arrays(count=2))
+        assert not is_compiled(SGD(), arrays(count=2))
+        assert not is_compiled(SGD(), arrays(count=2))
     assert [record.message for record in caplog.records] == [
         "loops run in NumPy, for numba cannot be imported: Numba needs NumPy 1.26 or less"
     ]
@@ -200,7 +205,7 @@ def test_nowhere_to_keep_machine_code(numba, anew, monkeypatch, caplog, error):
     monkeypatch.setattr(numba, "njit", failing)
     with caplog.at_level(logging.INFO, logger="mpishard"):
         p, g = arrays(count=2)
-        assert module.run_compiled(loop_of(SGD()), [p, g])
+        module.run(SGD().body(0.1, 0.0, UpdateContext(1, 0.1, 1.0)), [p, g, None])
     assert (p == np.float32(0.9)).all()
     assert str(error) in caplog.text
 
@@ -257,16 +262,18 @@ def test_processes_that_fill_one_cache_at_the_same_time(numba, tmp_path):
         written = found
 
 
-def test_a_rule_with_passes_of_its_own_has_no_inherited_loop():
-    class Signed(SGD):
-        def _update_chunk(self, p, g, state, learning_rate, weight_decay, context):
+class Signed(SGD):
+    """A rule of a user, whose body only NumPy can run."""
+
+    def body(self, learning_rate, weight_decay, context):
+        def signed(p, g, velocity):
+            assert velocity is None
             p -= learning_rate * np.sign(g)
 
-    class Renamed(SGD):
-        pass
+        return module.Body(signed, ())
 
-    assert Signed._element_loop is Optimizer._element_loop
-    assert Renamed._element_loop is SGD._element_loop
+
+def test_a_closure_is_run_by_numpy():
     p, g = np.zeros(2), np.array([3.0, -3.0])
     Signed(0.5).update(p, g, {}, [Segment("w", 0, 2)], UpdateContext(1, 0.5, 1.0))
     assert p.tolist() == [-0.5, 0.5]

@@ -145,10 +145,10 @@ def test_option_mistakes(options, error, message):
 def test_frozen_names():
     names = ["a.weight", "a.bias", "head.weight"]
     rule = SGD(parameter_options={"*": {"frozen": True}, "head.*": {"frozen": False}})
-    assert rule.frozen_names(names) == {"a.weight", "a.bias"}
-    assert SGD().frozen_names(names) == frozenset()
+    assert rule.checked_options.frozen_among(names) == {"a.weight", "a.bias"}
+    assert SGD().checked_options.frozen_among(names) == frozenset()
     with pytest.raises(ValueError, match="freeze all 2 parameters"):
-        rule.frozen_names(names[:2])
+        rule.checked_options.frozen_among(names[:2])
 
 
 @by_rule

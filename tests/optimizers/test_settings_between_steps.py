@@ -8,6 +8,7 @@ import pytest
 import mpishard as ms
 from mpishard.errors import ShardingError
 from mpishard.optimizers import SGD, AdamW, Constant
+from mpishard.optimizers.rules.compiled import Body
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.testing.worlds import in_worlds
 
@@ -103,9 +104,12 @@ class Recording(Optimizer):
         self.damping = damping
         self.seen = []
 
-    def _update_chunk(self, p, g, state, learning_rate, weight_decay, context):
+    def body(self, learning_rate, weight_decay, context):
+        return Body(self._descend, (self.damping * learning_rate * context.gradient_scale,))
+
+    def _descend(self, p, g, factor):
         self.seen.append(p.size)
-        p -= self.damping * learning_rate * context.gradient_scale * g
+        p -= factor * g
 
 
 @in_worlds(3)

@@ -113,7 +113,7 @@ def test_a_job_that_is_suspended_for_longer_than_the_limit_goes_on(tmp_path):
 
 
 def test_a_world_entered_again_is_watched_again():
-    ended = run("enters_again", MPISHARD_TIMEOUT="0.8")
+    ended = run("enters_again", MPISHARD_TIMEOUT="1")
     assert ended.code == 124, ended
     assert "has waited 1 s in collective 1, barrier()" in ended.err, ended
 

@@ -9,25 +9,26 @@ from mpishard.tensor import TensorParallelAttention
 from mpishard.testing.worlds import in_worlds
 
 
-def formula(x, qkv, projection, bias, heads, causal):
+def formula(x, qkv, projection, bias, heads, groups, causal):
     """Attention written from the definition, with plain NumPy."""
     batch, time, width = x.shape
     size = width // heads
-    q, k, v = np.split(x @ qkv.T, 3, axis=-1)
+    q, k, v = np.split(x @ qkv.T, [width, width + groups * size], axis=-1)
     y = np.empty((batch, time, width))
     for b in range(batch):
         for h in range(heads):
-            own = slice(h * size, (h + 1) * size)
+            group = h // (heads // groups)
+            own, shared = (slice(i * size, (i + 1) * size) for i in (h, group))
             for t in range(time):
                 seen = slice(0, t + 1 if causal else time)
-                scores = np.exp(k[b, seen, own] @ q[b, t, own] / np.sqrt(size))
-                y[b, t, own] = scores @ v[b, seen, own] / scores.sum()
+                scores = np.exp(k[b, seen, shared] @ q[b, t, own] / np.sqrt(size))
+                y[b, t, own] = scores @ v[b, seen, shared] / scores.sum()
     return y @ projection.T + bias
 
 
-def whole_chain(width, heads, causal):
-    core = CausalAttention(heads) if causal else Attention(heads)
-    qkv = Linear(width, 3 * width, bias=False)
+def whole_chain(width, heads, groups, causal):
+    core = (CausalAttention if causal else Attention)(heads, kv_heads=groups)
+    qkv = Linear(width, width + 2 * groups * (width // heads), bias=False)
     return Sequential({"qkv": qkv, "core": core, "projection": Linear(width, width)})
 
 
@@ -42,15 +43,16 @@ def views(chain, values):
     return table, table.nested_views(vector)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "shared"), [(False, 1), (True, 1), (False, 2), (True, 3)])
 @in_worlds(1, 2, 3, 4)
-def test_it_is_the_formula_and_trains_like_one_rank(backend, causal):
-    heads = 12 if backend.world_size == 3 else 4
+def test_it_is_the_formula_and_trains_like_one_rank(backend, causal, shared):
+    groups = 6 if backend.world_size == 3 else 4
+    heads = groups * shared
     generator = np.random.default_rng(1)
-    layer = TensorParallelAttention(backend, 12, heads, causal)
-    whole = whole_chain(12, heads, causal)
+    layer = TensorParallelAttention(backend, 2 * heads, heads, causal, num_kv_heads=groups)
+    whole = whole_chain(2 * heads, heads, groups, causal)
     values = {name: generator.standard_normal(s.shape) for name, s in whole.walk_parameters()}
-    x, dy = generator.standard_normal((2, 2, 5, 12))
+    x, dy = generator.standard_normal((2, 2, 5, 2 * heads))
     children = layer.children
     own = {
         name: held(value, children[name.split(".")[0]], name.split(".")[1])
@@ -66,7 +68,7 @@ def test_it_is_the_formula_and_trains_like_one_rank(backend, causal):
         results.append((y, dx, found))
     (y, dx, gradients), (own_y, own_dx, own_gradients) = results
     matrices = [values[n] for n in ("qkv.weight", "projection.weight", "projection.bias")]
-    expected = formula(x, *matrices, heads, causal)
+    expected = formula(x, *matrices, heads, groups, causal)
     np.testing.assert_allclose(own_y, expected, rtol=0, atol=1e-12)
     np.testing.assert_allclose(own_y, y, rtol=0, atol=1e-12)
     np.testing.assert_allclose(own_dx, dx, rtol=0, atol=1e-12)
@@ -75,7 +77,8 @@ def test_it_is_the_formula_and_trains_like_one_rank(backend, causal):
         np.testing.assert_allclose(own_gradients[name], part, rtol=0, atol=1e-12, err_msg=name)
     if backend.world_size > 1:
         assert children["core"].heads == heads // backend.world_size
-        assert own["qkv.weight"].size == 3 * 144 // backend.world_size
+        rows = (2 * heads + 4 * groups) // backend.world_size
+        assert own["qkv.weight"].shape == (rows, 2 * heads)
 
 
 @in_worlds(2)

@@ -16,11 +16,11 @@ from mpishard.arguments import as_flag, as_integer, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS
+from mpishard.checkpoint.format.folder import Target
+from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, assemble
 from mpishard.checkpoint.format.metadata import spelled
-from mpishard.checkpoint.format.target import Target
+from mpishard.checkpoint.format.rank_file import RankFile
 from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
-from mpishard.checkpoint.saving.content import Content, RankFile, assemble
 from mpishard.checkpoint.saving.pending import require_room
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
@@ -315,9 +315,8 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     file = RankFile(0, pieces)
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype
-    content = Content(entries, dtype, {}, source.metadata)
     identity = directory.name.rsplit(".", 2)[1]
-    manifest = assemble(identity, 1, content, [json.loads(json.dumps(file.record()))])
+    manifest = assemble(identity, 1, entries, dtype, source.metadata, [file.record()])
     disk.write_file(directory / MANIFEST, [manifest.to_bytes()])
 
 

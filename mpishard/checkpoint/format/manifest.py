@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,14 @@ from mpishard.checkpoint.format.metadata import (
     spelled,
     unspelled,
 )
+from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord, tensor_key
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = [
-    "MANIFEST",
-    "MOST_DIMS",
-    "PARAMETERS",
-    "FileRecord",
-    "KindRecord",
-    "Manifest",
-    "PieceRecord",
-    "file_name",
-    "tensor_key",
-]
+__all__ = ["MANIFEST", "MOST_DIMS", "PARAMETERS", "KindRecord", "Manifest", "assemble"]
 
 MANIFEST = "manifest.json"
 """Name of the file in a checkpoint's directory, written last."""
@@ -59,25 +50,6 @@ _FILE = re.compile(r"rank\d{5,}\.safetensors")
 _DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
 
 
-def file_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"rank{rank:05d}.safetensors"
-
-
-def tensor_key(kind: str, region: Region) -> str:
-    """What a piece is called in the header of its file."""
-    return f"{kind}@{region}"
-
-
-@dataclass(frozen=True, slots=True)
-class PieceRecord:
-    """A region's values, 1-D, lie in ``file`` from byte ``offset`` on."""
-
-    file: str
-    offset: int
-    region: Region
-
-
 @dataclass(frozen=True, slots=True)
 class KindRecord:
     """One array for each parameter: their dtype, and the pieces of each by the parameter's name."""
@@ -92,14 +64,6 @@ class KindRecord:
         for piece in pieces:
             found.setdefault(piece.region.name, []).append(piece)
         return cls(dtype, {name: tuple(given) for name, given in found.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Length in bytes of a file, and the CRC-32 of each of its blocks of `BLOCK_BYTES`."""
-
-    nbytes: int
-    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,3 +395,49 @@ def _piece_of(document: Mapping[str, Any]) -> PieceRecord:
     box = tuple((int(low), int(high)) for low, high in document["box"])
     region = Region(str(document["tensor"]), box, int(document["start"]), int(document["stop"]))
     return PieceRecord(str(document["file"]), int(document["offset"]), region)
+
+
+def assemble(
+    identity: str,
+    sequence: int,
+    parameters: Sequence[ParameterEntry],
+    dtype: np.dtype[Any],
+    metadata: Mapping[str, Any],
+    records: Iterable[Mapping[str, Any]],
+) -> Manifest:
+    """Return the manifest of the files that the ranks wrote.
+
+    Parameters
+    ----------
+    identity, sequence, parameters, dtype, metadata
+        As those of `Manifest`.
+    records : iterable of mapping
+        What `RankFile.record` returned on each rank, as JSON.
+
+    Raises
+    ------
+    CheckpointError
+        If the pieces of a kind differ in dtype; also as `Manifest`.
+    """
+    files: dict[str, FileRecord] = {}
+    dtypes: dict[str, set[str]] = {}
+    pieces: dict[str, list[PieceRecord]] = {}
+    for record in records:
+        name = record["file"]
+        if record["bytes"]:
+            files[name] = FileRecord(record["bytes"], tuple(record["crc32"]))
+        for kind, given in record["kinds"].items():
+            dtypes.setdefault(kind, set()).update(given["dtypes"])
+            of_kind = pieces.setdefault(kind, [])
+            for offset, parameter, box, start, stop in given["pieces"]:
+                region = Region(parameter, tuple((low, high) for low, high in box), start, stop)
+                of_kind.append(PieceRecord(name, offset, region))
+    for kind, names in dtypes.items():
+        if len(names) > 1:
+            raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
+    own = np.dtype(dtype)
+    arrays = {
+        kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {own.name}))), given)
+        for kind, given in pieces.items()
+    }
+    return Manifest(identity, sequence, own, tuple(parameters), arrays, files, metadata)

@@ -17,6 +17,8 @@ __all__ = [
     "Checkpointable",
     "CheckpointableOptimizer",
     "Pieces",
+    "require_checkpointable",
+    "states_of",
 ]
 
 Pieces = Mapping[str, Sequence[tuple[Region, Array]]]
@@ -92,3 +94,37 @@ class CheckpointableOptimizer(Protocol):
     def checkpoint_view(self, model: Any) -> CheckpointState:
         """The optimizer's state for the parameters of ``model``."""
         ...
+
+
+def require_checkpointable(model: Any, optimizer: Any = None) -> None:
+    """Refuse on this rank arguments that no rank could save or load; nothing is communicated.
+
+    Raises
+    ------
+    TypeError
+        For another model or optimizer.
+    """
+    if not hasattr(model, "checkpoint_parameters"):
+        raise TypeError(
+            "a checkpoint needs a model of mpishard, plain or sharded (Checkpointable), got "
+            f"{type(model).__name__}"
+        )
+    if optimizer is not None and not hasattr(optimizer, "checkpoint_view"):
+        raise TypeError(
+            "a checkpoint needs a sharded optimizer (CheckpointableOptimizer), got "
+            f"{type(optimizer).__name__}; mpishard.as_distributed makes one"
+        )
+
+
+def states_of(
+    model: Checkpointable,
+    optimizer: CheckpointableOptimizer | None,
+    training: CheckpointState | None,
+) -> dict[str, CheckpointState]:
+    """Return the states that a checkpoint holds, by their names in its metadata."""
+    states: dict[str, CheckpointState] = {"model": model}
+    if optimizer is not None:
+        states["optimizer"] = optimizer.checkpoint_view(model)
+    if training is not None:
+        states["training"] = training
+    return states

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import json
 import math
+import queue
+import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
 
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.format.checksums import ChecksumThread
 from mpishard.errors import CheckpointError
 from mpishard.sharding.table import check_name
 
-__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "LazyTensor", "Tensor", "TensorFile"]
+__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "ChecksumThread", "LazyTensor", "Tensor", "TensorFile"]
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
@@ -182,3 +184,54 @@ def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator
     for part in parts:
         check()
         yield part
+
+
+class ChecksumThread:
+    """Takes the CRC-32 of each block of a stream while its parts go to the disk.
+
+    A checksum takes as long as copying to the system does, or longer, and while the disk works
+    the processor has nothing else to do. Use as a context manager; `checksums` are complete behind
+    it.
+
+    Parameters
+    ----------
+    block_bytes : int
+        Bytes of a block; the last one may be shorter.
+    ahead : int
+        How many parts may wait for their checksum: as many as there are where 0. They stay in
+        memory meanwhile.
+    """
+
+    def __init__(self, block_bytes: int, ahead: int = 0) -> None:
+        self._block_bytes = block_bytes
+        self._parts: queue.Queue[memoryview | None] = queue.Queue(ahead)
+        self._thread = threading.Thread(target=self._run, name="mpishard-checksums", daemon=True)
+        self.checksums: list[int] = []
+        """CRC-32 of each block."""
+
+    def watch(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The same parts, of which checksums are taken."""
+        for part in parts:
+            self._parts.put(part)
+            yield part
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        crc, filled = 0, 0
+        while (rest := self._parts.get()) is not None:
+            while rest:
+                part = rest[: self._block_bytes - filled]
+                crc, filled = zlib.crc32(part, crc), filled + len(part)
+                if filled == self._block_bytes:
+                    self.checksums.append(crc)
+                    crc, filled = 0, 0
+                rest = rest[len(part) :]
+        if filled:
+            self.checksums.append(crc)

@@ -12,11 +12,10 @@ import numpy as np
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.coverage import check_region
-from mpishard.checkpoint.format.folder import newest_of
+from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
-from mpishard.checkpoint.format.mapped_file import MappedFile, PieceValues
-from mpishard.checkpoint.format.overlap import overlaps
-from mpishard.checkpoint.format.target import previous_of
+from mpishard.checkpoint.loading.mapped_file import MappedFile, PieceValues
+from mpishard.checkpoint.loading.overlap import overlaps
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry

@@ -6,7 +6,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -25,14 +25,17 @@ from mpishard.checkpoint.format.consensus import (
     path_text,
     together,
 )
-from mpishard.checkpoint.format.manifest import MANIFEST
+from mpishard.checkpoint.format.folder import Target
+from mpishard.checkpoint.format.manifest import MANIFEST, assemble
 from mpishard.checkpoint.format.metadata import as_json
-from mpishard.checkpoint.format.target import Target
-from mpishard.checkpoint.saving.content import Content, RankFile, StagingBuffer, assemble, on_host
+from mpishard.checkpoint.format.protocol import Pieces
+from mpishard.checkpoint.format.rank_file import RankFile
+from mpishard.checkpoint.saving.staging import StagingBuffer, on_host
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
+from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["PendingSave", "require_room"]
+__all__ = ["Content", "PendingSave", "require_room"]
 
 # Between two meetings of ranks that wait for a slow disk: far below the time after which a rank
 # that does not come to a collective counts as lost, and seldom enough to cost nothing.
@@ -47,6 +50,28 @@ class _State(IntEnum):
     WORKING = 0
     DONE = 1
     FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint is made of.
+
+    Parameters
+    ----------
+    parameters : sequence of ParameterEntry
+        The parameters along the flat vector. Rank 0's counts.
+    dtype : dtype
+        Of the parameters.
+    arrays : mapping of str to sequence of (Region, Array)
+        Kind -> this rank's pieces, as `CheckpointState.arrays_to_write` says.
+    metadata : mapping
+        What JSON can hold, NumPy scalars too. Rank 0's counts.
+    """
+
+    parameters: Sequence[ParameterEntry]
+    dtype: np.dtype[Any]
+    arrays: Pieces
+    metadata: Mapping[str, Any]
 
 
 class PendingSave:
@@ -230,9 +255,11 @@ class PendingSave:
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
         identity = self._directory.name.rsplit(".", 2)[1]
+        content = self._content
         manifest = assemble(
-            identity, self._target.sequence, self._content, map(json.loads, records)
-        )
+            identity, self._target.sequence, content.parameters, content.dtype, content.metadata,
+            map(json.loads, records),
+        )  # fmt: skip
         if not self._directory.is_dir():
             raise self._gone()
         with _telling_room(self._directory, self._nbytes):

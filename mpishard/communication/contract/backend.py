@@ -8,10 +8,9 @@ backend in the same order.
 from __future__ import annotations
 
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -109,7 +108,7 @@ class CommunicationBackend(ABC):
         self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
-        self._session = Session()
+        self._session = Session(rank=0)
         self.traffic = Traffic(self)
         """Bytes that this rank has sent and read."""
         self.check_collectives = True
@@ -212,7 +211,7 @@ class CommunicationBackend(ABC):
         if not self._initialized:
             settings.check()
             if self._is_root:
-                self._session = Session()
+                self._session = Session(self.rank)
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
@@ -259,14 +258,10 @@ class CommunicationBackend(ABC):
         """
         if not self._pending and not self._transfers:
             return
-        if not self._session.lock.acquire(blocking=False):
-            raise self._refuse_thread()
-        try:
+        with self._session:
             for pending in (*self._pending, *self._transfers):
                 pending.advance()
             self._forget_done()
-        finally:
-            self._session.lock.release()
 
     def describe(self) -> str:
         """One line that names this backend in messages."""
@@ -328,8 +323,9 @@ class CommunicationBackend(ABC):
             check_writeable(array, "all_reduce")
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
-        call = self._call(Kind.ALL_REDUCE, array, operation=operation)
-        return self._issue(call, self._steps_all_reduce(call, array, out))
+        return self._start(
+            Kind.ALL_REDUCE, array, self._steps_all_reduce, array, out, operation=operation
+        )
 
     def reduce_scatter(
         self,
@@ -399,8 +395,11 @@ class CommunicationBackend(ABC):
             out = array_namespace(array).empty(shape, array.dtype)
         wide = accumulation_dtype(array.dtype)
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
-        call = self._call(Kind.REDUCE_SCATTER, array, operation=operation, counts=pieces)
-        return self._issue(call, self._steps_reduce_scatter(call, array, pieces, out))
+        steps = self._steps_reduce_scatter
+        return self._start(
+            Kind.REDUCE_SCATTER, array, steps, array, pieces, out,
+            operation=operation, counts=pieces,
+        )  # fmt: skip
 
     def all_gather(self, array: Array, *, out: Array | None = None) -> Array:
         """Give every rank all ranks' arrays, end to end along dim 0 in rank order.
@@ -441,8 +440,10 @@ class CommunicationBackend(ABC):
         if out is not None:
             check_array(out, "all_gather", needs_dim=True)
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
-        call = self._call(Kind.ALL_GATHER, array, out_rows=-1 if out is None else out.shape[0])
-        return self._issue(call, self._steps_all_gather(call, array, out))
+        rows = -1 if out is None else out.shape[0]
+        return self._start(
+            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows
+        )
 
     def broadcast(self, array: Array | None, root: int = 0) -> Array:
         """Give every rank the root's array.
@@ -484,8 +485,7 @@ class CommunicationBackend(ABC):
             check_array(array, "broadcast")
         if array is not None and self.rank != root:
             check_writeable(array, "broadcast")
-        call = self._call(Kind.BROADCAST, array, root=root)
-        return self._issue(call, self._steps_broadcast(call, array, root))
+        return self._start(Kind.BROADCAST, array, self._steps_broadcast, array, root, root=root)
 
     def scatter(
         self,
@@ -544,8 +544,8 @@ class CommunicationBackend(ABC):
             check_array(array, "scatter", needs_dim=True)
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
-        call = self._call(Kind.SCATTER, array if self.rank == root else None, root=root)
-        return self._issue(call, self._steps_scatter(call, array, pieces, root))
+        sent = array if self.rank == root else None
+        return self._start(Kind.SCATTER, sent, self._steps_scatter, sent, pieces, root, root=root)
 
     def gather(self, array: Array, root: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
@@ -580,8 +580,7 @@ class CommunicationBackend(ABC):
         """As `gather`, issued and not waited for."""
         check_root(root, self.world_size)
         check_array(array, "gather", needs_dim=True)
-        call = self._call(Kind.GATHER, array, root=root)
-        return self._issue(call, self._steps_gather(call, array, root))
+        return self._start(Kind.GATHER, array, self._steps_gather, array, root, root=root)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Send ``parts[r]`` to rank r.
@@ -629,8 +628,7 @@ class CommunicationBackend(ABC):
                     f"all_to_all parts must share a dtype, got {parts[0].dtype.name} "
                     f"and {part.dtype.name}"
                 )
-        call = self._call(Kind.ALL_TO_ALL, parts[0])
-        return self._issue(call, self._steps_all_to_all(call, parts))
+        return self._start(Kind.ALL_TO_ALL, parts[0], self._steps_all_to_all, parts)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -638,8 +636,7 @@ class CommunicationBackend(ABC):
 
     def barrier_async(self) -> Work:
         """As `barrier`; done when every rank has called it."""
-        call = self._call(Kind.BARRIER, None)
-        return self._issue(call, self._steps_barrier(call))
+        return self._start(Kind.BARRIER, None, self._steps_barrier)
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -665,29 +662,28 @@ class CommunicationBackend(ABC):
         if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
         order = self.rank if key is None else as_integer("key", key)
-        call = self._call(Kind.SPLIT, None)
-        work = self._issue(call, self._steps_split(call, color, order))
-        session = self._session
-        session.called = (
-            call  # until this rank has its group: an exception ends the world till then
-        )
-        try:
-            member = work.wait()
-        except MpishardError:
-            session.called = None
-            raise
-        if member is not None:
-            member._is_root, member._session = False, self._session
-            member.group = f"{self.group}/{call.sequence}.{color}"
-            member.check_collectives = self.check_collectives
-            member.label = "a new group"
-            member.initialize()
-        session.called = None
-        if member is not None:
-            if member._world_ranks is None:
-                mine = np.array([self.world_ranks[self.rank]])
-                member._world_ranks = tuple(member.all_gather(mine).tolist())
-            member._name_group("")
+        sequence = self._sequence + 1
+        with self._session as session:
+            try:
+                member = self._start(Kind.SPLIT, None, self._steps_split, color, order).wait()
+                if member is not None:
+                    member._is_root, member._session = False, session
+                    member.group = f"{self.group}/{sequence}.{color}"
+                    member.check_collectives = self.check_collectives
+                    member.label = "a new group"
+                    member.initialize()
+                    if member._world_ranks is None:
+                        mine = np.array([self.world_ranks[self.rank]])
+                        member._world_ranks = tuple(member.all_gather(mine).tolist())
+                    member._name_group("")
+            except MpishardError:
+                raise
+            except BaseException as error:
+                # The other ranks make the group, and wait for this one there.
+                last = self.status.last
+                if last is not None and self._sequence == sequence:
+                    self._break(in_call(last.call, last.group), error)
+                raise
         return member  # type: ignore[no-any-return]
 
     def shrink(self) -> Self:
@@ -791,8 +787,8 @@ class CommunicationBackend(ABC):
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))
         if wanted.dtype not in DTYPES:
             raise ValueError(f"allocate_shared cannot share dtype {wanted.dtype.name}")
-        call = self._call(Kind.ALLOCATE_SHARED, wanted)
-        memory = self._issue(call, self._steps_allocate_shared(call, wanted.nbytes)).wait()
+        steps = self._steps_allocate_shared
+        memory = self._start(Kind.ALLOCATE_SHARED, wanted, steps, wanted.nbytes).wait()
         if memory is None:
             return None
         self._regions.add(memory)
@@ -860,12 +856,8 @@ class CommunicationBackend(ABC):
         """
         self._check_send(array, destination_rank, tag, "send")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        if not self._session.lock.acquire(blocking=False):
-            raise self._refuse_thread()
-        try:
+        with self._session:
             self._send(array, destination_rank, tag)
-        finally:
-            self._session.lock.release()
         if in_flight is not None:
             in_flight.done()
             in_flight.blocked(in_flight.start)
@@ -899,8 +891,7 @@ class CommunicationBackend(ABC):
         self._check_send(array, destination_rank, tag, "send_async")
         in_flight = self._record_message(self.rank, destination_rank, tag, array)
         steps = self._steps_send(array, destination_rank, tag)
-        transfer = Transfer(self, steps, destination_rank, tag, is_send=True, in_flight=in_flight)
-        return self._begin(transfer, in_flight)
+        return self._begin(steps, destination_rank, tag, in_flight, is_send=True)
 
     def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
@@ -940,14 +931,14 @@ class CommunicationBackend(ABC):
         """As `receive`, issued and not waited for, so that the message may come meanwhile.
 
         Receives of one (source, tag) take messages in the order in which they were issued, and
-        in whichever order they are waited for. Their memory is set aside at once.
+        in whichever order they are waited for.
 
         Parameters
         ----------
         source_rank, count, tag : int
             As `receive`.
         dtype : dtype
-            Of the message: the transport may be told where to put it before it comes.
+            Dtype of the message.
 
         Returns
         -------
@@ -960,8 +951,8 @@ class CommunicationBackend(ABC):
         ValueError
             As `receive`, and for a dtype that does not travel.
         CommunicationError
-            By ``wait``, where the message has another dtype or number of elements. It then stays
-            queued; if it is longer than expected, MPI may have lost it.
+            By ``wait``, if the message has another dtype or number of elements. It then stays
+            queued.
         """
         self._check_receive(source_rank, count, tag)
         expected = np.dtype(dtype)
@@ -974,8 +965,20 @@ class CommunicationBackend(ABC):
     ) -> Transfer:
         in_flight = self._record_message(source, self.rank, tag)
         steps = self._steps_receive(source, count, tag, dtype)
-        transfer = Transfer(self, steps, source, tag, is_send=False, in_flight=in_flight)
-        return self._begin(transfer, in_flight)
+        return self._begin(steps, source, tag, in_flight, is_send=False)
+
+    def _begin(
+        self, steps: Steps, peer: int, tag: int, in_flight: MessageInFlight | None, *, is_send: bool
+    ) -> Transfer:
+        """Issue a message. It stands beside the collectives: they do not wait for it."""
+        transfer = Transfer(self, steps, peer, tag, is_send=is_send, in_flight=in_flight)
+        with self._session:
+            self._transfers.append(transfer)
+            transfer.advance()
+            self._forget_done()
+        if in_flight is not None:
+            in_flight.blocked(in_flight.start)
+        return transfer
 
     def _record_message(
         self, source: int, destination: int, tag: int, sent: Array | None = None
@@ -1159,60 +1162,43 @@ class CommunicationBackend(ABC):
     ) -> Steps:
         """Take the next message that no earlier receive of (source, tag) takes; a new array.
 
-        ``dtype`` is None if the caller takes any; given, memory may be ready ahead of it. A
-        message that `refuse_other_message` refuses stays for the next receive, and so does the
-        place in line if the generator is closed.
+        ``dtype`` is None if the caller takes any. A message that `refuse_other_message` refuses
+        stays for the next receive, and so does the place in line if the generator is closed.
         """
 
     # ----------------------------------------------------------------------------- calls under way
 
-    def _call(
+    def _start(
         self,
         kind: Kind,
         array: Array | None,
-        *,
+        steps: Callable[..., Steps],
+        *arguments: Any,
         operation: ReductionOperation | None = None,
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
-    ) -> Call:
-        """Number and record a collective."""
-        if not self._initialized:
-            raise self._not_ready_error()
-        session = self._session
-        if not session.lock.acquire(blocking=False):
-            raise self._refuse_thread()
-        try:
-            if session.called is not None:
-                if session.thread != threading.get_ident():
-                    raise self._refuse_thread()
-                # An exception struck between the last call's number and its first step.
-                self._break(in_call(session.called, session.label), InterruptedError())
-            session.thread = threading.get_ident()
+    ) -> Work:
+        """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
+        self._ready()
+        with self._session as session:
             if session.broken is not None:
                 self._tell_of_break()
                 raise session.broken
-            self._admit(kind, self._sequence + 1)
+            sequence = self._sequence + 1
+            self._admit(kind, sequence)
             call = Call.describe(
-                self._sequence + 1, kind, array, operation=operation, root=root, counts=counts,
+                sequence, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
-            (session.status or self.status).record(call, self.label, sys._getframe(1))
-            self._sequence = call.sequence
-            session.called, session.label = call, self.label
-        finally:
-            self._session.lock.release()
-        return call
-
-    def _refuse_thread(self) -> CommunicationError:
-        """The error of a thread that calls while another thread of this rank is in a call."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return CommunicationError(
-            f"thread {threading.current_thread().name!r} of rank {self.world_ranks[self.rank]} "
-            f"calls a collective or message while thread {names.get(self._session.thread)!r} is "
-            "in one: a rank's backend and the groups split off it belong to one thread at a time. "
-            "Let one thread of each rank communicate, or hand over when the first is through"
-        )
+            try:
+                (session.status or self.status).record(call, self.label, sys._getframe(1))
+                self._sequence = sequence
+                return self._issue(call, steps(call, *arguments))
+            except BaseException as error:
+                if self._sequence == sequence:  # the other ranks will wait in it for this one
+                    self._break(in_call(call, self.label), error)
+                raise
 
     def _issue(self, call: Call, steps: Steps) -> Work:
         """Begin a collective, and go on with it as far as is possible without waiting."""
@@ -1220,34 +1206,13 @@ class CommunicationBackend(ABC):
         in_flight = None
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
-        if not self._session.lock.acquire(blocking=False):
-            raise self._refuse_thread()
-        try:
-            work = CollectiveWork(self, steps, in_flight)
-            work.call = call
-            self._pending.append(work)
-            work.advance()
-            self._session.called = None
-            self._forget_done()
-        finally:
-            self._session.lock.release()
+        work = CollectiveWork(self, steps, in_flight, call)
+        self._pending.append(work)
+        work.advance()
+        self._forget_done()
         if in_flight is not None:
             in_flight.blocked(in_flight.start)
         return work
-
-    def _begin(self, transfer: Transfer, in_flight: MessageInFlight | None) -> Transfer:
-        """Issue a message. It stands beside the collectives: they do not wait for it."""
-        if not self._session.lock.acquire(blocking=False):
-            raise self._refuse_thread()
-        try:
-            self._transfers.append(transfer)
-            transfer.advance()
-            self._forget_done()
-        finally:
-            self._session.lock.release()
-        if in_flight is not None:
-            in_flight.blocked(in_flight.start)
-        return transfer
 
     def _forget_done(self) -> None:
         while self._pending and self._pending[0].done:

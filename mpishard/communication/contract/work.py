@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import of_group
@@ -34,21 +34,39 @@ Steps = Generator[Waitable, None, Any]
 
 
 class Session:
-    """The part of a rank that its root world and the groups split off it have in common."""
+    """The part of a rank that its root world and the groups split off it have in common.
 
-    def __init__(self) -> None:
+    Used as a context manager by the thread that communicates; a second thread is refused.
+
+    Parameters
+    ----------
+    rank : int
+        The rank's number in the root world.
+    """
+
+    def __init__(self, rank: int) -> None:
         self.status: StatusPage | None = None
         """The rank's own page of the flight recorder; there from `initialize` on."""
         self.broken: CommunicationError | None = None
         """The error of every call after one that was cut off; None while all is well."""
-        self.called: Call | None = None
-        """The collective that is numbered and has made no step, or the split that is under way."""
-        self.label = ""
-        """The name of the world of `called`."""
-        self.lock = threading.RLock()
-        """Held by the thread that communicates just now."""
-        self.thread = 0
-        """The identity of the thread that communicated last."""
+        self._rank = rank
+        self._lock = threading.RLock()  # held by the thread that communicates just now
+        self._thread = 0  # the identity of the thread that communicated last
+
+    def __enter__(self) -> Self:
+        if not self._lock.acquire(blocking=False):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise CommunicationError(
+                f"thread {threading.current_thread().name!r} of rank {self._rank} calls a "
+                f"collective or message while thread {names.get(self._thread)!r} is in one: a "
+                "rank's backend and the groups split off it belong to one thread at a time. Let "
+                "one thread of each rank communicate, or hand over when the first is through"
+            )
+        self._thread = threading.get_ident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Driver(Protocol):
@@ -61,8 +79,6 @@ class Driver(Protocol):
         """As `CommunicationBackend.world_ranks`."""
 
     _session: Session
-
-    def _refuse_thread(self) -> CommunicationError: ...
 
     def _drive(self, work: Work) -> None: ...
 
@@ -134,21 +150,17 @@ class Work(ABC):
         if not self.done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
-            driver = self._driver
-            if not driver._session.lock.acquire(blocking=False):
-                raise driver._refuse_thread()
-            driver._session.thread = threading.get_ident()
-            try:
-                driver._drive(self)
-            except MpishardError:
-                raise
-            except BaseException as error:
-                self._interrupted(error)
-                raise
-            finally:
-                driver._session.lock.release()
-                if in_flight is not None:
-                    in_flight.blocked(since)
+            with self._driver._session:
+                try:
+                    self._driver._drive(self)
+                except MpishardError:
+                    raise
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+                finally:
+                    if in_flight is not None:
+                        in_flight.blocked(since)
         if self._error is not None:
             raise self._error
         return self._result
@@ -169,9 +181,13 @@ class Work(ABC):
 
 
 class CollectiveWork(Work):
-    """A collective under way, of ``call``, which whoever makes it sets."""
+    """A collective under way, of ``call``."""
 
-    call: Call
+    def __init__(
+        self, driver: Driver, steps: Steps, in_flight: InFlight | None, call: Call
+    ) -> None:
+        super().__init__(driver, steps, in_flight)
+        self.call = call
 
     @property
     def name(self) -> str:

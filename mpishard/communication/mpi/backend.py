@@ -7,6 +7,7 @@ headers, channels), `Collectives` on it, the same for GPU arrays, and the user's
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.backoff import Backoff
+from mpishard.communication.contract.backoff import LONG_POLL, Backoff
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.contract.work import (
@@ -52,8 +53,8 @@ from mpishard.errors import CommunicationError, PeerError
 
 __all__ = ["MPICommunicationBackend"]
 
-_QUICK_POLLS = 64
-"""Polls before a rank prepares for a longer wait: most short messages have come by then."""
+_QUICK_ROUNDS, _QUICK_POLLS = 8, 8
+"""Rounds of polls before a rank prepares for a longer wait: most short messages come by then."""
 
 _STIR_EVERY = 8
 _IN_SHRINK = "in shrink() for the other ranks that are left"
@@ -264,12 +265,20 @@ class MPICommunicationBackend(CommunicationBackend):
         try:
             # Nothing is issued while this rank waits: what is alone now stays so.
             advance = work.advance if job.count_pending() == 1 else job.progress
-            for _ in range(1 if job.crowded else _QUICK_POLLS):
-                advance()
-                if work.done:
-                    self._forget_done()
-                    return
-            backoff = Backoff(job.crowded, lambda: self._look_round(work))
+            polled, took = 0.0, 0.0
+            for _ in range(1 if job.crowded else _QUICK_ROUNDS):
+                for _ in range(1 if job.crowded else _QUICK_POLLS):
+                    advance()
+                    if work.done:
+                        self._forget_done()
+                        return
+                # Open MPI may yield in each poll, which takes long on a busy machine.
+                now = time.monotonic()
+                polled, took = now, now - (polled or now)
+                if took > _QUICK_POLLS * LONG_POLL:
+                    break
+            is_slow = took > _QUICK_POLLS * LONG_POLL
+            backoff = Backoff(job.crowded, lambda: self._look_round(work), is_slow=is_slow)
             polls = 0
             self.status.wait(work.awaited)
             try:
@@ -366,8 +375,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        sent = array if self._rank == root else None
-        return self._for(sent).scatter(call, sent, counts, root)
+        return self._for(array).scatter(call, array, counts, root)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
         return self._for(array).gather(call, array, root)

@@ -28,7 +28,6 @@ from mpishard.communication.mpi.headers import (
 )
 from mpishard.communication.mpi.messages import (
     Channel,
-    Expected,
     Message,
     MessageChannel,
     Pending,
@@ -96,8 +95,6 @@ class Group:
             self.channel = RowChannel(*rows, self.rank, reducer, rings.fence)
         self.turns: deque[object] = deque()
         """The collectives that were issued and have not ended, oldest first."""
-        self.expected: set[Expected] = set()
-        """Receives that were posted ahead, until their message has come."""
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
@@ -152,8 +149,6 @@ class Group:
         """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
         if self.is_leaving:
             return
-        for receive in tuple(self.expected):
-            receive.withdraw()
         if self.is_cut_off or self._answered_leave or (self.broken and self.exchange.unread):
             # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
             self._left = True

@@ -1,9 +1,9 @@
 """Messages over MPI: requests under way, data of collectives, and the user's point to point.
 
 A user's message is a head (dtype, shape) with the data behind it if they are few, else followed by
-a second MPI message with the data, on a tag of its own. MPI keeps the order of each tag, so that
-the n-th head with data elsewhere and the n-th of these belong together, whoever posted the memory
-that they came into.
+a second MPI message with the data, on a tag of its own. MPI keeps the order of each tag, so the
+n-th head with data elsewhere and the n-th of these belong together. Memory for data is made when
+the head has told their size: no message is too long for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from mpishard.communication.contract.backend import refuse_other_message
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
-from mpishard.communication.mpi.ulfm import is_loss
-from mpishard.errors import CommunicationError
 
 __all__ = [
     "Channel",
     "Condition",
-    "Expected",
     "Message",
     "MessageChannel",
     "Messages",
@@ -293,98 +290,32 @@ class Message(Pending):
     __slots__ = ()
 
 
-class Expected(Message):
-    """A receive that was posted before anything came, into ``buffer``.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    request : mpi4py.MPI.Request
-        Of the receive.
-    in_flight : set of Pending
-        As `Pending`.
-    expected : set of Expected
-        In which it stands, too: what the end of a world withdraws.
-    buffer : ndarray
-        Where the message goes.
-    taken : ndarray
-        Counts messages, by sender.
-    source : int
-        Whose message it is.
-    """
-
-    __slots__ = ("_expected", "_mpi", "_source", "_taken", "buffer", "is_lost")
-
-    def __init__(
-        self, mpi: Any, request: Any, in_flight: set[Pending], expected: set[Expected],
-        buffer: Bytes, taken: np.ndarray[Any, np.dtype[np.int64]], source: int,
-    ) -> None:  # fmt: skip
-        super().__init__(request, in_flight, buffer)
-        self._mpi = mpi
-        self._expected = expected
-        self._taken = taken
-        self._source = source
-        self.buffer = buffer
-        self.is_lost = False
-        """Whether the message was longer than ``buffer``."""
-        expected.add(self)
-
-    def test(self) -> bool:
-        if self not in self._expected:
-            return True
-        status = self._mpi.Status()
-        try:
-            if not self._request.Test(status):
-                return False
-        except self._mpi.Exception as error:
-            if is_loss(self._mpi, error):
-                raise
-            self.is_lost = True
-        self._in_flight.discard(self)
-        self._expected.discard(self)
-        if not status.Is_cancelled():
-            self._taken[self._source] += 1
-        return True
-
-    def withdraw(self) -> None:
-        """Take the receive back, where nothing has come."""
-        self._request.Cancel()
-        while not self.test():
-            pass
-
-
 class Incoming:
     """A message whose head has come, and its data if they came with it."""
 
-    def __init__(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, buffer: Bytes) -> None:
         head = buffer[:_HEAD_BYTES].view(np.int64).tolist()
         self.dtype = DTYPES[head[0]]
         self.on_device = bool(head[1])
         self.shape = tuple(head[3 : 3 + head[2]])
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
-        self.data: Array | None = None
+        self.data: Bytes | None = None
+        """Its elements; None until the memory is made for those that come by themselves."""
+        self.pending: Message | None = None
+        """The request for its data, if they come by themselves."""
         if self.nbytes <= _TOGETHER_BYTES:
-            data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes]
-            self.data = data.view(self.dtype).reshape(self.shape).copy()
+            self.data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes].copy()
 
 
 class Stream:
-    """What one rank sends this one with one tag."""
+    """The messages from one rank with one tag."""
 
-    __slots__ = ("arrived", "data", "heads", "turns")
+    __slots__ = ("arrived", "turns")
 
     def __init__(self) -> None:
         self.turns: deque[Turn] = deque()  # receives that want a message, oldest first
-        self.heads: deque[Expected] = deque()  # posted ahead, in MPI's order
-        self.data: deque[Expected] = deque()  # the same, of data that come by themselves
-        self.arrived: deque[Incoming] = deque()  # read, and taken by nobody yet
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody wants a message, and none is under way or waits to be taken."""
-        return not (self.turns or self.heads or self.data or self.arrived)
+        self.arrived: Incoming | None = None  # read, and taken by nobody yet
 
 
 class Mail(Protocol):
@@ -393,7 +324,6 @@ class Mail(Protocol):
     mpi: Any
     comm: Any
     in_flight: set[Pending]
-    expected: set[Expected]
     sent: np.ndarray[Any, np.dtype[np.int64]]
     taken: np.ndarray[Any, np.dtype[np.int64]]
 
@@ -411,9 +341,6 @@ class Messages:
 
     def __init__(self, group: Mail, world_ranks: Sequence[int]) -> None:
         self._group = group
-        # Open MPI 5 writes past the end of memory that is too short for a large message. There
-        # memory is posted when the head has told the size.
-        self._posts_ahead = "Open MPI" not in group.mpi.Get_library_version()
         self._world_ranks = world_ranks
         self._sent: deque[Pending] = deque()
         self._streams: dict[tuple[int, int], Stream] = {}
@@ -460,73 +387,32 @@ class Messages:
         stream = self._streams.setdefault((source, tag), Stream())
         try:
             with Turn(stream.turns) as turn:
-                if dtype is not None:
-                    self._expect(stream, source, tag, count * dtype.itemsize)
                 yield turn
-                incoming = yield from self._next(stream, source, tag)
-                stream.arrived.appendleft(incoming)
+                if stream.arrived is None:
+                    head = _Probe(self._group, source, tag)
+                    yield head
+                    stream.arrived = Incoming(head.read())
+                incoming = stream.arrived
+                # What is refused, or given up, stays in the stream for the next receive.
                 refuse_other_message(
                     incoming.size, incoming.dtype, count, dtype, self._world_ranks[source], tag
                 )
-                array = yield from self._data(stream, incoming, source, tag)
-                stream.arrived.popleft()
+                if incoming.data is None:
+                    data = _Probe(self._group, source, _DATA_TAGS + tag)
+                    yield data
+                    incoming.data = np.empty(incoming.nbytes, np.uint8)
+                    incoming.pending = data.read_into(incoming.data)
+                if incoming.pending is not None:
+                    yield incoming.pending
+                stream.arrived = None
         finally:
-            if stream.is_idle:
+            if not stream.turns and stream.arrived is None:
                 self._streams.pop((source, tag), None)
-        return array, incoming.on_device
-
-    def _expect(self, stream: Stream, source: int, tag: int, nbytes: int) -> None:
-        """Post the memory for one more message, so that MPI need not keep it for us."""
-        head = np.empty(_HEAD_BYTES + _TOGETHER_BYTES, np.uint8)
-        stream.heads.append(self._irecv(head, source, tag))
-        if self._posts_ahead and nbytes > _TOGETHER_BYTES:
-            self._expect_data(stream, source, tag, nbytes)
-
-    def _expect_data(self, stream: Stream, source: int, tag: int, nbytes: int) -> None:
-        buffer = np.empty(nbytes, np.uint8)
-        stream.data.append(self._irecv(buffer, source, _DATA_TAGS + tag))
-
-    def _irecv(self, buffer: Any, source: int, tag: int) -> Expected:
-        group = self._group
-        request = post_bytes(group.mpi, group.comm.Irecv, buffer, source, tag)
-        return Expected(
-            group.mpi, request, group.in_flight, group.expected, buffer, group.taken, source
-        )
-
-    def _next(self, stream: Stream, source: int, tag: int) -> Steps:
-        """The head of the next message, out of the stream."""
-        if stream.arrived:
-            return stream.arrived.popleft()
-        if stream.heads:
-            yield stream.heads[0]
-            incoming = Incoming(stream.heads.popleft().buffer)
-        else:
-            probe = _Probe(self._group, source, tag)
-            yield probe
-            incoming = Incoming(probe.read())
-        # Its data are the next: a receive that is posted later must not get them.
-        if incoming.data is None and not stream.data:
-            self._expect_data(stream, source, tag, incoming.nbytes)
-        return incoming
-
-    def _data(self, stream: Stream, incoming: Incoming, source: int, tag: int) -> Steps:
-        """The array of a message."""
-        if incoming.data is not None:
-            return incoming.data
-        yield stream.data[0]
-        receive = stream.data.popleft()
-        if receive.is_lost:
-            stream.arrived.popleft()
-            raise CommunicationError(
-                f"a message with tag {tag} from rank {self._world_ranks[source]} has "
-                f"{incoming.nbytes} bytes, and came where {receive.buffer.size} were expected; it "
-                "is lost"
-            )
-        return receive.buffer[: incoming.nbytes].view(incoming.dtype).reshape(incoming.shape)
+        return incoming.data.view(incoming.dtype).reshape(incoming.shape), incoming.on_device
 
 
 class _Probe(Waitable):
-    """A message that nothing was posted for."""
+    """The next message from one rank with one tag."""
 
     __slots__ = ("_group", "_message", "_source", "_status", "_tag")
 
@@ -542,8 +428,14 @@ class _Probe(Waitable):
             self._message = self._group.comm.Improbe(self._source, self._tag, self._status)
         return self._message is not None
 
-    def read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of the message."""
+    def read_into(self, buffer: Bytes) -> Message:
+        """Begin to receive the message, whose size ``buffer`` has."""
+        self._group.taken[self._source] += 1
+        request = post_bytes(self._group.mpi, self._message.Irecv, buffer)
+        return Message(request, self._group.in_flight, buffer)
+
+    def read(self) -> Bytes:
+        """Return the bytes of the message, which is short."""
         byte = self._group.mpi.BYTE
         buffer = np.empty(self._status.Get_count(byte), np.uint8)
         self._message.Recv([buffer, buffer.size, byte])

@@ -9,14 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
-from mpishard.models.engine.policy import Policy
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
-from mpishard.models.engine.step import StepReport, Update
-from mpishard.models.engine.update_pieces import UpdatePieces
+from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
@@ -25,11 +23,11 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span, step_span
+from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
 
-Rule = Callable[[list[Update], StepReport], None]
 Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 
@@ -294,6 +292,24 @@ class Engine:
         with watched, span("update"):
             rule(updates, report)
 
+    def descend(self, gradient: Array, rate: float) -> None:
+        """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
+        pieces = self.pieces.updated
+        for piece, owned in zip(pieces, self.parameters.owned(pieces), strict=True):
+            target = owned
+            part = self.placement.part(gradient, piece.start, piece.stop)
+            target -= rate * beside(part, target)
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self.changed()
+
+    def zeros_for_state(self) -> Array:
+        """A vector of an optimizer's state, as long as what this rank updates."""
+        length = sum(piece.length for piece in self.pieces.updated)
+        vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+        vector.fill(0)
+        return vector
+
     def _end_round(self) -> None:
         self.changed()
         self.round.end()
@@ -464,6 +480,18 @@ class Engine:
             return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters
             )
+
+    def gather_chunks(self) -> Iterator[Array]:
+        """All parameters unit by unit; all at once on a mesh, whose ranks have own units."""
+        if self.replica.is_on_mesh:
+            yield self.gather()
+            return
+        for unit in self.program.units:
+            try:
+                chunk = self.parameters.unshard(unit).copy()
+            finally:
+                self.parameters.reshard(unit)
+            yield chunk
 
     @contextmanager
     def _leaving_no_unit(self) -> Iterator[None]:

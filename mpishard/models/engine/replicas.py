@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpishard.errors import ShardingError
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.stores.parameter_store import ParameterStore
 
 __all__ = ["ALONE_ON_A_MESH", "Replicas"]

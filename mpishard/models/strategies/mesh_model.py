@@ -13,8 +13,8 @@ from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
-from mpishard.models.engine.policy import Policy
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
+from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram

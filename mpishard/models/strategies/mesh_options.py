@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.arguments import as_flag, as_integer
 from mpishard.communication.mesh import mesh_order, mesh_sizes
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.strategies.ddp import DDPModel
 from mpishard.models.strategies.fsdp import FSDPModel
 from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model

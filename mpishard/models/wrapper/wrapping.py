@@ -14,7 +14,7 @@ from mpishard.checkpoint.format.consensus import differences
 from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import IPlaceableModel, PlacedProgram

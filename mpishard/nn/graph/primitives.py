@@ -162,11 +162,18 @@ def softmax(x: Array) -> Array:
 # -------------------------------------------------------------------------------------- attention
 
 
-@_primitive(lambda x, *, heads, **_: (x[0], heads, x[1], x[2] // (3 * heads)))
-def split_heads(x: Array, *, heads: int, part: int) -> Array:
-    """Queries, keys or values (part 0, 1, 2) of x_BT3D, of shape (B, H, T, K)."""
+@_primitive(lambda x, *, heads, kv_heads, **_: (x[0], heads, x[1], x[2] // (heads + 2 * kv_heads)))
+def split_heads(x: Array, *, heads: int, kv_heads: int, part: int) -> Array:
+    """Queries, keys or values (part 0, 1, 2) of [q | k | v], of shape (B, H, T, K).
+
+    Heads of keys and values that several heads of queries share are repeated for each of them.
+    """
     batch, length, width = x.shape
-    return np.moveaxis(x.reshape(batch, length, 3, heads, width // (3 * heads))[:, :, part], 1, 2)
+    size = width // (heads + 2 * kv_heads)
+    start = (0, heads, heads + kv_heads)[part] * size
+    count = heads if part == 0 else kv_heads
+    own = x[..., start : start + count * size].reshape(batch, length, count, size)
+    return np.moveaxis(np.repeat(own, heads // count, axis=2), 1, 2)
 
 
 @_primitive(lambda q, k: (*q[:-1], k[-2]))

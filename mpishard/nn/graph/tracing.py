@@ -138,7 +138,10 @@ def _convolution(layer: Conv2D, p: _Constants, x: ComputationNode) -> Computatio
 
 
 def _attention(layer: Attention, _: _Constants, x: ComputationNode) -> ComputationNode:
-    q, k, v = (_apply("split_heads", x, heads=layer.heads, part=part) for part in range(3))
+    q, k, v = (
+        _apply("split_heads", x, heads=layer.heads, kv_heads=layer.kv_heads, part=part)
+        for part in range(3)
+    )
     weights = _apply("softmax", _apply("causal_scores" if layer.causal else "scores", q, k))
     return _apply("merge_heads", _apply("weighted_sum", weights, v))
 

@@ -1,7 +1,8 @@
 """The core of self-attention.
 
 Shape suffixes: B batch, T time of the queries, S time of the keys, D width, H heads, K size of
-a head (D = H K), R queries of one block.
+a head (D = H K), G heads of keys and values, Q heads that share one of them (H = G Q), R queries
+of one block, P the queries of all heads of a group in one block (P = Q R).
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ _MINIMUM_BLOCK_ROWS = 64
 class Attention(Layer):
     """Scaled dot-product self-attention.
 
-    The input holds queries, keys and values side by side, x_BT3D = [q | k | v], each of H heads
-    of K elements; y = softmax(q k^T / sqrt(K) + mask) v for each head: Vaswani et al.,
-    "Attention is all you need", 2017 (arXiv:1706.03762), eq. 1. It has no parameters; the
-    projections before and after it are `Linear` layers, and the one before has no bias: softmax
-    cannot see a bias of the keys, whose gradient would be rounding noise.
+    The input holds queries, keys and values side by side, [q | k | v]: H heads of queries and G
+    heads of keys and values, each of K elements, (H + 2 G) K in all. With G = H that is multi-head
+    attention, y = softmax(q k^T / sqrt(K) + mask) v for each head: Vaswani et al., "Attention is
+    all you need", 2017 (arXiv:1706.03762), eq. 1. With fewer, heads h Q to (h + 1) Q - 1 of the
+    queries share head h of the keys and values, Q = H / G: Ainslie et al., "GQA", 2023
+    (arXiv:2305.13245), section 2.2. It has no parameters; the projections before and after it are
+    `Linear` layers, and the one before has no bias: softmax cannot see a bias of the keys, whose
+    gradient would be rounding noise.
 
     Scores are made for a block of queries at a time, up to the block's last key if attention
     is causal, and never kept: the backward pass makes them again from the saved row sums, so that
@@ -41,28 +45,39 @@ class Attention(Layer):
         Number H of heads; must divide the width D.
     causal : bool
         Whether a position sees itself and what came before, or all positions.
+    kv_heads : int, optional
+        Number G of heads of keys and values; must divide `heads`. Default: as many.
 
     Raises
     ------
     ValueError
-        If ``heads`` is no integer >= 1.
+        If a number of heads is not an integer >= 1, or `kv_heads` does not divide `heads`.
     """
 
     category = LayerCategory.ATTENTION
 
-    def __init__(self, heads: int, *, causal: bool = False) -> None:
-        check_sizes(type(self).__name__, heads=heads)
+    def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes(type(self).__name__, heads=heads, kv_heads=kv_heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"{type(self).__name__}: kv_heads must divide heads, got {heads} = "
+                f"{heads // kv_heads} * {kv_heads} + {heads % kv_heads}"
+            )
         self.heads = heads
+        self.kv_heads = kv_heads
         self.causal = bool(causal)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, 3 D) -> (T, D)."""
-        if len(input_shape) != 2 or input_shape[1] == 0 or input_shape[1] % (3 * self.heads):
+        """(T, (H + 2 G) K) -> (T, H K)."""
+        runs = self.heads + 2 * self.kv_heads
+        if len(input_shape) != 2 or input_shape[1] == 0 or input_shape[1] % runs:
+            formula = "3 * heads" if self.kv_heads == self.heads else "(heads + 2 * kv_heads)"
             raise ValueError(
-                f"{type(self).__name__}({self.heads}) needs samples of shape (T, 3 * heads * K) = "
-                f"(T, {3 * self.heads} * K), got {input_shape}"
+                f"{type(self).__name__}({self.heads}) needs samples of shape (T, {formula} * K) = "
+                f"(T, {runs} * K), got {input_shape}"
             )
-        return (input_shape[0], input_shape[1] // 3)
+        return (input_shape[0], input_shape[1] // runs * self.heads)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
         """4 D for each pair that sees each other: T^2 of them, or T (T + 1) / 2 if causal."""
@@ -71,9 +86,10 @@ class Attention(Layer):
         return 4 * width * pairs
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Attend: x_BT3D -> y_BTD; saves x, y and the log of each softmax's denominator.
+        """Attend: x of shape (B, T, (H + 2 G) K) -> y_BTD.
 
-        With a cache it also attends to the cached positions: S is then larger than T.
+        Saves x, y and the log of each softmax's denominator. With a cache, it also attends to the
+        positions that the cache keeps: S is then larger than T.
 
         Raises
         ------
@@ -84,117 +100,135 @@ class Attention(Layer):
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         if not y.size:
             return y, (x, y, None) if context.training else None
-        q_BHTK, k_BHSK, v_BHSK = self._split(x)
+        q_BGQTK, k_BGSK, v_BGSK = self._split(x)
         if context.cache is not None:
             # The cache holds the keys of earlier positions, which this pass did not compute.
             self._check_cache(context)
-            k_BHSK, v_BHSK = context.cache.extend(context.path, k_BHSK, v_BHSK)
-        cached = k_BHSK.shape[2] - x.shape[1]
-        y_BHTK = self._by_head(y)
-        logsum_BHT1 = xp.empty((*y_BHTK.shape[:3], 1), dtype=x.dtype)
+            k_BGSK, v_BGSK = context.cache.extend(context.path, k_BGSK, v_BGSK)
+        cached = k_BGSK.shape[2] - x.shape[1]
+        y_BGQTK = self._by_head(y)
+        logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=x.dtype)
         mask_RR = self._causal_mask(x, cached)
-        scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
+        scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
         for which, queries in self._blocks(x, cached):
             keys = self._keys(queries, cached)
-            q = q_BHTK[which][..., queries, :] * scale
-            scores = xp.matmul(q, k_BHSK[which][..., keys, :].swapaxes(-1, -2))
-            size = queries.stop - queries.start
+            q_BGPK = _joined(q_BGQTK[which][..., queries, :] * scale)
+            scores_BGPS = xp.matmul(q_BGPK, k_BGSK[which][..., keys, :].swapaxes(-1, -2))
             # Small scores need no maximum per row: this saves a pass and a subtraction over them.
-            are_small = _are_small(scores)
+            are_small = _are_small(scores_BGPS)
             if self.causal:
-                scores[..., cached + queries.start :] += mask_RR[:size, :size]
-            largest = 0.0 if are_small else scores.max(axis=-1, keepdims=True)
+                self._mask(scores_BGPS, mask_RR, cached + queries.start)
+            largest = 0.0 if are_small else scores_BGPS.max(axis=-1, keepdims=True)
             if not are_small:
-                scores -= largest
-            xp.exp(scores, out=scores)
-            total = xp.einsum("...rs->...r", scores)[..., None]
-            y_block = y_BHTK[which][..., queries, :]
-            xp.matmul(scores, v_BHSK[which][..., keys, :], out=y_block)
-            y_block /= total
+                scores_BGPS -= largest
+            xp.exp(scores_BGPS, out=scores_BGPS)
+            total = xp.einsum("...ps->...p", scores_BGPS)[..., None]
+            y_block = y_BGQTK[which][..., queries, :]
+            _product(scores_BGPS, v_BGSK[which][..., keys, :], y_block)
+            y_block /= total.reshape(*y_block.shape[:-1], 1)
             xp.log(total, out=total)
-            xp.add(total, largest, out=logsum_BHT1[which][..., queries, :])
-        return y, (x, y, logsum_BHT1) if context.training else None
+            total += largest
+            logsum_BGQT1[which][..., queries, :] = total.reshape(*y_block.shape[:-1], 1)
+        return y, (x, y, logsum_BGQT1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of x_BT3D.
+        """The gradient of x.
 
         With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_K(dy y)):
         FlashAttention, appendix B.2, eq. 4.
         """
-        x, y, logsum_BHT1 = saved
+        x, y, logsum_BGQT1 = saved
         xp = array_namespace(x)
         dx = xp.empty(x.shape, dtype=x.dtype)
         if not y.size:
             return dx, None
-        q_BHTK, k_BHSK, v_BHSK = self._split(x)
-        dq_BHTK, dk_BHSK, dv_BHSK = self._split(dx)
-        y_BHTK, dy_BHTK = self._by_head(y), self._by_head(dy)
+        q_BGQTK, k_BGSK, v_BGSK = self._split(x)
+        dq_BGQTK, dk_BGSK, dv_BGSK = self._split(dx)
+        y_BGQTK, dy_BGQTK = self._by_head(y), self._by_head(dy)
         mask_RR = self._causal_mask(x)
-        scale = 1.0 / math.sqrt(q_BHTK.shape[-1])
+        scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
         for which, queries in self._blocks(x):
             keys = self._keys(queries)
-            k, v = k_BHSK[which][..., keys, :], v_BHSK[which][..., keys, :]
-            dk, dv = dk_BHSK[which][..., keys, :], dv_BHSK[which][..., keys, :]
-            d = dy_BHTK[which][..., queries, :]
-            q = q_BHTK[which][..., queries, :]
-            scores = xp.matmul(q * scale, k.swapaxes(-1, -2))
+            k, v = k_BGSK[which][..., keys, :], v_BGSK[which][..., keys, :]
+            dk, dv = dk_BGSK[which][..., keys, :], dv_BGSK[which][..., keys, :]
+            d = dy_BGQTK[which][..., queries, :]
+            q = q_BGQTK[which][..., queries, :]
+            scores_BGPS = xp.matmul(_joined(q * scale), k.swapaxes(-1, -2))
             if self.causal:
-                size = queries.stop - queries.start
-                scores[..., queries] += mask_RR[:size, :size]
-            scores -= logsum_BHT1[which][..., queries, :]
-            xp.exp(scores, out=scores)
+                self._mask(scores_BGPS, mask_RR, queries.start)
+            scores_BGPS -= _joined(logsum_BGQT1[which][..., queries, :])
+            xp.exp(scores_BGPS, out=scores_BGPS)
             scaled_d = d * scale
-            dscores = xp.matmul(scaled_d, v.swapaxes(-1, -2))
-            y_block = y_BHTK[which][..., queries, :]
-            dscores -= xp.einsum("...rk,...rk->...r", scaled_d, y_block)[..., None]
-            dscores *= scores
-            xp.matmul(dscores, k, out=dq_BHTK[which][..., queries, :])
+            dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+            y_block = y_BGQTK[which][..., queries, :]
+            sums = xp.einsum("...rk,...rk->...r", scaled_d, y_block)
+            dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
+            dscores_BGPS *= scores_BGPS
+            _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
+            # Products over P sum over the queries' heads that share these keys and values, too.
+            scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
             # The last queries come first and reach every key, so they write; all others add.
             if queries.stop == x.shape[1]:
-                xp.matmul(scores.swapaxes(-1, -2), d, out=dv)
-                xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
+                xp.matmul(scores_BGSP, _joined(d), out=dv)
+                xp.matmul(dscores_BGSP, _joined(q), out=dk)
             else:
-                dv += xp.matmul(scores.swapaxes(-1, -2), d)
-                dk += xp.matmul(dscores.swapaxes(-1, -2), q)
+                dv += xp.matmul(scores_BGSP, _joined(d))
+                dk += xp.matmul(dscores_BGSP, _joined(q))
         return dx, None
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
-        """Views of x_BT3D as queries, keys and values, each of shape (B, H, T, K)."""
-        parts = x.reshape(*x.shape[:2], 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-        return parts[0], parts[1], parts[2]
+        """Views of x: queries of shape (B, G, Q, T, K), keys and values of shape (B, G, T, K)."""
+        shared = self.heads // self.kv_heads
+        size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
+        ends = self.heads * size, (self.heads + self.kv_heads) * size
+        q = x[..., : ends[0]].reshape(*x.shape[:2], self.kv_heads, shared, size)
+        k, v = (
+            part.reshape(*x.shape[:2], self.kv_heads, size).swapaxes(1, 2)
+            for part in (x[..., ends[0] : ends[1]], x[..., ends[1] :])
+        )
+        return q.transpose(0, 2, 3, 1, 4), k, v
 
     def _by_head(self, y: Array) -> Array:
-        """A view of y_BTD of shape (B, H, T, K)."""
-        return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
+        """A view of y_BTD of shape (B, G, Q, T, K)."""
+        shared = self.heads // self.kv_heads
+        return y.reshape(*y.shape[:2], self.kv_heads, shared, -1).transpose(0, 2, 3, 1, 4)
+
+    def _mask(self, scores_BGPS: Array, mask_RR: Array, start: int) -> None:
+        """Add the mask to the scores against the block's own keys, the first of them `start`."""
+        shared = self.heads // self.kv_heads
+        size = scores_BGPS.shape[2] // shared
+        by_head = scores_BGPS.reshape(*scores_BGPS.shape[:2], shared, size, -1)
+        by_head[..., start : start + size] += mask_RR[:size, :size]
 
     def _keys(self, queries: slice, cached: int = 0) -> slice:
         """The keys that a block of queries sees, its own behind ``cached`` earlier ones."""
         return slice(0, cached + queries.stop if self.causal else None)
 
     def _blocks(self, x: Array, cached: int = 0) -> Iterator[tuple[tuple[slice, slice], slice]]:
-        """Yield ((samples, heads), queries) whose scores make up about one chunk.
+        """Yield ((samples, groups), queries) whose scores make up about one chunk.
 
-        The blocks of one group of samples and heads come last queries first, so that the first
-        of them reaches all keys.
+        The blocks of the same samples and groups come last queries first, so that the first of
+        them reaches all keys.
         """
         batch, length = x.shape[:2]
-        samples, heads, rows = self._block_sizes(x, cached)
+        samples, groups, rows = self._block_sizes(x, cached)
         for b in range(0, batch, samples):
-            for h in range(0, self.heads, heads):
+            for g in range(0, self.kv_heads, groups):
                 for t in reversed(range(0, length, rows)):
-                    which = (slice(b, b + samples), slice(h, h + heads))
+                    which = (slice(b, b + samples), slice(g, g + groups))
                     yield which, slice(t, min(t + rows, length))
 
     def _block_sizes(self, x: Array, cached: int) -> tuple[int, int, int]:
-        """The most samples, heads and queries that a block has."""
+        """The most samples, groups of heads, and queries that a block has."""
         length = int(x.shape[1])
         keys = length + cached
         limit = chunk_length(x)
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
-        heads = max(1, min(self.heads, limit // (rows * keys)))
-        whole = rows == length and heads == self.heads
-        samples = max(1, limit // (heads * rows * keys)) if whole else 1
-        return samples, heads, rows
+        shared = self.heads // self.kv_heads
+        groups = max(1, min(self.kv_heads, limit // (shared * rows * keys)))
+        whole = rows == length and groups == self.kv_heads
+        samples = max(1, limit // (self.heads * rows * keys)) if whole else 1
+        return samples, groups, rows
 
     def _causal_mask(self, x: Array, cached: int = 0) -> Array:
         """Mask of a block against its own positions: 0, or -infinity for a key after its query.
@@ -224,15 +258,31 @@ class CausalAttention(Attention):
     ----------
     heads : int
         Number H of heads; must divide the width D.
+    kv_heads : int, optional
+        Number G of heads of keys and values; must divide `heads`. Default: as many.
 
     Raises
     ------
     ValueError
-        If ``heads`` is no integer >= 1.
+        As for `Attention`.
     """
 
-    def __init__(self, heads: int) -> None:
-        super().__init__(heads, causal=True)
+    def __init__(self, heads: int, *, kv_heads: int | None = None) -> None:
+        super().__init__(heads, causal=True, kv_heads=kv_heads)
+
+
+def _joined(a_BGQRK: Array) -> Array:
+    """Return the rows of all heads of a group as one dim: (B, G, P, K). A copy only if Q > 1."""
+    return a_BGQRK.reshape(*a_BGQRK.shape[:2], -1, a_BGQRK.shape[-1])
+
+
+def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
+    """Multiply into a view whose heads of a group stand apart; in place if it is one head."""
+    xp = array_namespace(a_BGPS)
+    if out_BGQRK.shape[2] == 1:
+        xp.matmul(a_BGPS, b_BGSK, out=out_BGQRK[:, :, 0])
+    else:
+        out_BGQRK[...] = xp.matmul(a_BGPS, b_BGSK).reshape(out_BGQRK.shape)
 
 
 def _are_small(scores: Array) -> bool:

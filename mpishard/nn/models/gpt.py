@@ -65,6 +65,9 @@ class GPT(Model):
     dropout : float
         Rate of the `Dropout` after the embeddings and at the end of each residual branch, as in
         GPT-2; attention probabilities, which are never kept, are not dropped.
+    kv_heads : int, optional
+        Number of heads of keys and values, each shared by heads / kv_heads heads of queries: see
+        `Attention`. Default: as many as `heads`.
 
     Raises
     ------
@@ -86,10 +89,12 @@ class GPT(Model):
         tied_embeddings: bool = False,
         dropout: float = 0.0,
         device: str | Device = "cpu",
+        kv_heads: int | None = None,
     ) -> None:
         chain = gpt_chain(
-            vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout
-        )
+            vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout,
+            kv_heads,
+        )  # fmt: skip
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
@@ -160,6 +165,7 @@ def gpt_chain(
     layers: int,
     tied_embeddings: bool = False,
     dropout: float = 0.0,
+    kv_heads: int | None = None,
 ) -> Sequential:
     """The layers of a `GPT`.
 
@@ -172,6 +178,7 @@ def gpt_chain(
         "context_length": context_length,
         "width": width,
         "heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
     }
     if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
         raise ValueError(
@@ -181,6 +188,12 @@ def gpt_chain(
         raise ValueError(
             f"heads must divide width, got {width} = {width // heads} * {heads} + {width % heads}"
         )
+    groups = sizes["kv_heads"]
+    if heads % groups:
+        raise ValueError(
+            f"kv_heads must divide heads, got {heads} = {heads // groups} * {groups} + "
+            f"{heads % groups}"
+        )
     chain: dict[str, Layer] = {
         "embedding": Embedding(vocabulary_size, width, normal(_STD)),
         "position": PositionalEmbedding(context_length, width, normal(_STD)),
@@ -189,7 +202,9 @@ def gpt_chain(
     chain |= drop
     residual_std = _STD / math.sqrt(2 * layers) if layers else _STD
     for i in range(layers):
-        chain[f"block{i}_attention"] = Residual(_attention(width, heads, residual_std) | drop)
+        chain[f"block{i}_attention"] = Residual(
+            _attention(width, heads, groups, residual_std) | drop
+        )
         chain[f"block{i}_mlp"] = Residual(_mlp(width, residual_std) | drop)
     chain["norm"] = LayerNorm(width)
     tied_to = "embedding.weight" if tied_embeddings else None
@@ -197,11 +212,12 @@ def gpt_chain(
     return Sequential(chain)
 
 
-def _attention(width: int, heads: int, residual_std: float) -> dict[str, Layer]:
+def _attention(width: int, heads: int, kv_heads: int, residual_std: float) -> dict[str, Layer]:
+    keys_and_values = 2 * kv_heads * (width // heads)
     return {
         "norm": LayerNorm(width),
-        "qkv": Linear(width, 3 * width, bias=False, initializer=normal(_STD)),
-        "core": CausalAttention(heads),
+        "qkv": Linear(width, width + keys_and_values, bias=False, initializer=normal(_STD)),
+        "core": CausalAttention(heads, kv_heads=kv_heads),
         "projection": Linear(width, width, initializer=normal(residual_std)),
     }
 

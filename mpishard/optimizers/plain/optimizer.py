@@ -17,8 +17,8 @@ from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.plain.own_run import OwnRun
-from mpishard.optimizers.rules.options import Segment, check_patterns, named_parameters
-from mpishard.optimizers.rules.schedules import rate_at
+from mpishard.optimizers.rules.options import named_parameters
+from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.settings_bytes import decoded, encoded
 from mpishard.sharding import ParameterEntry
 
@@ -79,7 +79,7 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     def get_current_learning_rate(self) -> float:
         """The rate of the next own update; a sharded optimizer counts its own."""
-        return rate_at(self._rule.learning_rate, self._run.steps)
+        return self._rule.rate(self._run.steps)
 
     # ----------------------------------------------------------------------------------- updates
 
@@ -355,9 +355,9 @@ class PlainOptimizer(ICheckpointableModel, IGradientBasedOptimizer):
     def _segments(self, entries: Sequence[ParameterEntry]) -> tuple[Segment, ...]:
         """The parameters that are trained, as ranges of the flat vector."""
         if entries:
-            check_patterns(self._rule.parameter_options, [entry.name for entry in entries])
+            self._rule.checked_options.check_patterns([entry.name for entry in entries])
         trainable = [entry for entry in entries if entry.trainable]
-        frozen = self._rule.frozen_names([entry.name for entry in trainable])
+        frozen = self._rule.checked_options.frozen_among([entry.name for entry in trainable])
         return tuple(
             Segment(entry.name, entry.start, entry.stop)
             for entry in trainable

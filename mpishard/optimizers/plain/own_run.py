@@ -13,9 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
 from mpishard.models.stores.gradient_store import squared_norm
-from mpishard.optimizers.rules.options import Segment
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
-from mpishard.optimizers.rules.schedules import rate_at
+from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 
 if TYPE_CHECKING:
     from mpishard.optimizers.rules.rule import Optimizer
@@ -155,7 +153,7 @@ class OwnRun:
             for run, segments in _runs(self._segments)
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
-        context = UpdateContext(step + 1, rate_at(rule.learning_rate, step), rule.clip_factor(norm))
+        context = UpdateContext(step + 1, rule.rate(step), rule.clip_factor(norm))
         rule.update_all(ranges, context)
 
 

@@ -1,37 +1,48 @@
-"""Element loops of update rules, compiled by numba where it is installed.
+"""One body for each rule: NumPy and CuPy run it on chunks, numba compiles it for elements.
 
-NumPy goes through memory once per operation, or in chunks through the cache; a compiled loop reads
-and writes each element once. Reassociation and contraction stay off, so that each operation is
-rounded as NumPy rounds it and the bits are the same. A loop runs on the thread that calls it.
+NumPy reads and writes the chunk's memory once per operation. The compiled body reads and writes
+each element once. Reassociation and contraction stay off, so that each operation is rounded as
+NumPy rounds it and both give the same bits. A body runs on the thread that calls it.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace, chunk_length, reuse_freed_memory
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = ["ElementLoop", "run_compiled", "uses_numba"]
+__all__ = ["Body", "elements", "in_chunks", "run", "uses_numba"]
 
 
-class ElementLoop(NamedTuple):
-    """What a rule does to one element after the other, and the numbers that it takes to do so.
+def elements(count: int) -> Any:
+    """Return the indices of the elements that a body takes together.
+
+    In NumPy and CuPy that is one slice of all ``count`` elements. In compiled code the name
+    stands for ``range``, and the body takes one element after the other.
+    """
+    return (slice(0, count),)
+
+
+class Body(NamedTuple):
+    """An update of elements, and the numbers that it takes beside them.
 
     Parameters
     ----------
     function : callable
-        ``function(p, g, *state, *factors)``, at the top of its module, where numba's cache finds
-        it again. It writes p and state in place, by the operations of the rule's NumPy passes.
+        ``function(p, g, *state, *factors)`` writes p and state in place and never g. It is a loop
+        ``for i in elements(p.size)`` over operations that mean the same for one element and for
+        an array of them. numba compiles a function at the top of a module; a method or closure
+        always runs in NumPy.
     factors : tuple of float
-        Rounded to the dtype of the arrays, as NumPy does it.
+        Numbers, rounded to the dtype of the arrays.
     """
 
     function: Callable[..., None]
@@ -42,57 +53,95 @@ _lock = threading.Lock()
 
 
 def uses_numba() -> bool:
-    """Whether update rules are compiled in this process: numba is there and not switched off."""
+    """Return whether update rules are compiled here: numba is installed and not switched off."""
     return numba_module() is not None
 
 
-def run_compiled(loop: ElementLoop | None, arrays: Sequence[Array]) -> bool:
-    """Run ``loop`` as machine code, where that can be; compiles at the first call.
+def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = None) -> None:
+    """Run a body on 1-D arrays of equal length.
 
     Parameters
     ----------
-    loop : ElementLoop or None
-        None where the rule has none.
+    body : Body
+        The update.
     arrays : sequence of Array
-        p, g and the state, each of shape (n,). g may be read-only.
-
-    Returns
-    -------
-    bool
-        Whether it ran. It does not without numba, with ``MPISHARD_NUMBA=off``, and on arrays that
-        are not float32 or float64 in the host's own layout.
+        p, g and the state, with None for the state that is not needed. g may be read-only.
+    clip : (float, float), optional
+        Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
-    if loop is None or not settings.numba_is_allowed() or not _are_plain(arrays):
-        return False
+    factors = [float(factor) for factor in body.factors]
+    compiled = _machine_code(body.function, arrays)
+    function = body.function
+    if compiled is not None:
+        function, factors = compiled, [*map(arrays[0].dtype.type, factors)]
+        if clip is None:
+            function(*arrays, *factors)
+            return
+    for chunk in in_chunks(arrays):
+        if clip is not None:
+            scale, limit = clip
+            scaled = chunk[1] * scale
+            chunk[1] = array_namespace(scaled).clip(scaled, -limit, limit, out=scaled)
+        function(*chunk, *factors)
+
+
+def in_chunks(arrays: Sequence[Array], block: int = 1) -> Iterator[list[Array]]:
+    """Yield the arrays, equally long or None, in chunks that fit the cache.
+
+    Each chunk but the last has a multiple of ``block`` elements.
+    """
+    reuse_freed_memory()  # each operation on a chunk takes the memory that another one freed
+    # Half a chunk: an update has more operands than most chains of operations.
+    step = max(1, chunk_length(arrays[0]) // 2 // block) * block
+    for start in range(0, arrays[0].size, step):
+        yield [None if array is None else array[start : start + step] for array in arrays]
+
+
+def _machine_code(
+    function: Callable[..., None], arrays: Sequence[Array]
+) -> Callable[..., None] | None:
+    """Return the compiled function for these arrays; None if NumPy or CuPy must run it.
+
+    They run arrays that are not float32 or float64 in the host's own layout, and everything if
+    numba is not installed or MPISHARD_NUMBA is ``off``.
+    """
     dtype = arrays[0].dtype
+    can_be_compiled = (
+        settings.numba_is_allowed()
+        and isinstance(function, FunctionType)
+        and function.__closure__ is None
+        and dtype in (np.float32, np.float64)
+        and all(_is_plain(array, dtype, may_be_read_only=k == 1) for k, array in enumerate(arrays))
+    )
+    if not can_be_compiled:
+        return None
+    missing = tuple(array is None for array in arrays)
     with _lock:  # thread-ranks come here at the same time, and one of them compiles
-        function = _compile(loop.function, dtype, len(arrays))
-    if function is None:
-        return False
-    function(*arrays, *map(dtype.type, loop.factors))
-    return True
+        return _compile(function, dtype, missing)
 
 
-def _are_plain(arrays: Sequence[Array]) -> bool:
-    dtype = arrays[0].dtype
-    return dtype in (np.float32, np.float64) and all(
+def _is_plain(array: Array | None, dtype: np.dtype[Any], *, may_be_read_only: bool) -> bool:
+    return array is None or (
         type(array) is np.ndarray
         and array.dtype == dtype
         and array.flags.c_contiguous
         and array.flags.aligned
-        and (array.flags.writeable or place == 1)
-        for place, array in enumerate(arrays)
+        and (array.flags.writeable or may_be_read_only)
     )
 
 
 @functools.cache
-def _compile(loop: FunctionType, dtype: np.dtype[Any], count: int) -> Callable[..., None] | None:
+def _compile(
+    function: FunctionType, dtype: np.dtype[Any], missing: tuple[bool, ...]
+) -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None:
         return None
     number = numba.from_dtype(dtype)
     writable = numba.types.Array(number, 1, "C")
     read_only = numba.types.Array(number, 1, "C", readonly=True)  # takes both kinds
-    factors = [number] * (loop.__code__.co_argcount - count)
-    signature = numba.void(writable, read_only, *[writable] * (count - 2), *factors)
-    return compile_loop(loop, signature, dtype.name)
+    state = [numba.none if is_missing else writable for is_missing in missing[2:]]
+    factors = [number] * (function.__code__.co_argcount - len(missing))
+    signature = numba.void(writable, read_only, *state, *factors)
+    variant = dtype.name + "".join(str(int(is_missing)) for is_missing in missing[2:])
+    return compile_loop(function, signature, variant, elements=range)

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from mpishard.arguments import as_flag, as_number
+from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
-from mpishard.sharding import ParameterEntry, Piece
+from mpishard.sharding import ParameterEntry
 
 __all__ = [
+    "CheckedOptions",
     "OptionRange",
     "ParameterOptions",
-    "Segment",
     "named_parameters",
     "no_decay_on_biases_and_norms",
-    "option_ranges",
-    "segment_options",
-    "segments_of",
 ]
 
 ParameterOptions = Mapping[str, Mapping[str, Any]]
-"""Glob pattern of parameter names -> what differs there, by the names of `KNOWN`."""
+"""Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""
 
 KNOWN = ("weight_decay", "learning_rate_scale", "learning_rate", "frozen")
 """The options: two numbers, a number or schedule, and True or False."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The part of one parameter that lies in one owned piece: ``[start, stop)`` of the piece.
-
-    Where worlds of other sizes must find the same norms it is what lies in one cell of the flat
-    vector, the ``cell``-th of the parameter.
-    """
-
-    name: str
-    start: int
-    stop: int
-    cell: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +41,13 @@ class OptionRange:
     learning_rate: Schedule | None = None
 
     def rate(self, step: int, common_rate: float) -> float:
-        """The rate of update ``step``, from 0, where ``common_rate`` is that of the others."""
+        """Return the rate of update ``step``, from 0; ``common_rate`` is that of the others."""
         own = common_rate if self.learning_rate is None else rate_at(self.learning_rate, step)
         return own * self.learning_rate_scale
 
 
-def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:
-    """The intersections of the parameters with one owned piece, in order."""
-    return tuple(
-        Segment(e.name, max(e.start, piece.start) - piece.start,
-                min(e.stop, piece.stop) - piece.start)
-        for e in entries
-        if e.start < piece.stop and piece.start < e.stop
-    )  # fmt: skip
-
-
-def checked_options(options: ParameterOptions) -> dict[str, dict[str, Any]]:
-    """A copy of the options, the rates in it as schedules, or an error for what no rule knows.
+class CheckedOptions(Mapping[str, Mapping[str, Any]]):
+    """Parameter options that were checked: a read-only mapping with rates as schedules.
 
     Raises
     ------
@@ -80,18 +56,103 @@ def checked_options(options: ParameterOptions) -> dict[str, dict[str, Any]]:
     ValueError
         For an unknown option, a value outside its range, or options beside ``frozen``.
     """
-    checked = {}
-    for pattern, values in options.items():
-        place = f"parameter_options[{pattern!r}]"
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f'{place} must be a mapping such as {{"weight_decay": 0}}, got {values!r}'
+
+    def __init__(self, options: ParameterOptions) -> None:
+        self._held: dict[str, dict[str, Any]] = {}
+        for pattern, values in options.items():
+            place = f"parameter_options[{pattern!r}]"
+            if not isinstance(values, Mapping):
+                raise TypeError(
+                    f'{place} must be a mapping such as {{"weight_decay": 0}}, got {values!r}'
+                )
+            self._held[pattern] = {n: _checked(place, n, value) for n, value in values.items()}
+            if values.get("frozen") and len(values) > 1:
+                others = ", ".join(name for name in values if name != "frozen")
+                raise ValueError(
+                    f"{place} is frozen, and so has no use for {others}; drop one of both"
+                )
+
+    def __getitem__(self, pattern: str) -> Mapping[str, Any]:
+        return MappingProxyType(self._held[pattern])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return repr(self._held)
+
+    @cached_property
+    def description(self) -> str:
+        """The options as text that is the same in every process: schedules as `rates`."""
+        return repr(
+            {
+                pattern: {name: rates(v) if callable(v) else v for name, v in values.items()}
+                for pattern, values in self._held.items()
+            }
+        )
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Refuse a pattern that matches no parameter: it is a misspelling.
+
+        Raises
+        ------
+        ValueError
+            Naming the pattern and some of the existing names.
+        """
+        for pattern in self._held:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"parameter_options pattern {pattern!r} matches none of the model's "
+                    "parameters: " + ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+                )
+
+    def frozen_among(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the parameters that the options freeze.
+
+        Raises
+        ------
+        ValueError
+            If nothing would be left to train.
+        """
+        frozen = frozenset(name for name in names if self._of(name).get("frozen"))
+        if names and len(frozen) == len(set(names)):
+            raise ValueError(
+                f"parameter_options freeze all {len(frozen)} parameters, and nothing is left to "
+                'train; a later pattern with {"frozen": False} lets some be trained'
             )
-        checked[pattern] = {name: _checked(place, name, value) for name, value in values.items()}
-        if values.get("frozen") and len(values) > 1:
-            others = ", ".join(name for name in values if name != "frozen")
-            raise ValueError(f"{place} is frozen, and so has no use for {others}; drop one of both")
-    return checked
+        return frozen
+
+    def ranges(
+        self, segments: Sequence[Segment], weight_decay: float, *, merges: bool = True
+    ) -> list[OptionRange]:
+        """Return the options of each segment; neighbours with equal options are one range.
+
+        With ``merges=False`` each segment is a range of its own.
+        """
+        ranges: list[OptionRange] = []
+        for segment in segments:
+            own = {k: v for k, v in self._of(segment.name).items() if k != "frozen"}
+            found = OptionRange(segment.start, segment.stop, **{"weight_decay": weight_decay} | own)
+            if (
+                merges
+                and ranges
+                and replace(found, start=ranges[-1].start) == replace(ranges[-1], stop=found.stop)
+            ):
+                ranges[-1] = replace(ranges[-1], stop=found.stop)
+            else:
+                ranges.append(found)
+        return ranges
+
+    def _of(self, name: str) -> dict[str, Any]:
+        """The options of one parameter: later patterns win over earlier ones."""
+        found: dict[str, Any] = {}
+        for pattern, values in self._held.items():
+            if fnmatchcase(name, pattern):
+                found.update(values)
+        return found
 
 
 def _checked(place: str, name: str, value: Any) -> Any:
@@ -107,90 +168,8 @@ def _checked(place: str, name: str, value: Any) -> Any:
     return float(value)
 
 
-def check_patterns(options: ParameterOptions, names: Sequence[str]) -> None:
-    """Refuse a pattern that matches no parameter: it is a misspelling.
-
-    Raises
-    ------
-    ValueError
-        Naming the pattern and some of the names there are.
-    """
-    for pattern in options:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"parameter_options pattern {pattern!r} matches none of the model's parameters: "
-                + ", ".join(names[:8])
-                + (" ..." if len(names) > 8 else "")
-            )
-
-
-def frozen_names(options: ParameterOptions, names: Sequence[str]) -> frozenset[str]:
-    """Those of ``names`` that the options freeze; later patterns win over earlier ones.
-
-    Raises
-    ------
-    ValueError
-        Where nothing would be left to train.
-    """
-    frozen = frozenset(name for name in names if _options_of(name, options).get("frozen"))
-    if names and len(frozen) == len(set(names)):
-        raise ValueError(
-            f"parameter_options freeze all {len(frozen)} parameters, and nothing is left to train; "
-            'a later pattern with {"frozen": False} lets some be trained'
-        )
-    return frozen
-
-
-def option_ranges(
-    segments: Sequence[Segment], weight_decay: float, options: ParameterOptions
-) -> list[OptionRange]:
-    """What holds where in a piece; neighbours with equal options are one range."""
-    ranges: list[OptionRange] = []
-    for found in segment_options(segments, weight_decay, options):
-        last = ranges[-1] if ranges else None
-        if last is not None and replace(last, stop=found.stop) == replace(found, start=last.start):
-            ranges[-1] = replace(last, stop=found.stop)
-        else:
-            ranges.append(found)
-    return ranges
-
-
-def segment_options(
-    segments: Sequence[Segment], weight_decay: float, options: ParameterOptions
-) -> list[OptionRange]:
-    """What holds in each segment. Later patterns win over earlier ones."""
-    common = {"weight_decay": weight_decay}
-    return [
-        OptionRange(
-            segment.start,
-            segment.stop,
-            **(common | {k: v for k, v in _options_of(segment.name, options).items()
-                         if k != "frozen"}),
-        )
-        for segment in segments
-    ]  # fmt: skip
-
-
-def _options_of(name: str, options: ParameterOptions) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pattern, values in options.items():
-        if fnmatchcase(name, pattern):
-            found.update(values)
-    return found
-
-
-def described(options: ParameterOptions) -> str:
-    """The options as text that is the same in every process: schedules as ``rates`` says."""
-    return repr(
-        {
-            pattern: {name: rates(v) if callable(v) else v for name, v in values.items()}
-            for pattern, values in options.items()
-        }
-    )
-
-
 def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
-    """Name, shape and place of each parameter of a model; None for one that does not tell."""
+    """Return each parameter's name, shape and place; None if the model does not tell them."""
     if hasattr(model, "parameter_entries"):
         return tuple(model.parameter_entries)
     if hasattr(model, "checkpoint_parameters"):
@@ -199,9 +178,9 @@ def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
 
 
 def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
-    """Options that spare a model's biases, and scales and shifts of norms, the weight decay.
+    """Return options that exempt biases, and scales and shifts of norms, from weight decay.
 
-    They are the parameters of fewer than two dims, of which decay makes nothing simpler. Join the
+    These are the parameters of fewer than two dims, which decay does not simplify. Join the
     result with other options: ``{**no_decay_on_biases_and_norms(model), "head.*": {...}}``.
 
     Parameters
@@ -212,14 +191,14 @@ def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
     Returns
     -------
     dict
-        Parameter name -> ``{"weight_decay": 0.0}``; empty where all have two dims or more.
+        Parameter name -> ``{"weight_decay": 0.0}``; empty if all have two dims or more.
 
     Raises
     ------
     TypeError
         For a model that does not name its parameters.
     ValueError
-        Where no parameter would decay, as with a model that is one vector.
+        If no parameter would decay, as with a model that is one vector.
 
     Examples
     --------

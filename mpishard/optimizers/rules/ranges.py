@@ -1,27 +1,45 @@
-"""What an update rule is called with."""
+"""The arguments of an update rule: ranges of parameters, and what is known beside them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.optimizers.rules.options import Segment
+from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of
 
-__all__ = ["OwnedRange", "UpdateContext"]
+__all__ = ["OwnedRange", "ParameterCells", "Segment", "UpdateContext", "segments_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter that lies in one owned piece: ``[start, stop)`` of the piece.
+
+    If worlds of other sizes must compute the same norms, it is the part that lies in one cell of
+    the flat vector, the ``cell``-th of the parameter.
+    """
+
+    name: str
+    start: int
+    stop: int
+    cell: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateContext:
-    """What an update may depend on beside its own range.
+    """The values that an update may depend on beside its own range.
 
     ``step`` counts updates from 1. ``gradient_scale`` turns the given gradient, a sum over
     samples, into the clipped mean: ``clip / weight``. ``sum_over_owners`` adds a small vector up
-    over all ranks that own a part of the parameters, which every one of them calls; where each
-    rank owns all, it gives back what it gets. ``parameter_names`` are all the model's, in one
+    over all ranks that own a part of the parameters; all of them call it. If each rank owns all
+    parameters, it returns its argument. ``parameter_names`` are all names of the model, in one
     order on all ranks, so that such a vector can have a place for each; without them each rank
-    owns all. With ``gradient_leaves`` a name stands once for each of its cells, in order, and each
-    place gets the sum of the whole parameter, whatever the number of ranks.
+    owns all parameters. With ``gradient_leaves`` a name appears once for each of its cells, in
+    order, and each place receives the sum of the whole parameter, for any number of ranks.
     """
 
     step: int
@@ -33,13 +51,77 @@ class UpdateContext:
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """What a rule gets of one owned piece: 1-D views of one length, and what they are part of.
+    """The views that a rule updates: one owned piece in 1-D views of one length.
 
     ``gradients`` may be read-only. ``state`` has one view per name of `Optimizer.needed_state`;
-    ``segments`` say which parameters the range cuts through.
+    ``segments`` name the parameters that the range cuts through.
     """
 
     parameters: Array
     gradients: Array
     state: Mapping[str, Array]
     segments: Sequence[Segment]
+
+
+def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segment, ...]:
+    """Return the intersections of the parameters with one owned piece, in order."""
+    return tuple(
+        Segment(e.name, max(e.start, piece.start) - piece.start,
+                min(e.stop, piece.stop) - piece.start)
+        for e in entries
+        if e.start < piece.stop and piece.start < e.stop
+    )  # fmt: skip
+
+
+class ParameterCells:
+    """The parts of a model's parameters that lie in one cell each, in flat order.
+
+    A norm that is summed by cells has the same bits in every world.
+
+    Parameters
+    ----------
+    entries : sequence of ParameterEntry
+        All parameters.
+    units : sequence of Unit
+        The ranges that are cut among the ranks.
+    leaves : int
+        ``gradient_leaves``: see `mpishard.sharding.cells_of`.
+
+    Attributes
+    ----------
+    names : list of str
+        The parameter's name of each part.
+    """
+
+    def __init__(
+        self, entries: Sequence[ParameterEntry], units: Sequence[Unit], leaves: int
+    ) -> None:
+        cuts = sorted({start for unit in units for start, _ in cells_of(unit, leaves)})
+        self.names: list[str] = []
+        self._starts: list[int] = []
+        self._firsts: list[int] = []  # the first part of each parameter
+        for entry in (e for e in entries if e.size):
+            inside = cuts[bisect_right(cuts, entry.start) : bisect_left(cuts, entry.stop)]
+            self._firsts.append(len(self.names))
+            self._starts += [entry.start, *inside]
+            self.names += [entry.name] * (1 + len(inside))
+
+    def cut(self, segments: Sequence[Segment], piece: Piece) -> tuple[Segment, ...]:
+        """Return the segments of an owned piece, each cut into its parts."""
+        found = []
+        for segment in segments:
+            low, high = piece.start + segment.start, piece.start + segment.stop
+            first, stop = bisect_right(self._starts, low), bisect_left(self._starts, high)
+            of_parameter = self._firsts[bisect_right(self._firsts, first - 1) - 1]
+            bounds = [low, *self._starts[first:stop], high]
+            for number, (start, end) in enumerate(pairwise(bounds), start=first - 1 - of_parameter):
+                part = Segment(segment.name, start - piece.start, end - piece.start, number)
+                found.append(part)
+        return tuple(found)
+
+    def totals(self, rows: Array) -> Array:
+        """Return for each part the sum of its parameter's rows, of shape (len(names), n)."""
+        ends = [*self._firsts[1:], len(self.names)]
+        sums = np.add.reduceat(rows, self._firsts, axis=0)
+        counts = [end - first for first, end in zip(self._firsts, ends, strict=True)]
+        return np.repeat(sums, counts, axis=0)

@@ -1,61 +1,75 @@
-"""What an update rule is."""
+"""The base of all update rules."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
-import threading
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.arrays import Array
 from mpishard.optimizers.plain.optimizer import PlainOptimizer
 from mpishard.optimizers.rules.algorithm_options import OptimizationAlgorithmOptions
-from mpishard.optimizers.rules.compiled import ElementLoop, run_compiled
-from mpishard.optimizers.rules.options import (
-    OptionRange,
-    ParameterOptions,
-    Segment,
-    checked_options,
-    described,
-    frozen_names,
-    option_ranges,
-)
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rules.compiled import Body, run
+from mpishard.optimizers.rules.options import CheckedOptions, OptionRange, ParameterOptions
+from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 if TYPE_CHECKING:
     from mpishard.optimizers.loop.data import OptimizationInputData
     from mpishard.optimizers.loop.result import OptimizationResult
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "above_zero", "fraction"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
 
-class Optimizer(PlainOptimizer):
-    """An update rule with its settings. State belongs to whoever runs it.
+def _at_least_zero(name: str, value: float) -> float:
+    if not 0 <= as_number(name, value) < math.inf:
+        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+    return float(value)
 
-    A rule sees one owned range at a time: 1-D views of parameters, gradients and state, of any
-    length and cut anywhere. It works in place: in NumPy passes over chunks that fit the cache
-    (`_update_chunk`), or in one compiled loop that gives the same bits, where the rule has one
-    (`_element_loop`) and numba is installed.
+
+def above_zero(name: str, value: float) -> float:
+    """Return a setting that must be above 0."""
+    if not as_number(name, value) > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return float(value)
+
+
+def _above_zero_or_none(name: str, value: float | None) -> float | None:
+    if value is not None and not as_number(name, value) > 0:
+        raise ValueError(f"{name} must be above 0 or None, got {value}")
+    return None if value is None else float(value)
+
+
+def fraction(name: str, value: float) -> float:
+    """Return a setting that must be in [0, 1)."""
+    if not 0 <= as_number(name, value) < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+    return float(value)
+
+
+@dataclass(eq=False)
+class Optimizer(PlainOptimizer):
+    """An update rule: a dataclass of its settings, and one body that updates elements.
+
+    A rule updates one owned range at a time: 1-D views of parameters, gradients and state, of any
+    length and cut anywhere. NumPy runs its `body` on chunks that fit the cache; numba, if it is
+    installed, compiles the same function into one loop that gives the same bits. State belongs to
+    the caller. Settings may be set between steps and are checked then, too.
 
     Parameters
     ----------
     learning_rate : float or Schedule
-        Step size, or ``schedule(step)`` with the first update as step 0.
+        Step size, or ``schedule(step)`` with the first update as step 0. It is kept as a schedule.
     weight_decay : float
-        Strength of decay; how it is applied is the rule's.
+        Strength of decay; each rule says how it applies it.
     clip_global_norm : float, optional
-        Scale the gradient down where its Euclidean norm over all parameters and ranks is
+        Scale the gradient down if its Euclidean norm over all parameters and ranks is
         larger (Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
         2013, algorithm 1).
     clip_value : float, optional
@@ -66,7 +80,9 @@ class Optimizer(PlainOptimizer):
         Glob pattern of parameter names -> options that differ there; later patterns win.
         ``weight_decay``; ``learning_rate``, a number or schedule; ``learning_rate_scale``, which
         multiplies the rate; ``frozen``, alone: ``{"*.bias": {"weight_decay": 0}, "embedding.*":
-        {"frozen": True}}``. See also `no_decay_on_biases_and_norms`.
+        {"frozen": True}}``. The mapping is kept read-only; another one may be set. A sharded
+        optimizer that has made its state refuses other frozen parameters. See also
+        `no_decay_on_biases_and_norms`.
 
     Raises
     ------
@@ -74,77 +90,47 @@ class Optimizer(PlainOptimizer):
         For a number outside its range, an unknown option, or both ways of clipping.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ()
-    clip_global_norm: float | None
-    clip_value: float | None
+    learning_rate: float | Schedule
+    _: KW_ONLY
+    weight_decay: float = 0.0
+    clip_global_norm: float | None = None
+    clip_value: float | None = None
+    parameter_options: ParameterOptions | None = None
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule,
-        *,
-        weight_decay: float = 0.0,
-        clip_global_norm: float | None = None,
-        clip_value: float | None = None,
-        parameter_options: ParameterOptions | None = None,
-    ) -> None:
-        super().__init__()
-        self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
-        self._scratch: dict[Any, list[Array]] = {}
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        for name, limit in {"clip_global_norm": clip_global_norm, "clip_value": clip_value}.items():
-            if limit is not None and not as_number(name, limit) > 0:
-                raise ValueError(f"{name} must be above 0 or None, got {limit}")
-            setattr(self, name, None if limit is None else float(limit))
-        if clip_global_norm is not None and clip_value is not None:
+    state_names: ClassVar[tuple[str, ...]] = ()
+    # Setting -> its check, which returns the value that the rule keeps.
+    checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
+        "learning_rate": lambda name, rate: as_schedule(rate, name),
+        "weight_decay": _at_least_zero,
+        "clip_global_norm": _above_zero_or_none,
+        "clip_value": _above_zero_or_none,
+        "parameter_options": lambda _, options: CheckedOptions(options or {}),
+    }
+    _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
+
+    def __post_init__(self) -> None:
+        PlainOptimizer.__init__(self)
+        if self.clip_global_norm is not None and self.clip_value is not None:
             raise ValueError(
-                f"clip_global_norm={clip_global_norm} and clip_value={clip_value} are two ways to "
-                "clip; choose one"
+                f"clip_global_norm={self.clip_global_norm} and clip_value={self.clip_value} are "
+                "two ways to clip; choose one"
             )
-        self.parameter_options = parameter_options or {}
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
-    @property
-    def learning_rate(self) -> Schedule:
-        """The rate by step. It may be set between steps, to a number too."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float | Schedule) -> None:
-        self._learning_rate = as_schedule(rate)
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = self.checks.get(name)
+        super().__setattr__(name, value if check is None else check(name, value))
+        if name in ("weight_decay", "parameter_options"):
+            self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
 
     @property
-    def weight_decay(self) -> float:
-        """Strength of decay. It may be set between steps."""
-        return self._weight_decay
+    def checked_options(self) -> CheckedOptions:
+        """``parameter_options`` by the type in which they are kept."""
+        return cast("CheckedOptions", self.parameter_options)
 
-    @weight_decay.setter
-    def weight_decay(self, value: float) -> None:
-        self._weight_decay = _at_least_zero("weight_decay", value)
-        self._spans.clear()
-
-    @property
-    def parameter_options(self) -> Mapping[str, Mapping[str, Any]]:
-        """What differs by name; read-only. Another mapping may be set between steps.
-
-        A sharded optimizer that has made its state refuses other frozen parameters.
-        """
-        return MappingProxyType(
-            {k: MappingProxyType(v) for k, v in self._parameter_options.items()}
-        )
-
-    @parameter_options.setter
-    def parameter_options(self, options: ParameterOptions) -> None:
-        self._parameter_options = checked_options(options)
-        self._described: str | None = None
-        self._spans.clear()
-
-    @property
-    def described_options(self) -> str:
-        """``parameter_options`` as text, the same in every process whose options are the same."""
-        if self._described is None:
-            self._described = described(self._parameter_options)
-        return self._described
+    def rate(self, step: int) -> float:
+        """Return the learning rate of update ``step``, from 0."""
+        return rate_at(cast("Schedule", self.learning_rate), step)
 
     @classmethod
     def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
@@ -184,7 +170,7 @@ class Optimizer(PlainOptimizer):
         return self.state_names
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Update all that a rank owns, in place. Every rank makes the call, owning nothing too.
+        """Update all ranges of this rank, in place. Every rank calls it, also with no ranges.
 
         A rule that needs norms of whole parameters overrides this.
         """
@@ -208,66 +194,31 @@ class Optimizer(PlainOptimizer):
         state : mapping of str to Array
             The rule's state of the same range, one vector per name.
         segments : sequence of Segment
-            Which parameters the range cuts through.
+            The parameters that the range cuts through.
         context : UpdateContext
             Step, rate and scale.
         """
-        views = (parameters, gradients, *(state[name] for name in self.needed_state()))
-        scale = context.gradient_scale
-        if self.clip_value is not None:
-            context = replace(context, gradient_scale=1.0)
+        needed = self.needed_state()
+        whole = [parameters, gradients]
+        whole += [state[name] if name in needed else None for name in self.state_names]
+        if self.clip_value is not None:  # then `run` scales the gradient, and clips it
+            scale, context = context.gradient_scale, replace(context, gradient_scale=1.0)
         for span in self._option_ranges(segments):
             rate = span.rate(context.step - 1, context.learning_rate)
-            loop = self._element_loop(rate, span.weight_decay, context)
-            if self.clip_value is None and run_compiled(
-                loop, [view[span.start : span.stop] for view in views]
-            ):
-                continue
-            for start, stop in self._chunks(parameters, span):
-                p, g, *own_state = (view[start:stop] for view in views)
-                if self.clip_value is not None:
-                    g = self._clipped(g, scale)
-                    if run_compiled(loop, [p, g, *own_state]):
-                        continue
-                named = dict(zip(self.needed_state(), own_state, strict=True))
-                self._update_chunk(p, g, named, rate, span.weight_decay, context)
+            body = self.body(rate, span.weight_decay, context)
+            arrays = [None if a is None else a[span.start : span.stop] for a in whole]
+            if self.clip_value is None:
+                run(body, arrays)
+            else:
+                run(body, arrays, clip=(scale, self.clip_value))
 
-    @abstractmethod
-    def _update_chunk(
-        self,
-        p: Array,
-        g: Array,
-        state: Mapping[str, Array],
-        learning_rate: float,
-        weight_decay: float,
-        context: UpdateContext,
-    ) -> None:
-        """Update one chunk, by operations on whole arrays. ``g`` is not to be written."""
+    def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
+        """Return the update of elements with these numbers; see `Body`.
 
-    def _element_loop(
-        self, learning_rate: float, weight_decay: float, context: UpdateContext
-    ) -> ElementLoop | None:
-        """`_update_chunk` as a loop that can be compiled; None where a rule has none.
-
-        It takes the state in the order of `needed_state`.
+        Its function receives the state in the order of ``state_names``, None for the names that
+        are not in `needed_state`.
         """
-        return None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "_update_chunk" in vars(cls) and "_element_loop" not in vars(cls):
-            # An inherited loop would do what the passes no longer do.
-            cls._element_loop = Optimizer._element_loop  # type: ignore[method-assign]
-
-    def frozen_names(self, names: Sequence[str]) -> frozenset[str]:
-        """Those of a model's parameters ``names`` that ``parameter_options`` freeze.
-
-        Raises
-        ------
-        ValueError
-            Where nothing would be left to train.
-        """
-        return frozen_names(self.parameter_options, names)
+        raise NotImplementedError(f"{type(self).__name__} has neither a body nor an update_all")
 
     def checked_rate(self, step: int) -> float:
         """The rate of update ``step``, from 0, after a look at those of ``parameter_options``.
@@ -279,16 +230,16 @@ class Optimizer(PlainOptimizer):
         """
         schedules = {"the schedule": self.learning_rate} | {
             f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
-            for pattern, values in self.parameter_options.items()
+            for pattern, values in self.checked_options.items()
             if "learning_rate" in values
         }
         for name, schedule in schedules.items():
-            rate = rate_at(schedule, step, name)
+            rate = rate_at(cast("Schedule", schedule), step, name)
             if not 0 <= rate < math.inf:
                 raise ValueError(
                     f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
                 )
-        return rate_at(self.learning_rate, step)
+        return self.rate(step)
 
     def clip_factor(self, gradient_norm: float) -> float:
         """What the gradient is multiplied with to satisfy ``clip_global_norm``."""
@@ -328,66 +279,14 @@ class Optimizer(PlainOptimizer):
         for name, value in self.get_options().items():
             is_plain = isinstance(value, int | float | str | None)
             found[name] = value if is_plain else _ADDRESS.sub("", repr(value))
-        found["learning_rate"] = rates(self.learning_rate)
-        found["parameter_options"] = self.described_options
+        found["learning_rate"] = rates(cast("Schedule", self.learning_rate))
+        found["parameter_options"] = self.checked_options.description
         return found
 
     def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
         key = tuple(segments)
         if key not in self._spans:
-            self._spans[key] = self._find_ranges(segments)
+            self._spans[key] = self.checked_options.ranges(
+                segments, self.weight_decay, merges=self._merges_segments
+            )
         return self._spans[key]
-
-    def _find_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
-        """What is updated as one; a rule that looks at whole parameters overrides this."""
-        return option_ranges(segments, self.weight_decay, self.parameter_options)
-
-    def _clipped(self, g: Array, scale: float) -> Array:
-        """The mean gradient ``g * scale``, cut off at ``clip_value``, in scratch memory."""
-        assert self.clip_value is not None
-        (clipped,) = self._temporary(g, 1, "clipped")
-        xp = array_namespace(g)
-        xp.multiply(g, scale, out=clipped)
-        return xp.clip(clipped, -self.clip_value, self.clip_value, out=clipped)
-
-    def _chunks(self, array: Array, span: OptionRange) -> Iterable[tuple[int, int]]:
-        # Half a chunk: an update has more operands than most chains of operations.
-        step = max(1, chunk_length(array) // 2)
-        return (
-            (start, min(start + step, span.stop)) for start in range(span.start, span.stop, step)
-        )
-
-    def _temporary(
-        self, like: Array, count: int, purpose: str = "passes", dtype: Any = None
-    ) -> list[Array]:
-        """``count`` scratch arrays shaped as ``like``, reused between calls of one purpose."""
-        xp = array_namespace(like)
-        dtype = np.dtype(dtype or like.dtype)
-        # Thread-ranks may share a rule, for it holds nothing else that changes.
-        key = (threading.get_ident(), xp.__name__, dtype.str, purpose)
-        buffers = self._scratch.setdefault(key, [])
-        if buffers and buffers[0].size < like.size:
-            buffers.clear()
-        while len(buffers) < count:
-            buffers.append(xp.empty(buffers[0].size if buffers else like.size, dtype))
-        return [buffer[: like.size] for buffer in buffers[:count]]
-
-
-def _at_least_zero(name: str, value: float) -> float:
-    if not 0 <= as_number(name, value) < float("inf"):
-        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
-    return float(value)
-
-
-def check_epsilon(value: float) -> float:
-    """``value`` where it is above 0; ValueError elsewhere."""
-    if not as_number("epsilon", value) > 0:
-        raise ValueError(f"epsilon must be above 0, got {value}")
-    return float(value)
-
-
-def check_fraction(name: str, value: float) -> float:
-    """``value`` where it is in [0, 1); ValueError elsewhere."""
-    if not 0 <= as_number(name, value) < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value}")
-    return float(value)

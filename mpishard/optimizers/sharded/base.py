@@ -18,14 +18,17 @@ from mpishard.contracts import (
 )
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport, Update
+from mpishard.models.engine.update import StepReport, Update
 from mpishard.models.wrapper.full_vector import agreed_vector
 from mpishard.optimizers.loop.agreement import require_same_rule
-from mpishard.optimizers.rules.cells import ParameterCells
-from mpishard.optimizers.rules.options import Segment, check_patterns, segments_of
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rules.ranges import (
+    OwnedRange,
+    ParameterCells,
+    Segment,
+    UpdateContext,
+    segments_of,
+)
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.rules.schedules import rate_at
 from mpishard.optimizers.sharded.training import ShardedTraining
 from mpishard.sharding import ShardingConfiguration
 
@@ -99,7 +102,7 @@ class ShardedOptimizerBase(ShardedTraining):
 
     def get_current_learning_rate(self) -> float:
         """The rate of the next update."""
-        return rate_at(self._optimizer.learning_rate, self._steps)
+        return self._optimizer.rate(self._steps)
 
     def reset(self) -> None:
         """Forget state and step count; the next step starts anew, with any model."""
@@ -165,10 +168,10 @@ class ShardedOptimizerBase(ShardedTraining):
     def _settings(self) -> int:
         """A checksum of what may change from step to step, to be compared between ranks."""
         rule = self._optimizer
-        rate = rate_at(rule.learning_rate, self._steps)
+        rate = rule.rate(self._steps)
         own = (
             rate, rule.clip_global_norm, rule.clip_value, self._steps,
-            rule.weight_decay, rule.described_options,
+            rule.weight_decay, rule.checked_options.description,
         )  # fmt: skip
         return zlib.crc32(repr(own).encode())
 
@@ -292,7 +295,7 @@ class ShardedOptimizerBase(ShardedTraining):
         if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
             require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
         self._frozen = frozen
-        self._options = self._optimizer.described_options
+        self._options = self._optimizer.checked_options.description
         if model.engine.program.frozen != self._frozen:
             model.engine.freeze(self._frozen)
         self._owners = {
@@ -324,9 +327,9 @@ class ShardedOptimizerBase(ShardedTraining):
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
         """What of ``model`` is not trained, or a refusal of options. Communicates nothing."""
         entries = model.parameter_entries
-        check_patterns(self._optimizer.parameter_options, [e.name for e in entries])
+        self._optimizer.checked_options.check_patterns([e.name for e in entries])
         trainable = [e.name for e in entries if e.trainable]
-        frozen = self._optimizer.frozen_names(trainable) | {
+        frozen = self._optimizer.checked_options.frozen_among(trainable) | {
             e.name for e in entries if not e.trainable
         }
         if self._awaiting is not None:
@@ -339,7 +342,7 @@ class ShardedOptimizerBase(ShardedTraining):
 
     def _check_new_options(self, model: ShardedModelBase) -> None:
         """Refuse options set since the last step that the state does not fit."""
-        options = self._optimizer.described_options
+        options = self._optimizer.checked_options.description
         if options == self._options:
             return
         frozen = self._frozen_of(model)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.checkpoint.saving.snapshot import load_states, save_states
+from mpishard.checkpoint.loading.restore import load_states
+from mpishard.checkpoint.saving.snapshot import save_states
 from mpishard.contracts import ICheckpointableModel, IShardedOptimizer, PathLike
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase

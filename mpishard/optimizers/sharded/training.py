@@ -13,7 +13,7 @@ from mpishard.checkpoint.format.consensus import together
 from mpishard.communication import ReductionOperation
 from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport
+from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.loop.agreement import refuse_early
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun

@@ -1,16 +1,76 @@
-"""Which parts of a rank's own flat vector an update reads, changes, counts and writes down."""
+"""An update: what the strategy shards, the pieces that a rule changes, and what a step reports."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpishard.models.engine.policy import Policy
+from mpishard.arrays import Array, chunk_length
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, pieces_within
 
-__all__ = ["UpdatePieces"]
+__all__ = ["Policy", "Rule", "StepReport", "Update", "UpdatePieces", "descent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A row of the table in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+    Trillion Parameter Models", SC 2020, section 5: what is sharded, and what each rank holds
+    whole.
+    """  # noqa: D205
+
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step found, the same on every rank.
+
+    ``loss`` is the mean over all samples of the round, NaN where a black box does not tell it,
+    ``weight`` their total weight,
+    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
+    that only accumulated.
+    """
+
+    loss: float
+    weight: float
+    gradient_norm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update rule gets for one owned piece.
+
+    ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
+    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
+    the same memory.
+    """
+
+    piece: Piece
+    parameters: Array
+    gradients: Array
+
+
+Rule = Callable[[list[Update], StepReport], None]
+"""Changes the parameters of each owned piece by its gradient."""
+
+
+def descent(rate: float) -> Rule:
+    """Plain gradient descent on the mean loss."""
+
+    def descend(updates: list[Update], report: StepReport) -> None:
+        scale = rate / report.weight
+        for update in updates:
+            parameters, gradients = update.parameters, update.gradients
+            length = chunk_length(parameters)
+            for start in range(0, update.piece.length, length):
+                parameters[start : start + length] -= scale * gradients[start : start + length]
+
+    return descend
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,242 @@
+"""Host memory that a save in the background writes from, and fast copies into it.
+
+The copies go past the processor's caches, for nobody reads them soon. A store into a cache first
+reads the line that it overwrites; one that goes past the caches takes two thirds of a copy's time.
+The C library does the same from a size on that it derives from the cache's, which virtual machines
+may report ten times as large.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import mmap
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.arrays import address, to_host
+from mpishard.checkpoint.format.protocol import Pieces
+from mpishard.compilation import compile_loop, numba_module
+from mpishard.sharding.regions import Region
+
+__all__ = ["StagingBuffer", "StreamingCopy", "on_host", "staged_bytes", "streaming_copy"]
+
+_ALIGNMENT = 64  # bytes
+_lock = threading.Lock()
+_WORD = np.dtype(np.uint64)
+
+HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
+
+
+def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
+    """The pieces in host memory, without the empty ones, and apart from what training changes."""
+    pieces: HostPieces = {}
+    shared: list[tuple[str, int]] = []
+    for kind, given in arrays.items():
+        pieces[kind] = []
+        for region, array in given:
+            if array.shape != (region.length,):
+                raise ValueError(
+                    f"{kind}: the piece {region} has shape ({region.length},), got {array.shape}"
+                )
+            if array.size:
+                host = np.ascontiguousarray(to_host(array))
+                # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
+                if (
+                    staging is not None
+                    and isinstance(array, np.ndarray)
+                    and np.may_share_memory(host, array)
+                ):
+                    shared.append((kind, len(pieces[kind])))
+                pieces[kind].append((region, host))
+    if staging is not None:
+        copies = staging.copies([pieces[kind][index][1] for kind, index in shared])
+        for (kind, index), copy in zip(shared, copies, strict=True):
+            pieces[kind][index] = (pieces[kind][index][0], copy)
+    return pieces
+
+
+class StagingBuffer:
+    """Host memory that a save copies into, so that training goes on while it is written.
+
+    It grows to what a save needs and is kept for the next. The first save waits while the system
+    gives the memory, unless it was reserved before; what was reserved is also copied into faster,
+    where numba is.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._copy: StreamingCopy | None = None
+        self._is_lent = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return int(self._memory.nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for copies of ``nbytes`` bytes, where there is less, and make them fast.
+
+        Raises
+        ------
+        ValueError
+            Where a save is still being written from it.
+        OSError
+            Where the system has no such memory.
+        """
+        self._grow(nbytes)
+        self._copy = streaming_copy()  # it may have to be compiled
+
+    def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Copies of 1-D arrays, valid until they are given back.
+
+        Raises
+        ------
+        ValueError
+            Where a save is still being written from it.
+        """
+        self._require_own()
+        runs = _runs(arrays)
+        starts = [0, *accumulate(_aligned(sum(a.nbytes for a in run)) for run in runs)]
+        self._grow(starts.pop())
+        self._is_lent = True
+        copied = []
+        for run, start in zip(runs, starts, strict=True):
+            whole = _end_to_end(run)
+            copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
+            if self._copy is None:
+                copy[...] = whole
+            else:
+                self._copy(whole, copy)
+            copied += np.split(copy, list(accumulate(array.size for array in run[:-1])))
+        return copied
+
+    def give_back(self) -> None:
+        """Hear that nothing reads the copies any more."""
+        self._is_lent = False
+
+    def _grow(self, nbytes: int) -> None:
+        if self._memory.size < nbytes:
+            self._require_own()
+            self._memory = np.empty(0, np.uint8)  # not both at a time
+            self._memory = _touched_memory(nbytes)
+
+    def _require_own(self) -> None:
+        if self._is_lent:
+            raise ValueError(
+                "this staging buffer holds a save that is still being written: wait for that one, "
+                "or give this one a buffer of its own"
+            )
+
+
+def staged_bytes(arrays: Pieces) -> int:
+    """Bytes of a staging buffer that holds copies of the pieces, as `on_host` makes them."""
+    return sum(
+        _aligned(array.nbytes)
+        for given in arrays.values()
+        for _, array in given
+        if isinstance(array, np.ndarray)
+    )
+
+
+def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
+    """``arrays`` in their order, together as far as they lie end to end in memory.
+
+    A vector's pieces do. To copy them at once takes two thirds of the time of one by one.
+    """
+    runs: list[list[np.ndarray[Any, Any]]] = []
+    end: tuple[int, np.dtype[Any]] | None = None
+    for array in arrays:
+        start = address(array)
+        if (start, array.dtype) == end:
+            runs[-1].append(array)
+        else:
+            runs.append([array])
+        end = start + array.nbytes, array.dtype
+    return runs
+
+
+def _end_to_end(run: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """One array of all of a run: it ends where the last one does."""
+    length = sum(array.size for array in run)
+    return np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory, whose pages the system has given already, where it can be asked to.
+
+    NumPy would ask for huge pages, page by page as they are written to; to make room for those
+    the system moves others about, and the first save would wait for it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
+
+
+class StreamingCopy(Protocol):
+    """Copies one array into another."""
+
+    def __call__(self, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+        """Copy 1-D ``source`` into ``target``, of the same dtype and length; both contiguous."""
+
+
+def streaming_copy() -> StreamingCopy | None:
+    """The compiled copy; None without numba. Compiles it at the first call in a process."""
+    with _lock:  # thread-ranks come here at the same time, and one of them compiles
+        return _compile()
+
+
+@functools.cache
+def _compile() -> StreamingCopy | None:
+    numba = numba_module()
+    if numba is None:
+        return None
+    word = numba.from_dtype(_WORD)
+    signature = numba.void(
+        numba.types.Array(word, 1, "C", readonly=True), numba.types.Array(word, 1, "C")
+    )
+    copy_words = compile_loop(_copy_words, signature, _store_past_caches=_make_store(numba))
+
+    def copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+        if (address(source) | address(target)) % _WORD.itemsize:
+            target[...] = source
+            return
+        given, taken = source.view(np.uint8), target.view(np.uint8)
+        whole = given.size - given.size % _WORD.itemsize
+        copy_words(given[:whole].view(_WORD), taken[:whole].view(_WORD))
+        taken[whole:] = given[whole:]
+
+    return copy
+
+
+def _copy_words(source: Any, target: Any) -> None:
+    """Compiled. What other threads are told of later, under a lock, they see complete."""
+    for index in range(source.size):
+        _store_past_caches(target, index, source[index])  # type: ignore[name-defined]  # noqa: F821
+
+
+def _make_store(numba: Any) -> Any:
+    """What stands for ``array[index] = value`` in compiled code, with LLVM's hint for the store."""
+    ir = importlib.import_module("llvmlite.ir")
+
+    def store(_context: Any, array: Any, _index: Any, value: Any) -> Any:
+        signature = numba.void(array, numba.types.intp, value)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            into, index, what = arguments
+            data = context.make_array(signature.args[0])(context, builder, into).data
+            stored = builder.store(what, builder.gep(data, [index]), align=_WORD.itemsize)
+            one = ir.Constant(ir.IntType(32), 1)
+            stored.set_metadata("nontemporal", builder.module.add_metadata([one]))
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return importlib.import_module("numba.extending").intrinsic(store)
