@@ -141,6 +141,7 @@ def refuse_early(
             )
         if data.checkpoint is not None and backend.rank == 0:
             folder_of(data).target(0)
+    # Every rank learns all lengths, because a local data set's order depends on all of them.
     given = [getattr(data, f"x_{part}") for part in _PARTS]
     lengths = np.array([[0 if x is None else len(x) for x in given]])
     everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))

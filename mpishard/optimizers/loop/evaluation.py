@@ -76,6 +76,7 @@ def evaluate(
     """
     engine, backend = model.engine, model.backend
     speaks = engine.replica.speaks  # one of the ranks that compute the same samples
+    # An empty batch tells the shape of a target without reading one.
     nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
     # Each leaf is measured alone, so that every world finds the same loss.

@@ -183,11 +183,12 @@ class TrainingRun:
             score = self._finish_epoch()
             self.epoch_sums[:] = 0
         if data.x_validation is not None:
+            # With validation data the training loss of an epoch judges nothing.
             score = self._validate() if self.step % self.validate_every == 0 else None
         ends = False
         if score is not None:
             self._weigh(score)
-            asked_to = self.optimizer.should_early_stop()
+            asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
             ends = asked_to or self.stopping.is_exhausted
         if self.checkpoints is not None:
             self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)

@@ -107,6 +107,7 @@ class RunCheckpoints:
         self._rank = backend.rank
         self._preemption = Preemption(backend)
         self._every = data.checkpoint_every
+        # Saves in the background copy the state first, so that training may change it meanwhile.
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
 

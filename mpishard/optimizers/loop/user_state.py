@@ -72,7 +72,12 @@ class UserState:
         if not self._parts:
             return {"names": [], "ranks": []}
         with together(self._backend):
-            states = {name: _state_of(part) for name, part in self._parts.items()}
+            states = {
+                name: _without_arrays(part.bit_generator.state)
+                if isinstance(part, np.random.Generator)
+                else part.state_dict()
+                for name, part in self._parts.items()
+            }
             text = json.dumps(states)
             check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
@@ -117,12 +122,6 @@ class UserState:
                     _restore_generator(part, mine[name], f"{path}: the user_state {name!r}")
                 else:
                     part.load_state_dict(mine[name])
-
-
-def _state_of(part: Any) -> Any:
-    if isinstance(part, np.random.Generator):
-        return _without_arrays(part.bit_generator.state)
-    return part.state_dict()
 
 
 def _restore_generator(generator: np.random.Generator, state: Any, name: str) -> None:

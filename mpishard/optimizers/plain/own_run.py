@@ -72,6 +72,7 @@ class OwnRun:
                 f"{vector.size} of {vector.dtype}; use an optimizer per model, or reset() to "
                 "forget the state"
             )
+        # `reverse` starts from the state before the update, and checks its gradient.
         before = {name: state.copy() for name, state in self.state.items()}
         self._segments = segments
         self._update(rule, vector, gradients, self.state, self.steps)

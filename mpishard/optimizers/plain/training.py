@@ -66,6 +66,7 @@ class PlainTraining:
             data = replace(data, model=self.model)
         data.checked()  # before a world is made for it
         plain = data.model
+        # Two such runs may go on in two threads, so each world has a name of its own.
         with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
             sharded = DDPOptimizer(self.rule, ShardingConfiguration(backend))
             model = DDPOptimizer.model_class(plain, sharded.sharding_configuration)
@@ -84,6 +85,7 @@ class PlainTraining:
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
             compute = model.compute_loss_and_gradients
+            # Models of mpishard.nn draw dropout masks by the step; a user's function may not.
             takes_step = "step" in inspect.signature(compute).parameters
             counted = {"step": self.run.steps} if takes_step else {}
             loss, gradients = compute(x, y, **counted)
@@ -153,7 +155,7 @@ class PlainTraining:
                 f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
                 + ", ".join(rule.get_options())
             )
-        held = dict(vars(rule))
+        held = dict(vars(rule))  # a refused setting must leave all others as they were
         try:
             for name, value in settings.items():
                 setattr(rule, name, value)

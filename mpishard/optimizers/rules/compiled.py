@@ -69,6 +69,7 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
     clip : (float, float), optional
         Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
+    # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
     factors = [float(factor) for factor in body.factors]
     compiled = _machine_code(body.function, arrays)
     function = body.function
@@ -140,5 +141,6 @@ def _compile(
     state = [numba.none if is_missing else writable for is_missing in missing[2:]]
     factors = [number] * (function.__code__.co_argcount - len(missing))
     signature = numba.void(writable, read_only, *state, *factors)
+    # Each variant has an entry of its own in numba's cache, as `compile_loop` asks for.
     variant = dtype.name + "".join(str(int(is_missing)) for is_missing in missing[2:])
     return compile_loop(function, signature, variant, elements=range)

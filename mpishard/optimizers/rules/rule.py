@@ -123,7 +123,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
-        if name in ("weight_decay", "parameter_options"):
+        if name in ("weight_decay", "parameter_options"):  # which the cached ranges contain
             self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
 
     @property

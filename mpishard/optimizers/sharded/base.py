@@ -25,7 +25,7 @@ from mpishard.contracts import (
 from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
-from mpishard.models.wrapper.full_vector import agreed_vector
+from mpishard.models.wrapper.digest import agreed_vector
 from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
@@ -397,6 +397,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
         if self._state is not None:
             saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
+        # Ranks with different bytes would train different models and never notice.
         checksums = self.backend.all_gather(np.array([zlib.crc32(data)]))
         if (checksums != checksums[0]).any():
             raise ValueError(
@@ -508,6 +509,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
                 "model, or set auto_sync_gradients=True"
             )
+        # Options of the mirrored hierarchy bring an end of training with them.
         options = self._rule.algorithm_options
         return data if options is None else options.applied(data)
 

@@ -55,6 +55,7 @@ class ModelState:
         self.model = model
         self.frozen = frozen
         self.steps = 0
+        # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
         engine = model.engine
