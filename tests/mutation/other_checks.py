@@ -19,6 +19,7 @@ from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.optimizers.loop.position import check_position
 from mpishard.optimizers.loop.user_state import UserState
+from mpishard.optimizers.sharded.state_bytes import StateBytes
 
 # ------------------------------------------------------------------------ parameters from elsewhere
 
@@ -174,7 +175,7 @@ def state_as_bytes(problems: Any) -> None:
         model, optimizer = problems.build(backend, "mlp", "fsdp", "adamw")
         for step in range(2):
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
-        tensors = ms.optimizers.state_bytes.StateBytes.from_bytes(optimizer.serialize()).tensors
+        tensors = StateBytes.from_bytes(optimizer.serialize()).tensors
         return [tensors[name] for name in sorted(tensors)]
 
     as_in_one_process(body)

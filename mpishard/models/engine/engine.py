@@ -37,9 +37,9 @@ class Engine:
     Parameters
     ----------
     program : Program
-        What is computed.
+        The computation.
     parameters : ParameterStore
-        Who holds parameters.
+        Store of parameters.
     make_gradients : callable
         ``make_gradients(layout)`` makes the store of gradients, anew where units are frozen.
     state_layout : StoreLayout
@@ -47,9 +47,9 @@ class Engine:
     stage : UpdateStage, optional
         Brings what is updated to the state and back; None where all lies in host memory.
     policy : Policy
-        What the strategy shards.
+        Vectors that the strategy shards.
     loss : ILossFunction or None
-        What is minimised; None where a black box knows.
+        Loss to minimise; None if a black box has its own.
     config : ShardingConfiguration
         Choices that may change between steps.
 
@@ -57,6 +57,8 @@ class Engine:
     ----------
     layout : StoreLayout
         Units, ranks, and where memory is booked.
+    own_pieces : tuple of Piece
+        What this rank owns of the parameters.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -86,6 +88,7 @@ class Engine:
         self.version = 0
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
+        self.own_pieces = parameters.layout.pieces()
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
@@ -103,15 +106,15 @@ class Engine:
     def freeze(self, names: frozenset[str]) -> None:
         """Train what is not among ``names``, which are names of parameters. Collective.
 
-        What is frozen has no optimizer state, counts for no norm, and where a whole unit is, it
-        has no gradient and nothing of it is sent but what must be gathered.
+        Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
+        whole has no gradient, and is sent only if it must be gathered.
 
         Raises
         ------
         ShardingError
             In the middle of a round of accumulation.
         ValueError
-            Where nothing would be left to train.
+            If nothing would be left to train.
         """
         self.round.require_none("what is trained cannot change")
         whole = self.placement.entries
@@ -193,7 +196,7 @@ class Engine:
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
     ) -> list[Part]:
-        """What this rank computes, one after the other. Collective, where ranks must be asked."""
+        """The parts of a batch that this rank computes. Collective if ranks must be asked."""
         if self.leaves is not None:
             return self.leaves.cut(x, y, sample_start)
         if sample_start is None:
@@ -254,7 +257,7 @@ class Engine:
         Raises
         ------
         ShardingError
-            Where replicas have drifted apart; in the middle of a round of accumulation.
+            If replicas have drifted apart; in the middle of a round of accumulation.
         NonFiniteLossError
             On every rank, where the gradient is not finite.
         """
@@ -444,7 +447,7 @@ class Engine:
             self.changed()
 
     def changed(self) -> None:
-        """Hear that parameters have changed."""
+        """Note a change of the parameters, and tell the program."""
         self.version += 1
         self.program.changed(self.parameters)
 
@@ -457,7 +460,7 @@ class Engine:
         self.changed()
 
     def read(self) -> None:
-        """Hear that every rank has written what it holds, as from a file. Collective."""
+        """Go on with the values that every rank has written, as from a file. Collective."""
         self.parameters.refresh()
         self.replicas.are_equal()
         self.changed()

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from mpishard.arrays import Array
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.models.stores.compression import CompressionBuffers
-from mpishard.models.stores.gradient_store import GradientStore, ScatteredGradients
+from mpishard.models.stores.gradient_store import (
+    CompressionBuffers,
+    GradientStore,
+    ScatteredGradients,
+)
 from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit

@@ -1,4 +1,4 @@
-"""Who holds parameters: every rank all of them, every rank its pieces, or every node."""
+"""Stores of parameters: every rank has all, every rank its pieces, or every node all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParameterStore(ABC):
     Attributes
     ----------
     held : tuple of Piece
-        What this rank writes when parameters come from elsewhere, as from a file.
+        Pieces that this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
         Whether all parameters stand once on every node, where its ranks read them.
     in_flight : mapping
@@ -63,7 +63,7 @@ class ParameterStore(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Hear that every rank has written what it holds. Collective."""
+        """Make the values known that every rank has written to its pieces. Collective."""
 
     def prefetch(self, unit: Unit) -> None:
         """Begin to make ``unit`` readable, where that takes messages."""

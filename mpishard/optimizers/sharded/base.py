@@ -19,7 +19,7 @@ from mpishard.contracts import (
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
-from mpishard.models.wrapper.full_vector import agreed_vector
+from mpishard.models.wrapper.digest import agreed_vector
 from mpishard.optimizers.loop.agreement import require_same_rule
 from mpishard.optimizers.rules.ranges import (
     OwnedRange,
