@@ -18,11 +18,14 @@ from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
-from mpishard.models.programs.program import Program
-from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.programs.program import Program, WholeProgram
 from mpishard.models.strategies.ddp import DDPModel
-from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
-from mpishard.models.strategies.mesh_warnings import idle_axes
+from mpishard.models.strategies.mesh_options import (
+    DATA_POLICIES,
+    axis_sizes,
+    checked_mesh_options,
+    idle_axes,
+)
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_free
 from mpishard.pipeline import (
@@ -116,7 +119,7 @@ class MeshModel(ShardedModelBase):
                 _log.warning("%r: %s", self, "; ".join(found))
 
     def _require_same_choices(self) -> None:
-        """Refuse ranks that would build different meshes, or other parts. Collective.
+        """Refuse ranks that would build different meshes or parts. Collective.
 
         Before the first message whose meaning depends on it.
         """
@@ -194,7 +197,7 @@ class MeshModel(ShardedModelBase):
         count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
 
         def can_cut(after: int) -> bool:
-            """Where shapes fit; and what travels between stages is of the model's dtype."""
+            """Whether shapes fit, and the model's dtype travels between the stages."""
             takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
             return model.validate_partition_point(after) and not takes_integers
 
@@ -218,7 +221,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def data_parallel_strategy(self) -> str:
-        """What the data axis shards, by name."""
+        """Name of the data axis's strategy."""
         return self._data_parallel_strategy
 
     @property
@@ -259,7 +262,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def partition_log(self) -> tuple[str, ...]:
-        """What the tensor axis made of each layer of this rank's stages, and why."""
+        """The decision of the tensor axis on each layer of this rank's stages, and the reason."""
         program = self.engine.program
         return program.partition_log if isinstance(program, MeshProgram) else ()
 
