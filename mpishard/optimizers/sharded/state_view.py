@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint import Pieces
+from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.models.engine.engine import Engine
 from mpishard.sharding import Piece
@@ -16,7 +16,7 @@ __all__ = ["StateView"]
 
 
 @dataclass(frozen=True, slots=True)
-class StateView:
+class StateView(CheckpointState):
     """Pieces of the state, and settings and step count beside them.
 
     Parameters
