@@ -152,7 +152,7 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
     Returns
     -------
     list of str
-        A clause for each; none where all is well.
+        A clause for each; none if all is well.
     """
     mesh = choices.mesh
     found = []
