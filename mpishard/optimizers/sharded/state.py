@@ -124,7 +124,7 @@ class ModelState(CheckpointState):
         """Return a checksum of settings that may change between steps; the ranks compare it."""
         rule = self.rule
         own = (
-            rule.rate(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
+            rule.rate_of_step(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
             rule.weight_decay, self._described,
         )  # fmt: skip
         return zlib.crc32(repr(own).encode())
