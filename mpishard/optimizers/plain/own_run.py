@@ -170,7 +170,7 @@ class OwnRun:
             for run, segments in _runs(self._segments)
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
-        context = UpdateContext(step + 1, rule.rate(step), rule.clip_factor(norm))
+        context = UpdateContext(step + 1, rule.rate_of_step(step), rule.clip_factor(norm))
         rule.update_all(ranges, context)
 
 

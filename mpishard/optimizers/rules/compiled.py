@@ -69,12 +69,13 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
     clip : (float, float), optional
         Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
-    # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
-    factors = [float(factor) for factor in body.factors]
-    compiled = _machine_code(body.function, arrays)
-    function = body.function
-    if compiled is not None:
-        function, factors = compiled, [*map(arrays[0].dtype.type, factors)]
+    function = _machine_code(body.function, arrays)
+    if function is None:
+        function = body.function
+        # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
+        factors = [*map(float, body.factors)]
+    else:
+        factors = [*map(arrays[0].dtype.type, body.factors)]
         if clip is None:
             function(*arrays, *factors)
             return
@@ -114,18 +115,22 @@ def _machine_code(
         or function.__closure__ is not None
     ):
         return None
-    for place, array in enumerate(arrays):
-        if array is not None and not (
+    missing = []
+    for array in arrays:
+        missing.append(array is None)
+        if array is None:
+            continue
+        flags = array.flags
+        if not (
             type(array) is np.ndarray
             and array.dtype == dtype
-            and array.flags.c_contiguous
-            and array.flags.aligned
-            and (array.flags.writeable or place == 1)
+            and flags.c_contiguous
+            and flags.aligned
+            and (flags.writeable or len(missing) == 2)  # only g may be read-only
         ):
             return None
-    missing = tuple(array is None for array in arrays)
     with _lock:  # thread-ranks come here at the same time, and one of them compiles
-        return _compile(function, dtype, missing)
+        return _compile(function, dtype, tuple(missing))
 
 
 @functools.cache

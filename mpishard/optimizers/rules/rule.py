@@ -131,7 +131,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """``parameter_options`` by the type in which they are kept."""
         return cast("CheckedOptions", self.parameter_options)
 
-    def rate(self, step: int) -> float:
+    def rate_of_step(self, step: int) -> float:
         """Return the learning rate of update ``step``, from 0."""
         return rate_at(cast("Schedule", self.learning_rate), step)
 
@@ -242,7 +242,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
                 raise ValueError(
                     f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
                 )
-        return self.rate(step)
+        return self.rate_of_step(step)
 
     def clip_factor(self, gradient_norm: float) -> float:
         """Return the factor of the gradient that satisfies ``clip_global_norm``."""
@@ -327,7 +327,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next own update; a sharded optimizer counts its own."""
-        return self.rate(self._own.run.steps)
+        return self.rate_of_step(self._own.run.steps)
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model in this process: a world of one rank.

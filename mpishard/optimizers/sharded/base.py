@@ -112,7 +112,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next update."""
-        return self._rule.rate(self.steps)
+        return self._rule.rate_of_step(self.steps)
 
     def set_model(self, model: Any) -> None:
         """Name the model, plain or sharded, that `optimize` trains if its data has none.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint import Pieces
+from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
@@ -27,7 +27,7 @@ __all__ = ["ModelState"]
 _log = logging.getLogger("mpishard")
 
 
-class ModelState:
+class ModelState(CheckpointState):
     """State vectors of what this rank updates of a model, and the number of updates.
 
     It is also the `mpishard.checkpoint` view of the state: the rule's name is part of the kinds,
@@ -124,7 +124,7 @@ class ModelState:
         """Return a checksum of settings that may change between steps; the ranks compare it."""
         rule = self.rule
         own = (
-            rule.rate(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
+            rule.rate_of_step(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
             rule.weight_decay, self._described,
         )  # fmt: skip
         return zlib.crc32(repr(own).encode())
