@@ -28,9 +28,9 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step found, the same on every rank.
+    """The report of one step, the same on every rank.
 
-    ``loss`` is the mean over all samples of the round, NaN where a black box does not tell it,
+    ``loss`` is the mean over all samples of the round, NaN if a black box does not tell it,
     ``weight`` their total weight,
     ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
     that only accumulated.
@@ -43,7 +43,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an update rule gets for one owned piece.
+    """The input of an update rule for one owned piece.
 
     ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
     over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
@@ -75,21 +75,21 @@ def descent(rate: float) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePieces:
-    """What of its pieces a rank treats how, as long as the same parameters are trained.
+    """The pieces that an update reads, changes and counts, as long as the same are trained.
 
     Parameters
     ----------
     published : tuple of Piece
-        What this rank owns of the units that have a gradient; where parameters are whole, the
-        others get it after an update.
+        Owned pieces of the units that have a gradient. If parameters are whole, the other ranks
+        get them after an update.
     owned : tuple of Piece
-        What is trained of it.
+        The trained parts of these.
     updated : tuple of Piece
-        What this rank's rule updates: ``owned``, or where the state is replicated all that is
-        trained.
+        Pieces that this rank's rule updates: ``owned``, or all that is trained if the state is
+        replicated.
     counted : tuple of Piece
-        What of ``owned`` adds to this rank's part of a norm: of what tensor ranks hold alike, one
-        counts it; with gradient leaves, cell by cell.
+        Parts of ``owned`` that add to this rank's part of a norm: one of the tensor ranks counts
+        what all hold alike; with gradient leaves, cell by cell.
     """
 
     published: tuple[Piece, ...]

@@ -1,4 +1,4 @@
-"""Full sharding: nothing whole on any rank but what is in use."""
+"""Full sharding: no rank holds more of the model than the units in use."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ZeRO2Model(ShardedModelBase):
 
     @property
     def parameter_delta_shard(self) -> Array:
-        """What the last update added to the elements that this rank updates, end to end.
+        """The last update's change of the elements that this rank updates, end to end.
 
         Raises
         ------

@@ -31,9 +31,8 @@ from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.offload import say_what_is_ignored
-from mpishard.models.wrapper.digest import compare_replicas
+from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
 from mpishard.models.wrapper.files import ModelFiles
-from mpishard.models.wrapper.full_vector import agreed_vector
 from mpishard.models.wrapper.wrapped import feature_member, generate_tokens, holding, use_features
 from mpishard.models.wrapper.wrapping import (
     build_engine,
@@ -76,9 +75,9 @@ class ShardedModelBase(IShardedModel):
     TypeError
         For None, or a configuration of another type.
     ValueError
-        Where the ranks' models differ in length, units or dtype; on every rank.
+        If the ranks' models differ in length, units or dtype; on every rank.
     ShardingError
-        Where another rank of this process, or another wrapper, has wrapped the same object.
+        If another rank of this process, or another wrapper, has wrapped the same object.
     """
 
     policy: Policy
@@ -101,7 +100,7 @@ class ShardedModelBase(IShardedModel):
         self._initialize_sharding()
 
     def _check_leaves(self) -> None:
-        """Refuse ``gradient_leaves`` where worlds could not reproduce. Communicates nothing."""
+        """Refuse ``gradient_leaves`` if worlds could not reproduce. Communicates nothing."""
         check_leaves(self._config, self.world_size)
 
     def _on_before_initialize_sharding(self) -> None:
@@ -119,26 +118,22 @@ class ShardedModelBase(IShardedModel):
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
         program.deal_constants(self.backend)
-        self._take_over()
+        store = self.engine.parameters
+        reason = program.take_over(store, f"a {type(self).__name__}")
+        self._is_once_per_node = store.once_per_node and reason is None
+        if reason is not None and self.rank == 0:
+            self._say_what_stays_whole(reason)
 
     def _program(self) -> Program:
-        """What is computed, and where."""
+        """The computation of the wrapped model on this rank."""
         return program_of(self._wrapped_model, self._config)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         program.default_loss = self.default_loss_function
         return build_engine(program, self.policy, self._config, arena=arena)
 
-    def _take_over(self) -> None:
-        """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        store = self.engine.parameters
-        reason = self.engine.program.take_over(store, f"a {type(self).__name__}")
-        self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.rank == 0:
-            self._say_what_stays_whole(reason)
-
     def _say_what_stays_whole(self, reason: str) -> None:
-        """Warn where the strategy would shard parameters, and does not."""
+        """Warn if the strategy would shard parameters, and does not."""
         if self.policy.shards_parameters:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
@@ -156,7 +151,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
+        """The communication backend of all ranks."""
         return self._config.communication_backend
 
     @property
@@ -177,7 +172,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def data_rank(self) -> int:
-        """Which samples are this rank's to compute: the part of this number, of `data_size`."""
+        """Number of the part of a batch that this rank computes, of `data_size` parts."""
         return self.engine.backend.rank
 
     @property
@@ -192,14 +187,14 @@ class ShardedModelBase(IShardedModel):
         return None if leaves is None else leaves.count
 
     def batch_indices(self, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Which of a global batch's samples this rank passes to a step.
+        """Places of the samples of a global batch that this rank passes to a step.
 
         Consecutive ones; with ``gradient_leaves`` those of its leaves, end to end.
 
         Parameters
         ----------
         samples : int
-            Of the global batch.
+            Number in the global batch.
 
         Returns
         -------
@@ -228,7 +223,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered and reduced as one."""
+        """The ranges of parameters that are gathered and reduced as one."""
         return self.engine.program.units
 
     @property
@@ -246,7 +241,7 @@ class ShardedModelBase(IShardedModel):
         return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        """What the wrapped model says, and how it is sharded."""
+        """The wrapped model's metadata, and how it is sharded."""
         policy, kind = self.engine.policy, type(self._wrapped_model).__name__
         own: ModelMetadata | None = self._ask("get_model_metadata", None)
         metadata = own or ModelMetadata(kind, model_type=kind)
@@ -271,7 +266,7 @@ class ShardedModelBase(IShardedModel):
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs; the number of rows may differ between ranks.
 
-        Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
+        Collective if parameters are sharded: every rank calls it, with 0 rows if need be.
         """
         return self.engine.predict(x)
 
@@ -351,7 +346,7 @@ class ShardedModelBase(IShardedModel):
             As `set_parameters`; TypeError for a rate that is no number, ValueError for rates that
             differ between ranks.
         ShardingError
-            Where replicas have drifted apart; in the middle of a round of `accumulate`.
+            If replicas have drifted apart; in the middle of a round of `accumulate`.
         """
         rate = as_number("learning_rate", learning_rate)
         self.engine.replicas.require_equal("apply_gradients")
@@ -386,14 +381,14 @@ class ShardedModelBase(IShardedModel):
         Returns
         -------
         int
-            How many parameters, or parts of them, were compared; 0 where nothing is replicated.
+            Number of parameters, or parts of them, compared; 0 if nothing is replicated.
 
         Raises
         ------
         ReplicaError
             On every rank, naming the parameters and the ranks that differ.
         ShardingError
-            Where ranks have made updates of their own (``auto_sync_gradients=False``).
+            If ranks have made updates of their own (``auto_sync_gradients=False``).
         """
         self.engine.replicas.require_equal("check_replicas")
         return compare_replicas(self.engine, self.backend)
@@ -402,7 +397,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def local_parameter_shard(self) -> Array:
-        """A copy of what this rank holds, its pieces end to end; all where replicated."""
+        """A copy of what this rank holds, its pieces end to end; all if replicated."""
         owned = self.engine.parameters.owned(self._held_pieces)
         if not owned:  # a stage without parameters
             return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
@@ -430,7 +425,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _cached_full_parameters(self) -> Array | None:
-        """What was gathered last, while somebody holds it and parameters have not changed."""
+        """The last gathered vector, while somebody holds it and parameters have not changed."""
         full, version = self._remembered or (None, -1)
         return full() if full is not None and version == self.engine.version else None
 
@@ -445,7 +440,7 @@ class ShardedModelBase(IShardedModel):
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
 
-        One per unit; on a mesh, where columns of a matrix are no one range, as few as it takes.
+        One per unit. On a mesh columns of a matrix are several ranges: as few as it takes.
         """
         placement = self.engine.placement
         if placement.is_whole:
@@ -539,9 +534,9 @@ class ShardedModelBase(IShardedModel):
         return model
 
     def close(self) -> None:
-        """Let go of this rank's part of parameters and gradients. Communicates nothing.
+        """Free this rank's part of parameters and gradients. Communicates nothing.
 
-        What is to be kept is gathered or saved before; the wrapped model stays structure only.
+        Gather or save before what you want to keep; the wrapped model stays structure only.
         """
         if self._engine is not None and is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
@@ -556,6 +551,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _files(self) -> ModelFiles:
+        # Made anew: held, it would keep the parameters alive after close().
         return ModelFiles(self.engine, self._wrapped_model)
 
     def serialize(self) -> bytes:
