@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint import Pieces
+from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
 
@@ -76,11 +76,11 @@ class EarlyStopping:
             setattr(self, name, position[name])
 
 
-class BestParameters:
+class BestParameters(CheckpointState):
     """The parameters of the best evaluation: this rank's pieces of them.
 
     Each rank keeps its shard, 1/N of the parameters under every strategy; nothing is gathered.
-    It is also their `CheckpointState`.
+    Checkpoints hold it as a state of its own.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint import Pieces
+from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
@@ -27,7 +27,7 @@ __all__ = ["ModelState"]
 _log = logging.getLogger("mpishard")
 
 
-class ModelState:
+class ModelState(CheckpointState):
     """State vectors of what this rank updates of a model, and the number of updates.
 
     It is also the `mpishard.checkpoint` view of the state: the rule's name is part of the kinds,
