@@ -46,7 +46,7 @@ class ParameterTree:
     Raises
     ------
     TypeError
-        For a leaf that is neither, or whose dtype is not float32 or float64, by name.
+        For a leaf that is neither, or of a dtype other than float32 or float64, by name.
     ValueError
         For arrays of both dtypes, an empty array, a tree without leaves, or paths that give two
         leaves one name.

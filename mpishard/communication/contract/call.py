@@ -312,7 +312,7 @@ def check_array(array: Any, name: str, *, needs_dim: bool = False) -> None:
     Raises
     ------
     TypeError
-        For what is no array.
+        For an argument that is no array.
     ValueError
         For an array of another dtype, of too many dims, or with gaps between its elements.
     """

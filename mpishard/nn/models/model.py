@@ -88,6 +88,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._features = dict(_feature_layers(chain))
         self.seed = seed
         self._loss = loss
+        # No array is made here: a sharded wrapper must never hold the whole model on one rank.
         self._specs = dict(chain.walk_parameters())
         self._table = ParameterTable(self._specs.items())
         self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
@@ -193,6 +194,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
+        # The holder has the values now; keeping them here too would double the memory.
         self._vector = self._vector.holding(None)
         self._holder = holder
 
@@ -276,6 +278,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         model = super().clone()
         model.chain = self.chain.copy()
         model._features = dict(_feature_layers(model.chain))
+        # The infos refer to layers, and those of the copy are its own.
         own = model.chain.children
         model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
         return model
@@ -288,7 +291,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return model
 
     def close(self) -> None:
-        """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
+        """Let the parameters go. Shallow copies, and a wrapper that has taken them, keep them."""
         if self._holder is None:
             self.release_parameters("nobody: the model was closed")
 
@@ -370,7 +373,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         step: int = 0,
         sample_start: int = 0,
     ) -> TrainingPass:
-        """Run layers and loss; what they cannot take is refused before they do."""
+        """Run layers and loss; wrong inputs and targets are refused before."""
         loss = loss_function or self._loss
         if loss is None:
             raise MissingLossError(
@@ -379,6 +382,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         if not isinstance(loss, ILossFunction):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         x = self.as_input(x)
+        # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)
         y = self._device.put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
