@@ -57,6 +57,8 @@ class Engine:
     ----------
     layout : StoreLayout
         Units, ranks, and where memory is booked.
+    own_pieces : tuple of Piece
+        What this rank owns of the parameters.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -86,6 +88,7 @@ class Engine:
         self.version = 0
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
+        self.own_pieces = parameters.layout.pieces()
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config

@@ -17,7 +17,6 @@ from mpishard.checkpoint.exchange.plain import (
     PlainModelFiles,
     choices_in,
     choices_of,
-    metadata_with,
     named_bytes,
     packed_vector,
 )
@@ -70,12 +69,15 @@ class ModelFiles:
     def parameters(self) -> list[ParameterEntry]:
         """Name, shape and start of each parameter, and whether it is trained now."""
         frozen = self.engine.program.frozen
-        return [replace(e, trainable=e.name not in frozen) for e in self.engine.placement.entries]
+        return [
+            e if e.trainable != (e.name in frozen) else replace(e, trainable=not e.trainable)
+            for e in self.engine.placement.entries
+        ]
 
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.layout.pieces(), written=True)
+        return self._regions(self.engine.own_pieces, written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
@@ -97,7 +99,8 @@ class ModelFiles:
         leaves = self.engine.leaves
         if leaves is not None:
             origin[NUMERICS] = leaves.numerics()
-        return origin | metadata_with(self._choices())
+        choices = self._choices()
+        return origin | {"choices": choices} if choices else origin
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that the plain model could not take."""

@@ -85,6 +85,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)
         self.chain = chain
+        self._features = dict(_feature_layers(chain))
         self.seed = seed
         self._loss = loss
         # No array is made here: a sharded wrapper must never hold the whole model on one rank.
@@ -276,6 +277,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         """A copy that shares the parameters' array, and has layer descriptions of its own."""
         model = super().clone()
         model.chain = self.chain.copy()
+        model._features = dict(_feature_layers(model.chain))
         # The infos refer to layers, and those of the copy are its own.
         own = model.chain.children
         model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
@@ -305,25 +307,24 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         """The active features of the layers in which some are not, by the layer's full name."""
         active = {
             name: list(layer.active)
-            for name, layer in _feature_layers(self.chain)
+            for name, layer in self._features.items()
             if len(layer.active) < layer.inputs
         }
         return {_ACTIVE: active} if active else {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
-        layers = dict(_feature_layers(self.chain))
         for name, indices in choices.get(_ACTIVE, {}).items():
-            if name not in layers:
+            if name not in self._features:
                 raise ValueError(
                     f"{name!r} uses only the input features {indices} in what was saved, and in "
                     f"this {type(self).__name__} it cannot leave features out: it must be a "
                     "FeatureLinear, as in the linear models"
                 )
-            layers[name].checked(indices)
+            self._features[name].checked(indices)
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
         active = choices.get(_ACTIVE, {})
-        for name, layer in _feature_layers(self.chain):
+        for name, layer in self._features.items():
             layer.active = active.get(name, range(layer.inputs))
 
     # ---------------------------------------------------------------------------------- computing
