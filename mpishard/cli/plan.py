@@ -188,9 +188,8 @@ def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
             typer.echo(f"\n{name}\n{chart}")
     wider = [name for name, chart in charts.items() if chart is None]
     if wider and not is_drawn:
-        typer.echo(
-            f"\nWider than {width} columns: {', '.join(wider)}. --output FILE.png draws all."
-        )
+        typer.echo(f"\nWider than {width} columns: {', '.join(wider)}.")
+        typer.echo("--output FILE.png draws all.")
     if len(wider) < len(charts):
         typer.echo(
             "\nF forward, B backward or its input's half, W the parameters' half;\n"

@@ -145,7 +145,7 @@ def test_speedup(tmp_path):
     rows = {row["way"]: row for row in found["speedup"]}
     assert list(rows) == ["one rank", "tensor", *SCHEDULE_NAMES]
     for way, row in rows.items():
-        assert f"\n{way}  " in ended.stdout
+        assert f"\n{way} " in ended.stdout
         assert (row["balance"] is None) == (way in ("one rank", "tensor"))
 
 

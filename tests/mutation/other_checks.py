@@ -17,7 +17,7 @@ from worlds import agree, close, refused, run
 import mpishard as ms
 from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
-from mpishard.optimizers.loop.position import check_position
+from mpishard.optimizers.loop.saving import check_position
 from mpishard.optimizers.loop.user_state import UserState
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 
@@ -189,7 +189,7 @@ def state_that_is_repaired(problems: Any) -> None:
         kept = {name: vector.copy() for name, vector in optimizer.state.items()}
         for name in kept:
             optimizer.state[name][...] += backend.rank
-        optimizer._steps += backend.rank
+        optimizer._state.steps += backend.rank
         optimizer.synchronize_optimizer_state()
         assert optimizer.steps == 1
         for name, vector in optimizer.state.items():

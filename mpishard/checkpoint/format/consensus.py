@@ -69,7 +69,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
     statements = Statements()
     try:
         yield statements
-    except CommunicationError:  # all ranks have it already
+    except CommunicationError:  # every rank raises it, and no collective can follow
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, when the others know of it
         failure = error

@@ -71,9 +71,10 @@ def check_coverage(
     start, stop, held = fault
     if held == 0:
         raise CheckpointError(f"{kind}: nothing holds elements {start} to {stop} of {name}")
+    times = "twice" if held == 2 else f"{held} times"
     holders = [file for file, region in pieces if _holds(region, shape, start)]
     raise CheckpointError(
-        f"{kind}: elements {start} to {stop} of {name} are held {_times(held)}, "
+        f"{kind}: elements {start} to {stop} of {name} are held {times}, "
         f"by {' and '.join(holders[:2])}{' and others' * (held > 2)}"
     )
 
@@ -137,7 +138,3 @@ def _holds(region: Region, shape: Sequence[int], element: int) -> bool:
         element, index = divmod(element, size)
         place.append((index, index + 1))
     return any(shared_box(box, tuple(reversed(place))) is not None for box, _ in blocks_of(region))
-
-
-def _times(number: int) -> str:
-    return "twice" if number == 2 else f"{number} times"

@@ -44,7 +44,9 @@ def temporary_of(path: Path) -> Path:
 
 def foreign_in(directory: Path) -> str:
     """Return, in words, the first few names in a directory that are no part of a checkpoint."""
-    return _listed(sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name)))
+    names = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 class Target:
@@ -115,6 +117,8 @@ class Target:
         """
         previous = previous_of(self.path)
         disk.sync_directory(directory)
+        # No system call swaps two directories everywhere, so there are two renames, and between
+        # them the earlier checkpoint is found under its other name.
         replaces = self.path.exists()
         if replaces:
             if previous.exists():
@@ -127,6 +131,7 @@ class Target:
             try:
                 disk.sync_directory(self.path.parent)
             except BaseException:
+                # A new checkpoint that a power failure may take back is none: restore the old one.
                 disk.rename(self.path, directory)
                 raise
         except BaseException:
@@ -303,6 +308,7 @@ class _StepTarget(Target):
 
     def put(self, directory: Path) -> None:
         super().put(directory)
+        # Only now, so that `latest` never names a directory that is not complete.
         disk.replace_file(self._folder.path / LATEST, f"{self.path.name}\n".encode())
         self._folder.prune()
 
@@ -311,8 +317,3 @@ def _at_least_one(name: str, value: int) -> int:
     if as_integer(name, value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return int(value)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -86,9 +86,10 @@ def require_form(value: Any, form: Form, key: str) -> None:
 
 
 def _shortened(value: Any) -> str:
-    if type(value) is int and abs(value) >= 1 << 63:  # Python refuses to print the longest
-        return f"a number of {value.bit_length()} bits"
-    text = json.dumps(value) if isinstance(value, str) else repr(value)
+    try:
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
+    except (RecursionError, ValueError):  # Python prints no number of more than 4300 digits
+        return f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 

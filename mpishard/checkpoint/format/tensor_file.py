@@ -135,7 +135,7 @@ class TensorFile:
     def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
         """Write the file durably, and set `checksums`.
 
-        ``check`` is called before each part, and may raise: then no more is written.
+        ``check`` is called before each part of an array, and may raise: then no more is written.
 
         Raises
         ------
@@ -145,8 +145,7 @@ class TensorFile:
         # Arrays are in memory anyway. Lazy tensors are read meanwhile, and few blocks may wait.
         is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
-            parts = self._parts() if check is None else _checked(self._parts(), check)
-            disk.write_file(file, thread.watch(parts))
+            disk.write_file(file, thread.watch(self._parts(check)))
         self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
@@ -171,19 +170,15 @@ class TensorFile:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    def _parts(self) -> Iterator[memoryview]:
-        """Yield the content, a few MiB at a time."""
+    def _parts(self, check: Callable[[], None] | None) -> Iterator[memoryview]:
+        """Yield the content, a few MiB at a time; call ``check`` before each part."""
         yield memoryview(self._header)
         for entry in self._entries:
             for content in entry.contents():
                 for start in range(0, content.size, _PART_BYTES):
+                    if check is not None:
+                        check()
                     yield content[start : start + _PART_BYTES].data
-
-
-def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
-    for part in parts:
-        check()
-        yield part
 
 
 class ChecksumThread:

@@ -143,7 +143,7 @@ def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) ->
         What the manifest says, as for `MappedFile`.
     """
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    # A header that says that it is as long as the file is not read into memory.
+    # Compared before it is read, so that a forged length cannot fill the memory.
     expected = min((low for low, _ in tensors.values()), default=content.size)
     if start != expected:
         return f"its header ends at byte {start}, and its tensors begin at {expected}"

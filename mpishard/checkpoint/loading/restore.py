@@ -99,6 +99,7 @@ def load_states(
         return wanted
 
     reader, wanted = open_whole(lambda: _agree_on_one(path, backend) or path, backend, verify)
+    # From here on only a disk that fails between two reads can leave a model half loaded.
     with reader:
         with together(backend):
             for kind, region, array in _each(wanted):

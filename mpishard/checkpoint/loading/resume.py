@@ -120,6 +120,7 @@ def open_whole(
             # Between the two renames of a save nothing, or half of it, is there to be opened.
             is_replaced = reader is None or reader.was_replaced()
             found = "replaced" if is_replaced else "failed"
+        # The ranks must have opened the same save: one may have come before its renames.
         everyone = set(all_texts(backend, found))
         if opened is not None and len(everyone) == 1:
             return opened

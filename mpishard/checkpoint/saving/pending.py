@@ -274,6 +274,7 @@ class PendingSave:
     def _advance(self) -> Iterator[None]:
         """Take the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
         yield from self._meet()
+        # A gather, not an all-gather: records grow with the model, and rank 0 alone needs them.
         records = self._records = GatheredTexts(self._backend, self._record)
         if self._rank == 0:
             self._state = _State.WORKING
@@ -317,6 +318,7 @@ class PendingSave:
                     f"no checkpoint was written in {self._directory.parent}, and what was there "
                     "is as it was"
                 )
+            # No rank writes any more: `_meet` ends when none is working.
             disk.remove_tree(self._directory)
         if self._error is not None:
             own = self._error

@@ -104,7 +104,9 @@ class StagingBuffer:
         self._is_lent = True
         copied = []
         for run, start in zip(runs, starts, strict=True):
-            whole = _end_to_end(run)
+            # The run's arrays lie end to end: one array that begins as the first spans them all.
+            length = sum(array.size for array in run)
+            whole = np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
             copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
             if self._copy is None:
                 copy[...] = whole
@@ -156,12 +158,6 @@ def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, A
             runs.append([array])
         end = start + array.nbytes, array.dtype
     return runs
-
-
-def _end_to_end(run: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Return one array that spans all arrays of a run."""
-    length = sum(array.size for array in run)
-    return np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
 
 
 def _aligned(nbytes: int) -> int:

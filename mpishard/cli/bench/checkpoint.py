@@ -228,7 +228,7 @@ def checkpoint_table(
         f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
         f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
     )
-    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"))
+    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"), 1)
     seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
     for result in results:
         timing, way, other = Timing(result.seconds), result.way, result.other

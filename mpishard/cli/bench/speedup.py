@@ -211,7 +211,7 @@ def speedup_table(
         "way", "median", "spread", "speed-up", "limit", "balance", "compute / 1 rank", "waiting",
         "sent per step",
     )  # fmt: skip
-    table = figures_table(title, columns, ("way",))
+    table = figures_table(title, columns, ("way",), 1)
     for result in results:
         table.add_row(
             result.way,

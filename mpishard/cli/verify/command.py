@@ -110,22 +110,28 @@ def verify(
         refuse("verify", error)
     is_mpi = _can_start_mpi(backend)
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
-        VerifyJob(
+        job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
             learning_rate, dtype, mesh,
-        ).write()  # fmt: skip
-        if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
-            raise typer.Exit(2)
-        launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
-        code = _run(
-            *launch, "-m", "mpishard.cli.verify.rank", folder, "mpi" if is_mpi else "memory"
-        )
-        job = VerifyJob.read(Path(folder))  # which the reference has settled
-        found = {name: Comparison.read(job.folder, name) for name in job.mesh.schedules}
+        )  # fmt: skip
+        is_equal = _are_equal(job, is_mpi, tolerance)
+    raise typer.Exit(0 if is_equal else 1)
+
+
+def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
+    """Train alone and on the ranks, print each comparison, and tell whether all agree."""
+    job.write()
+    folder, ranks = str(job.folder), job.world_size
+    if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
+        raise typer.Exit(2)
+    job = VerifyJob.read(job.folder)  # which the reference has settled
+    launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
+    code = _run(*launch, "-m", "mpishard.cli.verify.rank", folder, "mpi" if is_mpi else "memory")
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     are_equal = True
-    for name, comparison in found.items():
-        where = f"{strategy}{job.mesh.describe(name)} on {whom}"
+    for name in job.mesh.schedules:
+        comparison = Comparison.read(job.folder, name)
+        where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if comparison is None:
             code = code or 1
             break
@@ -133,7 +139,7 @@ def verify(
     if code:
         text = f"alone the model trains, and {where} ended with exit code {code}: see above"
         typer.echo(f"mpishard verify: {text}", err=True)
-    raise typer.Exit(0 if are_equal and code == 0 else 1)
+    return are_equal and code == 0
 
 
 def _can_start_mpi(backend: Backend) -> bool:

@@ -33,7 +33,7 @@ from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
-from mpishard.communication.mpi.collectives import Collectives, in_turn
+from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
@@ -153,21 +153,25 @@ class MPICommunicationBackend(CommunicationBackend):
     def _on_initialize(self) -> None:
         if self._is_forked:
             raise self._not_ready_error()
+        is_new = self._job is None
         if self._job is None:
             self._job = Job(self._mpi, self._comm, survives=self._on_failure == "shrink")
-            self._nodes = self._job.nodes
         job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            job.guard()
-            with job.wait(lambda: IN_INIT):
-                rings = self._comm.allgather(job.take_ring())
-                with job.making_group():
-                    self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
+            try:
+                job.guard()
+                with job.wait(lambda: IN_INIT):
+                    call_uninterrupted(self._mpi, lambda: self._enter(is_new=is_new))
+            finally:
+                if is_new and self._group is None:
+                    job.retire()
+                    self._job = None
             self._sequence = 0
             self._pending.clear()
         group = self._group
+        assert group is not None
         self._messages = Messages(group, self.world_ranks)
         self._collectives = Collectives(self, group)
         job.join(group, self)
@@ -177,6 +181,22 @@ class MPICommunicationBackend(CommunicationBackend):
                 self._session.status = job.statuses.page
                 self.status.note_shared_memory(library_files())
             hooks.install(self)
+
+    def _enter(self, *, is_new: bool) -> None:
+        """The collective part of `initialize`."""
+        job = self._job
+        assert job is not None
+        if is_new:
+            job.meet()
+            self._nodes = job.nodes
+        rings = self._comm.allgather(job.take_ring())
+        with job.making_group():
+            self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception struck in `initialize` when this rank was in the world."""
+        return not (self._initialized or self._group is None or self._group.is_leaving)
 
     def _make_group(self, comm: Any, data: Any, rings: Sequence[Ring]) -> Group:
         assert self._job is not None
@@ -386,7 +406,6 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
 
-    @in_turn
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
         ring = NO_RING if color is None else job.take_ring()
@@ -432,7 +451,6 @@ class MPICommunicationBackend(CommunicationBackend):
             backoff.pause()
         return group.comm.Split(color, place)
 
-    @in_turn
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         _, group = self._joined()
         yield from self._collectives.open(call)

@@ -41,11 +41,11 @@ class Engine:
     parameters : ParameterStore
         Store of parameters.
     make_gradients : callable
-        ``make_gradients(layout)`` makes the store of gradients, anew where units are frozen.
+        ``make_gradients(layout)`` makes the store of gradients, anew if units are frozen.
     state_layout : StoreLayout
         Of the optimizer's state.
     stage : UpdateStage, optional
-        Brings what is updated to the state and back; None where all lies in host memory.
+        Brings what is updated to the state and back; None if all lies in host memory.
     policy : Policy
         Vectors that the strategy shards.
     loss : ILossFunction or None
@@ -160,7 +160,7 @@ class Engine:
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
 
-        Nothing has changed where it raises; only an exception of ``rule`` itself may come late.
+        Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
         Raises
         ------
@@ -169,13 +169,14 @@ class Engine:
             rank where no rank has a sample that counts, and where ranks of a mesh that compute one
             batch together were given several.
         ShardingError
-            On every rank, where the ranks accumulated different numbers of batches; where
+            On every rank, if the ranks accumulated different numbers of batches; if
             replicas have drifted apart and the step is to be synchronised; on every rank, where
             ``settings`` differ.
         NonFiniteLossError
-            On every rank, where the loss or the gradient is not finite.
+            On every rank, if the loss or the gradient is not finite.
         """
         self.layout.device.use()  # of the thread that calls
+        # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
@@ -252,14 +253,14 @@ class Engine:
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
 
-        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+        ``gradient`` is the full vector, the same on every rank. Collective if state is sharded.
 
         Raises
         ------
         ShardingError
             If replicas have drifted apart; in the middle of a round of accumulation.
         NonFiniteLossError
-            On every rank, where the gradient is not finite.
+            On every rank, if the gradient is not finite.
         """
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
@@ -298,6 +299,7 @@ class Engine:
     def descend(self, gradient: Array, rate: float) -> None:
         """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
         pieces = self.pieces.updated
+        # In place: the arrays are views of the store.
         for piece, owned in zip(pieces, self.parameters.owned(pieces), strict=True):
             target = owned
             part = self.placement.part(gradient, piece.start, piece.stop)
@@ -362,7 +364,7 @@ class Engine:
         return total, weight
 
     def _mean(self, total: float, weight: float) -> float:
-        """The mean loss; NaN where a black box does not tell its loss, or nothing was weighed."""
+        """The mean loss; NaN if a black box does not tell its loss, or nothing was weighed."""
         known = self.program.knows_loss(self.loss) and weight > 0
         return total / weight if known else math.nan
 
@@ -413,7 +415,7 @@ class Engine:
         return total, full
 
     def predict(self, x: Array) -> Array:
-        """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        """Outputs for this rank's inputs. Collective if parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
         self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
@@ -430,7 +432,7 @@ class Engine:
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of the loss over this rank's batch.
 
-        Without a gradient, but where a black box tells its loss only together with one.
+        Without a gradient, unless a black box tells its loss only together with one.
         """
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, self.loss)
@@ -442,7 +444,7 @@ class Engine:
         return self.program.measure(self.loss, self.predict(x), targets)
 
     def synchronize_replicas(self) -> None:
-        """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
+        """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
             self.changed()
 

@@ -96,7 +96,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
     Raises
     ------
     ValueError
-        For parameters of 16 bits, which are summed in float32 and rounded where they arrive.
+        For parameters of 16 bits, whose sums in float32 are rounded on arrival.
     """
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
 
 
 def say_what_may_differ(config: ShardingConfiguration) -> None:
-    """Warn where ranks compute with different kernels, or with several BLAS threads. Collective."""
+    """Warn if ranks compute with different kernels, or with several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = numerics_fingerprint()
     differing = differences(backend, mine)
@@ -189,7 +189,7 @@ class GradientLeaves:
         TypeError
             For a batch that cannot be sliced.
         ValueError
-            On every rank, where the ranks' batches are not those of their leaves.
+            On every rank, if the ranks' batches are not those of their leaves.
         """
         # The leaves of a rank shrink by one sample at most, and the first are the larger ones.
         own = ShardLayout(len(x), self.micro_steps)
@@ -227,7 +227,7 @@ class GradientLeaves:
         }
 
     def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Cut what is trained into cells, and remember where each counts in a norm.
+        """Cut the trained pieces into cells, and remember the place of each in a norm.
 
         Parameters
         ----------

@@ -158,7 +158,7 @@ class MeshProgram(LayeredProgram):
 
     @property
     def _classes(self) -> int:
-        """Size of the output's last dim, where it is split."""
+        """Size of the output's last dim, if it is split."""
         return self._model.get_all_layer_info()[-1].output_shape[-1]
 
     @property
@@ -271,7 +271,7 @@ class MeshProgram(LayeredProgram):
     # ------------------------------------------------------------------------ shared parameters
 
     def _meet_in_ties(self) -> dict[str, CommunicationBackend]:
-        """The ranks that hold a shared parameter, by its name, where there are several."""
+        """The ranks that hold a shared parameter, by its name, if there are several."""
         groups = {}
         pipeline = self.mesh.pipeline
         for name, ranks in self._shared.items():
@@ -323,20 +323,20 @@ class StageRun(IPipelineStage):
     gradients : GradientStore, optional
         Store to add gradients to; None if only outputs are wanted.
     y : Array, optional
-        Targets, where backward follows.
+        Targets, if backward follows.
     loss : ILossFunction, optional
         Loss of the last stage.
     chains : sequence of LayerChain, optional
-        The rank's stages, where they are not the program's own, and work on whole sequences.
+        Stages that work on whole sequences, instead of the program's own.
     micro_batches : int, optional
-        Into how many parts the batch is cut, where not as the program says.
+        Number of parts of the batch, if not the program's.
 
     Attributes
     ----------
     total, weight : float
         Sums of the loss over the micro-batches, in the last stage.
     outputs : list of Array
-        The last stage's, by micro-batch, where only outputs are wanted.
+        The last stage's, by micro-batch, if only outputs are wanted.
     """
 
     def __init__(

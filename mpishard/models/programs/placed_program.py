@@ -81,7 +81,7 @@ class IPlaceableModel(ABC):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the model tells a loss where none is given, as `own_loss`."""
+        """Whether the model tells a loss if none is given, as `own_loss`."""
         return False
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:

@@ -126,7 +126,7 @@ class GradientStore(ABC):
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """The reduced gradients of ``pieces``: sums over ranks and over the round's passes.
 
-        Read-only where other ranks read them too.
+        Read-only if other ranks read them too.
         """
 
 
@@ -324,7 +324,7 @@ class NodeGradients(ScatteredGradients):
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction under way, and where its result goes from where it comes to lie."""
+    """A reduction under way, the array that receives its result, and the target of that."""
 
     work: Work
     target: Array
@@ -377,7 +377,7 @@ class CompressionBuffers:
             layout.book(MemoryCategory.SCRATCH, compressed.mine, length)
 
     def take(self) -> Arena | None:
-        """A buffer, until `give`; None where all are in use."""
+        """A buffer, until `give`; None if all are in use."""
         return self._free.pop() if self._free else None
 
     def give(self, compressed: Arena) -> None:

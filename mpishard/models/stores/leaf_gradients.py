@@ -86,7 +86,7 @@ class LeafGradients(GradientStore):
             self._inner.spread()
 
     def _combine(self, left: list[Array], right: list[Array], own: list[Array]) -> list[Array]:
-        """Add two sums of as many leaves: where the first waited, at last where ``inner`` looks."""
+        """Add two sums of as many leaves into the first, at last into the arrays of ``inner``."""
         out, spare = (own, left) if self._is_last else (left, right)
         for first, second, result in zip(left, right, out, strict=True):
             self._reducer.reduce([first, second], ReductionOperation.SUM, out=result)

@@ -234,9 +234,9 @@ class UpdateStage:
     def staged(
         self, parameters: list[Array], gradients: list[Array]
     ) -> Iterator[tuple[list[Array], list[Array]]]:
-        """Both, where the state lies; what the block did to the parameters is taken back.
+        """Both arrays, beside the state; the block's changes of the parameters are copied back.
 
-        An exception in the block leaves the parameters as they were, where they were copied.
+        An exception in the block leaves the parameters as they were, if they were copied.
         """
         near = self._bring("parameters", parameters)
         yield near, self._bring("gradients", gradients)

@@ -65,7 +65,7 @@ class StoreLayout:
 
     @property
     def on_host(self) -> StoreLayout:
-        """The same, held in host memory: pinned where a GPU computes, so that copies are fast."""
+        """The same, held in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
 
     @property
@@ -87,7 +87,7 @@ class StoreLayout:
     def pieces_of_all(self) -> tuple[Piece, ...]:
         """The flat vector, cut by unit and owner, in flat order.
 
-        Their ``offset`` is where they begin in the flat vector.
+        Their ``offset`` is the place in the flat vector at which they begin.
         """
         return tuple(
             Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import as_flag, as_integer
-from mpishard.communication.mesh import mesh_order, mesh_sizes
+from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshChoices
@@ -24,7 +25,7 @@ from mpishard.pipeline import (
 )
 from mpishard.tensor import LayerDecision, SplitKind, partition_chain
 
-__all__ = ["DATA_POLICIES", "axis_sizes", "checked_mesh_options", "idle_axes"]
+__all__ = ["DATA_POLICIES", "MeshOptions", "axis_sizes", "checked_mesh_options", "idle_axes"]
 
 DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
@@ -33,6 +34,24 @@ DATA_POLICIES: dict[str, Policy] = {
     "zero3": FSDPModel.policy,
     "fsdp": FSDPModel.policy,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    """The options of a mesh model behind the sizes, checked: see `HybridShardedModel`."""
+
+    micro_batch_count: int
+    schedule: IPipelineSchedule
+    partition_strategy: Any
+    checkpoint_config: ActivationCheckpointConfig | None
+    sequence_parallel: bool
+    data_parallel_strategy: str
+    order: tuple[str, ...]
+
+    @classmethod
+    def of(cls, **given: Any) -> MeshOptions:
+        """The options that are given, and the defaults of the others."""
+        return cls(**checked_mesh_options(_DEFAULTS | given))
 
 
 def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +147,16 @@ def _but(given: Any) -> str:
     return f", got {given!r}"
 
 
+_DEFAULTS: dict[str, Any] = {
+    "micro_batch_count": 1,
+    "schedule": None,
+    "partition_strategy": None,
+    "checkpoint_config": None,
+    "sequence_parallel": False,
+    "data_parallel_strategy": "zero1",
+    "order": AXES,
+}
+
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "micro_batch_count": _micro_batch_count,
     "schedule": _schedule,
@@ -152,7 +181,7 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
     Returns
     -------
     list of str
-        A clause for each; none where all is well.
+        A clause for each; none if all is well.
     """
     mesh = choices.mesh
     found = []

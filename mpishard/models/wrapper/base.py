@@ -100,7 +100,7 @@ class ShardedModelBase(IShardedModel):
         self._initialize_sharding()
 
     def _check_leaves(self) -> None:
-        """Refuse ``gradient_leaves`` where worlds could not reproduce. Communicates nothing."""
+        """Refuse ``gradient_leaves`` if worlds could not reproduce. Communicates nothing."""
         check_leaves(self._config, self.world_size)
 
     def _on_before_initialize_sharding(self) -> None:
@@ -118,7 +118,11 @@ class ShardedModelBase(IShardedModel):
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
         program.deal_constants(self.backend)
-        self._take_over()
+        store = self.engine.parameters
+        reason = program.take_over(store, f"a {type(self).__name__}")
+        self._is_once_per_node = store.once_per_node and reason is None
+        if reason is not None and self.rank == 0:
+            self._say_what_stays_whole(reason)
 
     def _program(self) -> Program:
         """The computation of the wrapped model on this rank."""
@@ -128,16 +132,8 @@ class ShardedModelBase(IShardedModel):
         program.default_loss = self.default_loss_function
         return build_engine(program, self.policy, self._config, arena=arena)
 
-    def _take_over(self) -> None:
-        """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        store = self.engine.parameters
-        reason = self.engine.program.take_over(store, f"a {type(self).__name__}")
-        self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.rank == 0:
-            self._say_what_stays_whole(reason)
-
     def _say_what_stays_whole(self, reason: str) -> None:
-        """Warn where the strategy would shard parameters, and does not."""
+        """Warn if the strategy would shard parameters, and does not."""
         if self.policy.shards_parameters:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
@@ -270,7 +266,7 @@ class ShardedModelBase(IShardedModel):
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs; the number of rows may differ between ranks.
 
-        Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
+        Collective if parameters are sharded: every rank calls it, with 0 rows if need be.
         """
         return self.engine.predict(x)
 
@@ -401,7 +397,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def local_parameter_shard(self) -> Array:
-        """A copy of what this rank holds, its pieces end to end; all where replicated."""
+        """A copy of what this rank holds, its pieces end to end; all if replicated."""
         owned = self.engine.parameters.owned(self._held_pieces)
         if not owned:  # a stage without parameters
             return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
@@ -444,7 +440,7 @@ class ShardedModelBase(IShardedModel):
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
 
-        One per unit; on a mesh, where columns of a matrix are no one range, as few as it takes.
+        One per unit. On a mesh columns of a matrix are several ranges: as few as it takes.
         """
         placement = self.engine.placement
         if placement.is_whole:
@@ -555,6 +551,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _files(self) -> ModelFiles:
+        # Made anew: held, it would keep the parameters alive after close().
         return ModelFiles(self.engine, self._wrapped_model)
 
     def serialize(self) -> bytes:

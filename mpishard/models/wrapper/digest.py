@@ -59,7 +59,7 @@ def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
 
 
 def _checksums(engine: Engine) -> list[tuple[Region, int]]:
-    """The ranges of parameters that this rank holds, in place of its node where that shares."""
+    """The ranges of parameters that this rank holds, or its node if that shares memory."""
     parameters = engine.parameters
     pieces = parameters.held
     if parameters.once_per_node:

@@ -200,7 +200,7 @@ def build_engine(
 ) -> Engine:
     """Stores as the policy says, and the engine that runs ``program`` through them.
 
-    Parameters stay whole, whatever the policy says, where the program needs them so. Collective
+    Parameters stay whole, whatever the policy says, if the program needs them so. Collective
     with ``arena``, which puts parameters and gradients into memory that a node's ranks share, where
     they can.
     """
