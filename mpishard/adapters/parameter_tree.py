@@ -136,7 +136,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
         hint = (
             f"; write {float(leaf)}"
             if isinstance(leaf, int)
-            else "; what is not trained belongs into the loss, by functools.partial or a closure"
+            else "; give arrays that are not trained to the loss, by functools.partial or a closure"
         )
         raise TypeError(
             f"parameter {name!r} must be a NumPy array or a float, got {type(leaf).__name__}{hint}"

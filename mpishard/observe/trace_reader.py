@@ -222,7 +222,7 @@ def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
         names = ", ".join(rank_file(folder, rank).name for rank in missing)
         raise FileNotFoundError(
             f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
-            f"{names}; where nodes have disks of their own, copy each node's files there"
+            f"{names}; if nodes have disks of their own, copy each node's files there"
         )
     return [found[rank].about for rank in range(world_size)]
 

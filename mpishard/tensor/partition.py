@@ -184,7 +184,7 @@ class SegmentKind(Enum):
     """The kinds of segments."""
 
     ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
-    PAIR = "two linear layers with what works element by element between them"
+    PAIR = "two linear layers with element-wise layers between them"
     GATED = "the same with a gated activation behind the first, which halves its outputs"
     ALONE = "one layer"
 

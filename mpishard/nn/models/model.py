@@ -396,8 +396,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
         if not (is_ours and cached.is_pending):
             raise ValueError(
-                "cached must be what this model's compute_activation_gradients(x, target) gave, "
-                "and serves once"
+                "cached must be the result of this model's "
+                "compute_activation_gradients(x, target), and serves once"
             )
         return cached.weight_gradients()
 
