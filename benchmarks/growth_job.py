@@ -84,7 +84,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     rows = (
         [] if backend.world_size == 1 else CollectiveBenchmark(kinds, SIZES, repeats=5).run(backend)
     )
-    collectives = [result.as_dict() for results in rows for result in results]
+    collectives = [asdict(result) for results in rows for result in results]
     cases = [measure(backend, case) for case in STUDIES[arguments.study]]
     if backend.rank == 0:
         found = {"world_size": backend.world_size, "collectives": collectives, "cases": cases}

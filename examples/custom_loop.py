@@ -1,8 +1,8 @@
 """A training loop written by hand: batches, schedule, accumulation, evaluation.
 
-A small network learns which of two spirals a point lies on. The same training is done twice: with
-each rank's part of a batch at once, and in micro-batches that add up, as one does where a batch
-does not fit into memory. The two are one training, on any number of ranks:
+A small network learns to tell two spirals apart. The same training runs twice: with each rank's
+part of a batch at once, and in accumulated micro-batches, as for batches that do not fit into
+memory. Both give the same parameters, up to rounding, on any number of ranks:
 
     python examples/custom_loop.py
     python examples/custom_loop.py -n 3                 # three ranks, as threads
@@ -20,7 +20,7 @@ TEST = 400
 
 
 def spirals(samples, seed=0):
-    """Points of two spirals, shape (samples, 2), and which one each lies on, shape (samples,)."""
+    """Return points of two spirals, shape (samples, 2), and their labels, shape (samples,)."""
     generator = np.random.default_rng(seed)
     label = generator.integers(0, 2, samples)
     turn = np.sqrt(generator.uniform(0.03, 1, samples))
@@ -30,14 +30,14 @@ def spirals(samples, seed=0):
 
 
 def train(backend, arguments, micro_batches):
-    """Train once; the wrapped model and the loss of each step. Collective."""
+    """Train once; return the wrapped model and the loss of each step. Collective."""
     x, y = spirals(2000 + TEST)
     x, y = x[TEST:], y[TEST:]
     plain = ms.nn.MLP([2, 64, 64, 2], loss=ms.nn.CrossEntropy(), seed=1)
     model = ms.as_distributed(plain, backend, arguments.strategy)
     rate = ms.optimizers.Cosine(0.02, arguments.steps, minimum=1e-4)
     optimizer = ms.as_distributed(ms.optimizers.AdamW(rate), backend, arguments.strategy)
-    order = np.random.default_rng(7)  # the same on every rank, so that the ranks agree on batches
+    order = np.random.default_rng(7)  # one seed on every rank: the ranks agree on batches
     losses = []
     for _ in range(arguments.steps):
         batch = order.choice(len(x), BATCH, replace=False)
@@ -45,7 +45,7 @@ def train(backend, arguments, micro_batches):
         *first, last = np.array_split(mine, micro_batches)
         with model.accumulate():
             for part in first:
-                optimizer.step(model, x[part], y[part])  # adds, and updates nothing
+                optimizer.step(model, x[part], y[part])  # adds the gradient, without an update
         losses.append(optimizer.step(model, x[last], y[last]))  # the mean over the whole batch
     return model, losses
 
@@ -67,7 +67,7 @@ def main(backend, arguments):
 
 
 def plot(path, plain, losses, losses_added):
-    """Draw both loss curves, and what the network thinks of each point of the plane."""
+    """Draw both loss curves and the network's prediction for each point of the plane."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -97,7 +97,7 @@ def plot(path, plain, losses, losses_added):
 
 
 def positive(text):
-    """An integer >= 1, from the command line."""
+    """Parse an integer >= 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
     return int(text)
@@ -105,7 +105,9 @@ def positive(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument(
+        "-n", type=positive, default=None, metavar="N", help="number of thread-ranks"
+    )
     parser.add_argument(
         "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
     )

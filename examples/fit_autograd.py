@@ -1,11 +1,11 @@
-"""Find how well each place of a plate conducts heat, from noisy pictures of how heat spreads.
+"""Find the heat conductivity at each place of a plate from noisy pictures of spreading heat.
 
 An inverse problem: the unknown is the coefficient field a of the diffusion equation
 
     du/dt = div(a grad u)    on the unit square, insulated,
 
-and known are, for many experiments, where heat was put at time 0 and what a coarse, noisy camera
-saw at two later times. The loss solves the equation in plain NumPy, and HIPS autograd
+and for many experiments the heat at time 0 is known, and the pictures of a coarse, noisy camera
+at two later times. The loss solves the equation in plain NumPy, and HIPS autograd
 differentiates through all time steps. Experiments are the samples, so ranks share them:
 
     python examples/fit_autograd.py
@@ -24,15 +24,15 @@ CELLS = 20  # along each side
 TIME_STEPS = 30  # to each picture
 TIME_STEP = 0.08  # in units of h^2, h the width of a cell: stable where a < 3.1
 NOISE = 0.01  # of the camera, where the hottest spot is 1
-SMOOTHNESS = 2e-6  # how strongly steep fields are held to be unlikely
-EVERY = 2  # the camera sees one cell in two by two
+SMOOTHNESS = 2e-6  # weight of the penalty on steep fields
+EVERY = 2  # the camera sees one cell of each 2 x 2 block
 
 DIFFERENCE = np.diff(np.eye(CELLS), axis=0)
 
 
 def heat_after(log_field, u, steps):
-    """Temperatures after ``steps`` time steps, shape (B, cells, cells), from those before."""
-    # Between two cells their geometric mean conducts.
+    """Return the temperatures after ``steps`` time steps, shape (B, cells, cells)."""
+    # The conductivity between two cells is the geometric mean of theirs.
     across = anp.exp((log_field[1:] + log_field[:-1]) / 2)
     along = anp.exp((log_field[:, 1:] + log_field[:, :-1]) / 2)
     for _ in range(steps):
@@ -43,21 +43,21 @@ def heat_after(log_field, u, steps):
 
 
 def pictures(parameters, heated):
-    """What the camera would see of each experiment, shape (B, 2, seen, seen)."""
+    """Return the camera's pictures of each experiment, shape (B, 2, seen, seen)."""
     first = heat_after(parameters["log_field"], heated, TIME_STEPS)
     second = heat_after(parameters["log_field"], first, TIME_STEPS)
     return anp.stack([u[:, ::EVERY, ::EVERY] for u in (first, second)], axis=1)
 
 
 def loss(parameters, heated, seen):
-    """Mean squared misfit over the experiments, and a penalty that is the same for each."""
+    """Return the mean squared misfit over the experiments plus a penalty on steep fields."""
     field = parameters["log_field"]
     steepness = anp.sum(anp.diff(field, axis=0) ** 2) + anp.sum(anp.diff(field, axis=1) ** 2)
     return anp.mean((pictures(parameters, heated) - seen) ** 2) + SMOOTHNESS * steepness
 
 
 def true_log_field():
-    """A plate with one part that conducts better, and one that conducts worse."""
+    """Return a plate with one part that conducts better and one that conducts worse."""
     s, t = np.meshgrid(*2 * [(np.arange(CELLS) + 0.5) / CELLS], indexing="ij")
     better = np.exp(-(((s - 0.3) / 0.16) ** 2 + ((t - 0.35) / 0.2) ** 2))
     worse = np.exp(-(((s - 0.68) / 0.2) ** 2 + ((t - 0.7) / 0.13) ** 2))
@@ -65,7 +65,7 @@ def true_log_field():
 
 
 def measure(experiments, seed=0):
-    """Where heat was put, and the noisy pictures: the same data set on every rank."""
+    """Return initial heat and noisy pictures: the same data set on every rank."""
     generator = np.random.default_rng(seed)
     places = np.arange(CELLS) + 0.5
     spots = generator.uniform(0, CELLS, (experiments, 4, 2, 1))
@@ -77,14 +77,14 @@ def measure(experiments, seed=0):
 
 
 def relative_error(log_field):
-    """Euclidean distance of the field a from the true one, as a part of its length."""
+    """Return the Euclidean distance of the field a from the true one, relative to its norm."""
     truth = np.exp(true_log_field())
     return float(np.linalg.norm(np.exp(log_field) - truth) / np.linalg.norm(truth))
 
 
 def main(backend, arguments):
     heated, seen = measure(arguments.experiments)
-    start = {"log_field": np.zeros((CELLS, CELLS))}  # it conducts everywhere alike
+    start = {"log_field": np.zeros((CELLS, CELLS))}  # a uniform plate
     model = ms.as_distributed(
         ms.adapters.AutogradModel(loss, start, predict=pictures), backend, arguments.strategy
     )
@@ -141,7 +141,7 @@ def plot(path, found, seen, losses):
 
 
 def positive(text):
-    """An integer >= 1, from the command line."""
+    """Parse an integer >= 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
     return int(text)
@@ -149,7 +149,9 @@ def positive(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument(
+        "-n", type=positive, default=None, metavar="N", help="number of thread-ranks"
+    )
     parser.add_argument(
         "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
     )

@@ -1,15 +1,15 @@
-"""A training that goes on where a rank is lost: killed, out of memory, or with an exception.
+"""A training that continues if a rank is lost: killed, out of memory, or by an exception.
 
 A network learns a sum of waves, with a checkpoint every few steps. In the middle one rank is lost.
-The others notice, close ranks, take up the newest checkpoint and train on, in the same processes;
-the loss at the end is what it would have been without, up to rounding:
+The others notice it, form a smaller world and continue from the newest checkpoint, in the same
+processes. Up to rounding, the final loss is that of a training without the loss of a rank:
 
     python examples/outlive_a_rank.py                                   # three ranks, as threads
     mpishard run -n 3 --on-failure shrink examples/outlive_a_rank.py    # as processes of Open MPI
     mpishard run -n 3 --on-failure shrink examples/outlive_a_rank.py --lose ""    # nothing is lost
 
-Any rank may be killed from outside, too. All that a script does for it is to pass
-``on_failure="shrink"`` to `launch`, and a folder of checkpoints to `optimize`.
+You may also kill any rank from outside. A script needs only two things for this:
+``on_failure="shrink"`` for `launch`, and a folder of checkpoints for `optimize`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SAMPLES, BATCH = 1024, 128
 
 
 class Waves:
-    """Samples of a function of two variables, of which a rank reads batches."""
+    """Samples of a function of two variables; a rank reads batches of them."""
 
     def __init__(self, lose_at=None):
         self.x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 2))
@@ -43,14 +43,14 @@ class Waves:
 
 
 def lose_this_rank():
-    """End this process as the system does where memory is full; a thread can only raise."""
+    """End this process as the system does when memory is full; a thread can only raise."""
     if threading.current_thread() is threading.main_thread():
         os.kill(os.getpid(), signal.SIGKILL)
     raise MemoryError("this rank is lost")
 
 
 def main(backend, arguments, own):
-    if not hasattr(own, "waves"):  # the first time: later ranks have other numbers
+    if not hasattr(own, "waves"):  # only once: after a shrink, ranks have other numbers
         own.waves = Waves(arguments.at if str(backend.rank) == arguments.lose else None)
     plain = ms.nn.MLP([2, 64, 64, 1], activation="tanh", seed=1)
     model = ms.as_distributed(plain, backend, "fsdp")
@@ -69,7 +69,7 @@ def main(backend, arguments, own):
 
 
 def positive(text):
-    """An integer >= 1, from the command line."""
+    """Parse an integer >= 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
     return int(text)
@@ -77,11 +77,11 @@ def positive(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=positive, default=3, metavar="N", help="ranks, as threads")
+    parser.add_argument("-n", type=positive, default=3, metavar="N", help="number of thread-ranks")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--every", type=positive, default=50, help="steps between checkpoints")
-    parser.add_argument("--lose", default="1", metavar="RANK", help='which rank; "" is none')
-    parser.add_argument("--at", type=positive, default=180, help="the batch that it is lost at")
+    parser.add_argument("--lose", default="1", metavar="RANK", help='rank to lose; "" for none')
+    parser.add_argument("--at", type=positive, default=180, help="batch at which it is lost")
     parser.add_argument("--output", type=Path, default=Path("runs/outlive_a_rank"))
     arguments = parser.parse_args()
     ms.launch(main, arguments, threading.local(), world_size=arguments.n, on_failure="shrink")

@@ -1,7 +1,7 @@
-"""A communication backend of one's own: ranks are processes, joined by pipes of multiprocessing.
+"""A custom communication backend: ranks are processes, connected by pipes of multiprocessing.
 
 There is one pipe for each pair of ranks. A message is an address, the sender's call, and the bytes
-of an array. docs/write-a-backend.md leads through this file.
+of an array. docs/write-a-backend.md explains this file.
 
     python examples/pipe_backend.py -n 3
 
@@ -34,7 +34,7 @@ CHUNK = 2**20  # bytes
 
 
 class Message(NamedTuple):
-    """A message from one rank to another; ``address`` says what it is for."""
+    """A message from one rank to another; ``address`` identifies its receiver and purpose."""
 
     address: tuple
     call: Call | None = None
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 def post(connection, message):
-    """Write a message into a pipe: a header, and the array as it lies in memory."""
+    """Write a message into a pipe: a header, and the bytes of the array."""
     address, call, array = message
     header = [address] if array is None else [address, array.dtype.name, array.shape]
     packed = b"" if call is None else call.to_bytes()
@@ -69,18 +69,18 @@ def chunks(array):
 class Pipes:
     """One rank's ends of its pipes, and the messages that have come through them.
 
-    Two threads block on each pipe, a writer and a reader. The rank's own thread never does: it
-    waits for news of its readers, at most ``timeout`` seconds (0: for ever). All ranks may send at
-    once, and any amount, because the readers always read.
+    Two threads block on each pipe, a writer and a reader. The rank's own thread never blocks on
+    a pipe: it waits for its readers, at most ``timeout`` seconds (0: no limit). All ranks may
+    send any amount at once, because the readers always read.
     """
 
     def __init__(self, rank, connections, timeout):
         self.rank, self.timeout = rank, timeout
-        self.backends = weakref.WeakSet()  # this rank's worlds: others may wait for it in any
+        self.backends = weakref.WeakSet()  # worlds of this rank: others may wait in any of them
         self.changed = threading.Condition()  # guards the next three
         self.news = 0
         self.arrived = {}  # (source, address) -> messages, oldest first
-        self.ended = {}  # (rank, world) -> where that began, what to say, whether it is a failure
+        self.ended = {}  # (rank, world) -> origin, text, whether it is a failure
         self.outgoing, self.writers = {}, []
         for peer, connection in connections.items():
             self.outgoing[peer] = queue.SimpleQueue()
@@ -91,14 +91,14 @@ class Pipes:
             reader.start()
 
     def send(self, target, message):
-        """Send a message, whose array nobody changes any more. Return at once."""
+        """Send a message, whose array must not change any more. Return at once."""
         if target == self.rank:
             self._sort(target, message)
         else:
             self.outgoing[target].put(message)
 
     def close(self, last_message):
-        """Send everybody a last message, and wait until it is out."""
+        """Send a last message to every rank, and wait until it is sent."""
         self._sort(self.rank, last_message)
         for outgoing in self.outgoing.values():
             outgoing.put(last_message)
@@ -107,7 +107,7 @@ class Pipes:
             writer.join(self.timeout or None)
 
     def drive(self, work):
-        """Let all that this rank has under way go on, until ``work`` is done."""
+        """Advance all calls of this rank until ``work`` is done."""
         deadline = time.monotonic() + self.timeout if self.timeout else None
         while True:
             with self.changed:
@@ -151,7 +151,7 @@ class Pipes:
 
 
 class Messages(Waitable):
-    """One message of an address from each of some ranks; with a line, not before it is first."""
+    """One message per source for an address; with a queue ``line``, in the order of the queue."""
 
     def __init__(self, pipes, sources, address, line=None):
         self.pipes, self.address, self.line = pipes, address, line
@@ -162,7 +162,7 @@ class Messages(Waitable):
 
     def test(self):
         with self.pipes.changed:
-            missing = self.missing()  # what a rank sent before it ended came before its end
+            missing = self.missing()  # all messages of a rank arrive before its last one
             for (rank, world), (origin, text, is_failure) in self.pipes.ended.items():
                 waits_for_it = rank in missing and world in (self.address[1], WORLD)
                 if missing and (is_failure or waits_for_it):
@@ -182,13 +182,13 @@ class Messages(Waitable):
 
 
 class PipeBackend(CommunicationBackend):
-    """One process as one rank of a world that talks through pipes."""
+    """One process as one rank of a world that communicates through pipes."""
 
     def __init__(self, pipes, ranks):
         super().__init__()
         self._pipes = pipes
-        self._world_ranks = tuple(ranks)  # as the first world numbers them
-        self._lines = defaultdict(deque)  # (source, tag) -> receives under way, oldest first
+        self._world_ranks = tuple(ranks)  # numbered as in the first world
+        self._lines = defaultdict(deque)  # (source, tag) -> posted receives, oldest first
         pipes.backends.add(self)
 
     @property
@@ -217,7 +217,7 @@ class PipeBackend(CommunicationBackend):
 
     def abort(self, error):
         origin = self._pipes.rank
-        if isinstance(error, PeerError):  # an echo: say where it began
+        if isinstance(error, PeerError):  # caused by another rank: name the origin
             origin, text = error.rank, str(error)
         else:
             trace = "".join(traceback.format_exception(error))
@@ -324,7 +324,7 @@ class PipeBackend(CommunicationBackend):
 
 
 def _pieces(array, counts):
-    """Copies of the parts of ``array`` along dim 0, one for each rank."""
+    """Return copies of the parts of ``array`` along dim 0, one for each rank."""
     return [np.array(part) for part in np.split(array, np.cumsum(counts)[:-1])]
 
 
@@ -333,7 +333,7 @@ def run_in_processes(world_size, body, *arguments, timeout=30.0):
 
     ``body`` is a function of a module: each process imports it. The first failure is raised.
     """
-    context = multiprocessing.get_context("spawn")  # which every platform has
+    context = multiprocessing.get_context("spawn")  # available on every platform
     ends = [{} for _ in range(world_size)]
     for a, b in combinations(range(world_size), 2):
         ends[a][b], ends[b][a] = context.Pipe()
@@ -346,7 +346,7 @@ def run_in_processes(world_size, body, *arguments, timeout=30.0):
         its_end.close()
         processes.append((process, answer))
     for connection in [end for connections in ends for end in connections.values()]:
-        connection.close()  # a pipe ends with the process that has its other end
+        connection.close()  # so that a pipe ends when the process at its other end does
     results, errors = [], []
     for rank, (process, answer) in enumerate(processes):
         try:
@@ -358,7 +358,7 @@ def run_in_processes(world_size, body, *arguments, timeout=30.0):
         results.append(result)
         errors += [] if error is None else [error]
     for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):
-        raise error  # a PeerError is the echo of another rank's failure, and comes last
+        raise error  # a PeerError is only a consequence, so it is sorted last
     return results
 
 
@@ -376,7 +376,7 @@ def _run_rank(rank, connections, answer, timeout, body, arguments):
 
 
 def train(backend):
-    """Train a small model, its parameters sharded; all of them, on every rank."""
+    """Train a small sharded model; return all parameters on every rank."""
     x = np.random.default_rng(0).standard_normal((60, 8))
     mine = x[ms.ShardLayout(len(x), backend.world_size).slice(backend.rank)]
     model = ms.as_distributed(ms.nn.MLP([8, 32, 8], seed=0), backend, "fsdp")
@@ -387,7 +387,7 @@ def train(backend):
 
 
 def train_and_compare(backend):
-    """Whether that ends in the bits of the same training on threads of this process."""
+    """Return True if threads of this process train to the same bits."""
     ours, threads = train(backend), ms.run_in_threads(backend.world_size, train)
     return ours.tobytes() == threads[backend.rank].tobytes()
 

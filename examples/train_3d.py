@@ -1,4 +1,4 @@
-"""Two stages of two slices each, and replicas: `python train_3d.py`, `mpirun -n 8 python ...`."""
+"""A mesh of 2 stages x 2 slices x replicas: `python train_3d.py`, `mpirun -n 8 python ...`."""
 
 import mpishard as ms
 import numpy as np

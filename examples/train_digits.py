@@ -1,6 +1,6 @@
 """Read handwritten digits: a multi-layer perceptron and a small convolutional net.
 
-The images are the 1797 of 8 x 8 pixels that come with scikit-learn, of which a fifth is held out.
+The data are the 1797 images of 8 x 8 pixels in scikit-learn; a fifth of them is held out.
 
     python examples/train_digits.py
     python examples/train_digits.py -n 3                 # three ranks, as threads
@@ -19,14 +19,14 @@ BATCH = 64
 
 
 def data():
-    """Images of shape (samples, 8, 8), with values in [0, 1], their digits, and who is held out."""
+    """Return images (samples, 8, 8) in [0, 1], digits, and the mask of held-out samples."""
     images, digits = load_digits(return_X_y=True)
     held_out = np.random.default_rng(0).permutation(len(digits)) < len(digits) // 5
     return (images / 16).reshape(-1, 8, 8), digits, held_out
 
 
 def perceptron():
-    """Two hidden layers on the pixels in one row."""
+    """Build a perceptron with two hidden layers on the flattened pixels."""
     chain = nn.Sequential(
         nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.4),
         nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.4),
@@ -36,7 +36,7 @@ def perceptron():
 
 
 def convolutional():
-    """Two convolutions, the image being halved between them."""
+    """Build a net of two convolutions with pooling between them."""
     chain = nn.Sequential(
         nn.Conv2D(1, 16, kernel=3, padding=1), nn.ReLU(), nn.MaxPool2D(2),
         nn.Conv2D(16, 32, kernel=3, padding=1), nn.ReLU(),
@@ -49,7 +49,7 @@ NETS = {"perceptron": perceptron, "convolutional": convolutional}
 
 
 def train(backend, arguments, build):
-    """Train one net; its history, and the digits that it reads on held-out images. Collective."""
+    """Train one net; return its history and its digits for held-out images. Collective."""
     images, digits, held_out = data()
     plain = build()
     x = images.reshape(-1, *plain.get_layer_info(0).input_shape)
@@ -91,7 +91,7 @@ def main(backend, arguments):
 
 
 def plot(path, results, read):
-    """Draw the losses, and which digits each net takes for which."""
+    """Draw the losses and the confusion matrix of each net."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -124,7 +124,7 @@ def plot(path, results, read):
 
 
 def positive(text):
-    """An integer >= 1, from the command line."""
+    """Parse an integer >= 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
     return int(text)
@@ -132,7 +132,9 @@ def positive(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument(
+        "-n", type=positive, default=None, metavar="N", help="number of thread-ranks"
+    )
     parser.add_argument(
         "--strategy", choices=[s.value for s in ms.DistributedStrategy], default="fsdp"
     )

@@ -8,8 +8,8 @@ Runs alone, on threads, or under MPI, with the same results:
     python examples/train_gpt.py --backend memory -n 4
     python examples/train_gpt.py --resume runs/NAME        # at any world size
 
-A run that was interrupted goes on where the same command is given again; --new begins another. And
-with any parallelism, on four ranks say, as two pipeline stages of two tensor slices each:
+If a run was interrupted, the same command resumes it; --new starts another. With other
+parallelism, for example on four ranks, as two pipeline stages of two tensor slices each:
 
     mpishard run -n 4 examples/train_gpt.py --strategy hybrid \
         --pipeline-parallel-size 2 --tensor-parallel-size 2 --micro-batches 8
@@ -30,7 +30,7 @@ import numpy as np
 from mpishard.observe import plot_loss_curve, read_metrics
 from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig
 
-# What a run is made of: kept in settings.json, so that --resume builds the same model.
+# Settings of a run, stored in settings.json so that --resume builds the same model.
 DEFAULTS = {
     "layers": 4,
     "width": 128,
@@ -47,7 +47,7 @@ DEFAULTS = {
     "validate_every": 150,
     "checkpoint_every": 300,
 }
-# How it is spread over ranks, and which strategies take that: kept, too, and free to change.
+# Options of the parallelism and the strategies that accept them; stored, but free to change.
 SPREAD = {
     "pipeline_parallel_size": ["hybrid"],
     "tensor_parallel_size": ["hybrid"],
@@ -59,11 +59,11 @@ SPREAD = {
 }
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
-LAST_FILE = "sample.txt"  # with it a run has come to its end
+LAST_FILE = "sample.txt"  # its presence marks a finished run
 
 
 def number(name: str) -> Callable[[str], int | float]:
-    """What reads a setting from the command line: a number of its default's type and range."""
+    """Return the parser of a setting: a number of its default's type and range."""
     kind = type(DEFAULTS.get(name, 1))
 
     def read(text: str) -> int | float:
@@ -74,12 +74,12 @@ def number(name: str) -> Callable[[str], int | float]:
             )
         return value
 
-    read.__name__ = kind.__name__  # argparse names it where it raises ValueError
+    read.__name__ = kind.__name__  # argparse prints this name if the parser raises ValueError
     return read
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; refuses what does not go together."""
+    """Parse the command line; refuse options that do not fit together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["auto", "mpi", "memory"], default="auto")
     parser.add_argument(
@@ -87,20 +87,20 @@ def parse_arguments() -> argparse.Namespace:
         type=number("ranks"),
         default=None,
         metavar="N",
-        help="thread-ranks, where no launcher started this process (default 1)",
+        help="number of thread-ranks without a launcher (default 1)",
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: gpt- and the time)")
     parser.add_argument(
         "--new", action="store_true",
-        help="begin a new run, also where one with these settings was interrupted",
+        help="start a new run even if one with these settings was interrupted",
     )  # fmt: skip
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="runs/NAME",
-        help="go on where that run was, on any ranks; settings are its own, --steps may grow",
+        help="resume that run with its settings, on any ranks; --steps may grow",
     )
-    add_spread(parser.add_argument_group("how it is spread over the ranks"))
+    add_spread(parser.add_argument_group("parallelism"))
     for name, value in DEFAULTS.items():
         if name == "dtype":
             kind: dict[str, Any] = {"choices": ["float32", "float64"]}
@@ -136,42 +136,42 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def option(name: str) -> str:
-    """A setting as the command line spells it."""
+    """Return the command-line option of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def add_spread(group: Any) -> None:
-    """The options that say which rank computes what."""
+    """Add the options of the parallelism."""
     kinds = [strategy.value for strategy in ms.DistributedStrategy]
     group.add_argument("--strategy", choices=kinds, help="default fsdp")
     for name, what in (
         ("pipeline_parallel_size", "stages of consecutive layers; default 1"),
         ("tensor_parallel_size", "ranks that share each layer; default 1"),
-        ("data_parallel_size", "groups of ranks, each with samples of its own; default the rest"),
-        ("micro_batches", "parts that a batch goes through the stages in; default 4"),
+        ("data_parallel_size", "replicas, each with its own samples; default: remaining ranks"),
+        ("micro_batches", "parts of a batch that pass through the stages; default 4"),
     ):
         group.add_argument(option(name), type=number(name), metavar="N", help=what)
     group.add_argument(
-        "--schedule", choices=SCHEDULE_NAMES, help="in which order stages work; default 1f1b"
+        "--schedule", choices=SCHEDULE_NAMES, help="order of the stages' operations; default 1f1b"
     )
     group.add_argument(
         "--sequence-parallel", action="store_true", default=None,
-        help="divide norms and dropout, too, over the tensor axis",
+        help="also divide norms and dropout over the tensor axis",
     )  # fmt: skip
     group.add_argument(
         "--recompute", choices=["full", "selective"],
-        help="compute activations again in backward, all or the cheap ones, and do not keep them",
+        help="recompute activations in backward instead of keeping them: all, or the cheap ones",
     )  # fmt: skip
 
 
 def settings_of(arguments: argparse.Namespace) -> dict:
-    """Defaults or the resumed run's settings, and over them what was given."""
+    """Return the defaults, updated by the resumed run's settings and by the command line."""
     given = {k: getattr(arguments, k) for k in DEFAULTS if getattr(arguments, k) is not None}
     return DEFAULTS | stored(arguments)["settings"] | given
 
 
 def spread_of(arguments: argparse.Namespace) -> dict:
-    """As the resumed run was spread, unless another strategy is given; and what was given."""
+    """Return the resumed run's parallelism (unless another strategy is given) and given options."""
     names = ("strategy", *SPREAD)
     given = {k: getattr(arguments, k) for k in names if getattr(arguments, k) is not None}
     before = {} if "strategy" in given else stored(arguments)["spread"]
@@ -179,14 +179,14 @@ def spread_of(arguments: argparse.Namespace) -> dict:
 
 
 def stored(arguments: argparse.Namespace) -> dict:
-    """What the resumed run wrote down; of a new run nothing."""
+    """Return the stored settings of the resumed run; empty for a new run."""
     if arguments.resume is None:
         return {"settings": {}, "spread": {}}
     return json.loads((arguments.resume / "settings.json").read_text())
 
 
 def interrupted_run(arguments: argparse.Namespace) -> Path | None:
-    """The last run with these settings that did not come to its end."""
+    """Return the last unfinished run with these settings."""
     wanted = settings_of(arguments)
     runs = Path("runs")
     begun = sorted(runs.glob("gpt-*")) if arguments.name is None else [runs / arguments.name]
@@ -200,7 +200,7 @@ def interrupted_run(arguments: argparse.Namespace) -> Path | None:
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes for training, and the last tenth for validation."""
+    """Return the bytes for training, and the last tenth for validation."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     tokens = np.frombuffer(text.encode(), np.uint8)
     cut = len(tokens) - len(tokens) // 10
@@ -208,7 +208,7 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
-    """Nats per byte of an add-one bigram model: what looking one byte back achieves."""
+    """Return the nats per byte of an add-one bigram model, as a baseline."""
     counts = np.ones((256, 256))
     np.add.at(counts, (train[:-1], train[1:]), 1)
     log_probabilities = np.log(counts / counts.sum(axis=1, keepdims=True))
@@ -216,7 +216,7 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
 
 
 def run_directory(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Path:
-    """The directory of this run, the same on every rank."""
+    """Return the directory of this run, the same on every rank."""
     if arguments.resume is not None:
         return arguments.resume
     name = arguments.name
@@ -231,14 +231,14 @@ def run_directory(backend: ms.CommunicationBackend, arguments: argparse.Namespac
 
 
 def refuse(backend: ms.CommunicationBackend, message: str) -> NoReturn:
-    """End every rank; rank 0 says why."""
+    """End every rank; rank 0 prints the reason."""
     if backend.rank == 0:
         print(f"train_gpt.py: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 def options_of(backend: ms.CommunicationBackend, spread: dict, settings: dict) -> dict[str, Any]:
-    """What `as_distributed` takes of the spread; ends all ranks where it does not fit them."""
+    """Return the options for `as_distributed`; end all ranks if they do not fit the world."""
     strategy, ranks = spread["strategy"], backend.world_size
     sizes = {name: spread[name] for name in list(SPREAD)[:3] if name in spread}
     needed = math.prod(sizes.values())
@@ -272,7 +272,7 @@ def options_of(backend: ms.CommunicationBackend, spread: dict, settings: dict) -
 
 
 def report_memory(model: ms.ShardedModelBase) -> None:
-    """Print what each rank holds. Collective."""
+    """Print the memory of each rank. Collective."""
     kinds = ("parameters", "gradients", "optimizer_state")
     held = model.memory.as_dict()
     rows = model.backend.all_gather(np.array([[held.get(kind, 0) for kind in kinds]]))
@@ -285,7 +285,7 @@ def report_memory(model: ms.ShardedModelBase) -> None:
 
 
 def place_of(model: ms.ShardedModelBase, rank: int) -> str:
-    """Where a rank is on the mesh, if there is one."""
+    """Return the position of a rank on the mesh, if there is one."""
     if not hasattr(model, "mesh"):
         return ""
     stage, part, replica = model.mesh.coordinates_of(rank)
@@ -295,7 +295,7 @@ def place_of(model: ms.ShardedModelBase, rank: int) -> str:
 def build(
     backend: ms.CommunicationBackend, spread: dict, settings: dict
 ) -> tuple[ms.ShardedModelBase, ms.ShardedOptimizerBase]:
-    """Model and optimizer, wrapped. Collective."""
+    """Return the wrapped model and optimizer. Collective."""
     model = ms.nn.GPT(
         vocabulary_size=256,
         context_length=settings["context"],
@@ -324,7 +324,7 @@ def build(
 
 
 def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Run the training on each rank."""
     settings, spread = settings_of(arguments), spread_of(arguments)
     directory = run_directory(backend, arguments)
     if arguments.goes_on and arguments.resume is not None:
@@ -371,7 +371,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
 def summarize(
     model: ms.ShardedModelBase, strategy: str, result: ms.OptimizationResult, baseline: float
 ) -> None:
-    """Print what the run was and what it reached. Collective."""
+    """Print the size of the run and its results. Collective."""
     say = model.backend.print
     mesh = f", {model.mesh.describe()}" if hasattr(model, "mesh") else ""
     say(f"{model.parameter_count:,} parameters, {strategy} on {model.world_size} rank(s){mesh}")
@@ -385,9 +385,9 @@ def summarize(
 
 
 def sample(model: ms.ShardedModelBase, directory: Path, seed: int) -> None:
-    """Let the model write, where its layers are. Collective."""
+    """Generate text on the ranks that store the model's layers. Collective."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int64)
-    # The window of what the model sees slides by an eighth at a time, and is read anew then.
+    # The context window slides by an eighth at a time and is then computed again.
     slide = max(1, model.wrapped_model.context_length // 8)
     generated = model.generate(prompt, 400, temperature=0.8, seed=seed, slide=slide)
     text = bytes(int(token) for token in generated).decode(errors="replace")
@@ -397,7 +397,7 @@ def sample(model: ms.ShardedModelBase, directory: Path, seed: int) -> None:
 
 
 def plot(directory: Path, baseline: float) -> None:
-    """Draw the loss curve. On rank 0."""
+    """Draw the loss curve on rank 0."""
     rows = read_metrics(directory / "metrics.jsonl")
     try:
         plot_loss_curve(

@@ -21,7 +21,7 @@ CONTEXT = 64
 
 
 class Transformer(nn.Module):
-    """Predicts each next byte from those before it."""
+    """Predict each next byte from the bytes before it."""
 
     def __init__(self, width: int = 128, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Nats per byte."""
+    """Return the loss in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -79,7 +79,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
 
 
 def positive(text):
-    """An integer >= 1, from the command line."""
+    """Parse an integer >= 1 from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
     return int(text)
@@ -87,7 +87,9 @@ def positive(text):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=positive, default=None, metavar="N", help="ranks, as threads")
+    parser.add_argument(
+        "-n", type=positive, default=None, metavar="N", help="number of thread-ranks"
+    )
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/torch"))
     arguments = parser.parse_args()

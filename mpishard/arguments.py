@@ -1,4 +1,4 @@
-"""Arguments of users as the code needs them, or an error that says what was given."""
+"""Checks of users' arguments: each returns the checked value, or raises with the value given."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The end of an error of an unknown name: which one may have been meant, if one is near."""
+    """End of an error about an unknown name: the known name that is nearest, if one is near."""
     found = difflib.get_close_matches(given, list(known), 1)
     return f"; did you mean {found[0]}?" if found else ""
 

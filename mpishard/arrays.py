@@ -112,7 +112,7 @@ def address(array: Array) -> int:
 def is_own(array: Array) -> bool:
     """True if ``array`` surely lies in memory that no other process has mapped.
 
-    NumPy allocated it. What was mapped, shared or brought by another library may be anywhere.
+    NumPy allocated it. Arrays that are mapped, shared or of another library may be anywhere.
     """
     while isinstance(array.base, np.ndarray):
         array = array.base
@@ -150,7 +150,7 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def synchronize(array: Array) -> None:
-    """Wait until the GPU has done what this thread asked it to; nothing for a host array."""
+    """Wait until the GPU has finished this thread's work; do nothing for a host array."""
     xp = array_namespace(array)
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
@@ -158,7 +158,7 @@ def synchronize(array: Array) -> None:
 
 @functools.cache  # once in a process
 def reuse_freed_memory() -> None:
-    """Let the allocator keep what a step frees for the next step, in this process.
+    """Let the allocator of this process keep the memory that a step frees for the next step.
 
     By default glibc hands freed memory back to the kernel, which clears each page anew when the
     next step asks for the same activations: 10 to 20 % of a GPT's step. It does so with every

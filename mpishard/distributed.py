@@ -247,7 +247,7 @@ def _strategy(given: str | DistributedStrategy) -> str:
 
 
 def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the strategy's model takes of ``given``, which must be all."""
+    """Return ``given``, all of which the strategy's model must take."""
     options = dict(given)
     if "num_micro_batches" in options:
         count = options.pop("num_micro_batches")

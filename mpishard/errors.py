@@ -22,7 +22,7 @@
     `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
     Preempted (SystemExit)               a training run was told to make room, and has saved
 
-What a user gets wrong in an argument is a plain ``TypeError`` or ``ValueError``, raised before
+A wrong argument is a plain ``TypeError`` or ``ValueError``, raised before
 anything is communicated, written or changed.
 """
 
@@ -77,7 +77,7 @@ class CollectiveMismatchError(CommunicationError):
 
 
 class OutMismatchError(MpishardError, ValueError):
-    """Raised on every rank if the ``out`` arrays of a collective do not fit what the ranks send.
+    """Raised on every rank if the ``out`` arrays of a collective do not fit the data.
 
     Their rows are not the sum of the ranks' rows, or one overlaps an array that other ranks read.
     The message names the ranks. Nothing was written, and the world goes on.
@@ -109,7 +109,7 @@ class PeerError(CommunicationError):
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
     """Raised when a rank waited longer than the time limit for the others to arrive.
 
-    The message names the ranks that did not arrive and what they do instead, with a table of all
+    The message names the ranks that did not arrive and their present activity, with a table of all
     ranks. In memory every rank that waits in a collective raises it, with the words of the first;
     under MPI the job ends (exit code 124) with the same words.
     """

@@ -15,9 +15,9 @@ _silence = logging.NullHandler()
 def set_up_logging(rank: int, *, is_process: bool) -> None:
     """Make the package's logger ready, as MPISHARD_LOG says; a level set by the user stays.
 
-    If neither says anything, what is worth saying once is said: level ``info``.
+    If neither says anything, the level is ``info``.
 
-    Who logs asks for rank 0 first, so thread-ranks can share one logger. A process that is another
+    Callers log on rank 0 alone, so thread-ranks can share one logger. A process that is another
     rank keeps silent; at level ``debug`` each process writes ``mpishard-rank<r>.log``.
 
     Parameters

@@ -91,13 +91,13 @@ EXIT_INTERRUPT = 130
 """Exit code of a job that Ctrl-C ended."""
 
 EXIT_TERMINATED = 143
-"""Exit code of an MPI job of which a rank was sent SIGTERM."""
+"""Exit code of an MPI job in which a rank received SIGTERM."""
 
 EXIT_KILLED = 137
 """Exit code of `mpishard run` if a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 EXIT_PREEMPTED = 75
-"""Exit code of a job that was told to make room: it has saved, and is to be started again later.
+"""Exit code of a preempted job: it has saved, and is to be started again later.
 
 EX_TEMPFAIL of sysexits.h. `mpishard run` passes it on, and does not restart the job itself.
 """
@@ -116,37 +116,31 @@ def launcher_variable() -> str | None:
     return None
 
 
+def _number(*names: str, variables: Mapping[str, str] = os.environ) -> int | None:
+    """The value of the first of these variables that is a decimal number."""
+    found = (variables.get(name, "") for name in names)
+    return next((int(value) for value in found if value.isdecimal()), None)
+
+
 def launched_world_size() -> int | None:
     """Number of processes that the launcher started, if it says so."""
-    for name in _LAUNCHERS:
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return None
+    return _number(*_LAUNCHERS)
 
 
 def launched_local_size() -> int | None:
     """Number of processes that the launcher started on this machine, if it says so."""
-    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return None
+    return _number("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def launched_rank(variables: Mapping[str, str] = os.environ) -> int | None:
     """The number of a process among those of its launcher, if its ``variables`` say so."""
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        value = variables.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return None
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return _number(*names, variables=variables)
 
 
 def pmi_descriptor() -> int | None:
     """PMI_FD: the descriptor on which this process talks to Hydra, MPICH's launcher."""
-    value = os.environ.get("PMI_FD", "")
-    return int(value) if value.isdecimal() and not is_slurm_step() else None
+    return None if is_slurm_step() else _number("PMI_FD")
 
 
 _OF_LAUNCHERS = (
@@ -158,10 +152,10 @@ _OF_LAUNCHERS = (
 
 
 def outside_launcher() -> dict[str, str]:
-    """The environment without what a launcher said in it of the job that this process is part of.
+    """The environment without the variables that a launcher set for this process's own job.
 
-    So that it can start a job of its own. Where no launcher started it, nothing is left out: a
-    variable is then the user's.
+    With it this process can start another job. If no launcher started this process, nothing is
+    left out, because each variable is then the user's.
     """
     if launcher_variable() is None:
         return dict(os.environ)
@@ -231,14 +225,14 @@ def slurm_plugin() -> str | None:
 
 def pmix_rank() -> int:
     """PMIX_RANK, 0 if it is not set or no number."""
-    value = os.environ.get("PMIX_RANK", "")
-    return int(value) if value.isdecimal() else 0
+    return _number("PMIX_RANK") or 0
 
 
 def pmix_launcher() -> str | None:
     """Name of the launcher that started this process, if ranks can reach it by PMIx alone."""
     if "PMIX_NAMESPACE" not in os.environ or {"PMI_FD", "PMI_PORT", "PMI_SIZE"} & os.environ.keys():
         return None
+    # Slurm sets PMIX variables as well, and its own name helps the user more.
     if is_slurm_step():
         return "srun --mpi=pmix"
     version = os.environ.get("OMPI_VERSION")
@@ -252,8 +246,7 @@ def program_folders() -> list[Path]:
 
 def cpus_per_task() -> int | None:
     """SLURM_CPUS_PER_TASK, if it is set."""
-    value = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    return int(value) if value.isdecimal() else None
+    return _number("SLURM_CPUS_PER_TASK")
 
 
 def blas_thread_variables() -> dict[str, str]:
@@ -291,7 +284,7 @@ def check() -> None:
     Raises
     ------
     ValueError
-        Naming the variable, what it may be, and what it is.
+        Naming the variable, its allowed values, and its value.
     """
     arena_sources()
     log_level()
@@ -329,7 +322,7 @@ def exit_timeout() -> float:
     """MPISHARD_EXIT_TIMEOUT: seconds that an MPI rank waits, after its work, for the others to end.
 
     One hour by default, because a rank may have work of its own after the last collective; 0 is
-    for ever. A rank that has finished says after `mpi_warning` whom it waits for.
+    for ever. A rank that has finished reports after `mpi_warning` which ranks it waits for.
     """
     return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
 
@@ -347,6 +340,15 @@ def _seconds(name: str, default: float) -> float:
     return value
 
 
+def _choice(name: str, *choices: str) -> str:
+    """The value of a variable, in lower case: one of the choices, the first by default."""
+    text = os.environ.get(name, choices[0]).lower()
+    if text not in choices:
+        *others, last = choices
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}; got {text!r}")
+    return text
+
+
 _ARENA_SOURCES = ("memfd", "file")
 
 
@@ -356,16 +358,8 @@ def arena_sources() -> tuple[str, ...]:
     ``auto``, the default, tries all; ``memfd`` or ``file`` only that one; ``off``
     none, so that everything travels as messages.
     """
-    text = os.environ.get("MPISHARD_ARENA", "auto").lower()
-    if text == "auto":
-        return _ARENA_SOURCES
-    if text == "off":
-        return ()
-    if text not in _ARENA_SOURCES:
-        raise ValueError(
-            f"MPISHARD_ARENA must be auto, {', '.join(_ARENA_SOURCES)} or off; got {text!r}"
-        )
-    return (text,)
+    text = _choice("MPISHARD_ARENA", "auto", *_ARENA_SOURCES, "off")
+    return {"auto": _ARENA_SOURCES, "off": ()}.get(text, (text,))
 
 
 def numba_is_allowed() -> bool:
@@ -373,10 +367,7 @@ def numba_is_allowed() -> bool:
 
     ``off`` never does. The bits are the same.
     """
-    text = os.environ.get("MPISHARD_NUMBA", "auto").lower()
-    if text not in ("auto", "off"):
-        raise ValueError(f"MPISHARD_NUMBA must be auto or off; got {text!r}")
-    return text == "auto"
+    return _choice("MPISHARD_NUMBA", "auto", "off") == "auto"
 
 
 def cuda_aware() -> bool:
@@ -384,10 +375,7 @@ def cuda_aware() -> bool:
 
     A library that is not built for it crashes or reads rubbish, so nothing else switches it on.
     """
-    text = os.environ.get("MPISHARD_CUDA_AWARE", "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"MPISHARD_CUDA_AWARE must be 0 or 1; got {text!r}")
-    return text == "1"
+    return _choice("MPISHARD_CUDA_AWARE", "0", "1") == "1"
 
 
 _CUDA_HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "OMPI_MCA_opal_cuda_support", "MV2_USE_CUDA")
@@ -443,8 +431,7 @@ def restart_count() -> int:
 
     0 in the first start, and if something else started the process.
     """
-    value = os.environ.get("MPISHARD_RESTART", "")
-    return int(value) if value.isdecimal() else 0
+    return _number("MPISHARD_RESTART") or 0
 
 
 _REMOTE_SHELLS = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_rsh_agent", "OMPI_MCA_plm_rsh_agent")
@@ -457,7 +444,7 @@ def remote_shell(is_hydra: bool) -> str:
     ----------
     is_hydra : bool
         Whether the launcher is MPICH's, which is told so by HYDRA_LAUNCHER_EXEC; Open MPI's by
-        PRTE_MCA_plm_ssh_agent and its older names, where the first of several counts.
+        PRTE_MCA_plm_ssh_agent and its older names, of which the first that is set counts.
     """
     names = ("HYDRA_LAUNCHER_EXEC",) if is_hydra else _REMOTE_SHELLS
     chosen = next((os.environ[name] for name in names if os.environ.get(name)), "ssh")

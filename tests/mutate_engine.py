@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--suite", nargs=argparse.REMAINDER, help="pytest with the one mutant")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for what forks
-    sys.path[:0] = [str(HERE.parent), str(HERE / "mutation")]
+    sys.path[:0] = [str(HERE.parent), str(HERE / "mutation"), str(HERE / "helpers")]
     from sites import find_sites
 
     every = dict(enumerate(find_sites()))

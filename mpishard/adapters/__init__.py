@@ -1,4 +1,10 @@
-"""Models that are not ours, as models of ours."""
+"""Models of other libraries, and functions, as models that can be sharded.
+
+Begin with ``function_model.py``: one function that returns loss and gradient. ``autograd.py``
+differentiates a NumPy function, ``torch.py`` holds a PyTorch module; both compute on memory that
+mpishard chooses (``placed_vector.py``). ``parameter_tree.py`` turns nested dicts and lists of
+arrays into a flat vector. This room imports contracts, sharding, checkpoint and models.
+"""
 
 from mpishard.adapters.autograd import AutogradModel
 from mpishard.adapters.function_model import FunctionModel

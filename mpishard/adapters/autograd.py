@@ -29,7 +29,7 @@ class Trace:
     Parameters
     ----------
     function : callable
-        ``function(boxes)``, a list of what stands for the arrays, returns what was computed.
+        ``function(boxes)`` returns the result; ``boxes`` is a list of stand-ins for the arrays.
     arrays : sequence of Array
         Arrays with respect to which the function is differentiated.
 

@@ -46,7 +46,7 @@ class ParameterTree:
     Raises
     ------
     TypeError
-        For a leaf that is neither, or whose dtype is not float32 or float64, by name.
+        For a leaf that is neither, or of a dtype other than float32 or float64, by name.
     ValueError
         For arrays of both dtypes, an empty array, a tree without leaves, or paths that give two
         leaves one name.
@@ -136,7 +136,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
         hint = (
             f"; write {float(leaf)}"
             if isinstance(leaf, int)
-            else "; what is not trained belongs into the loss, by functools.partial or a closure"
+            else "; give arrays that are not trained to the loss, by functools.partial or a closure"
         )
         raise TypeError(
             f"parameter {name!r} must be a NumPy array or a float, got {type(leaf).__name__}{hint}"

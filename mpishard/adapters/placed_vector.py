@@ -114,6 +114,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
             parts[index] += gradient
 
         total, weight, saved = self.forward_pass(x, y, loss_function or self.default_loss_function)
+        # A rank without samples: the loss has no gradient, and 0 / 0 would be NaN.
         if weight == 0:
             return 0.0, full
         self.backward_pass(saved, receive)

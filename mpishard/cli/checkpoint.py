@@ -257,7 +257,7 @@ def _print_folder(found: Mapping[str, Any]) -> None:
     table.add_column("step", justify="right")
     table.add_column("size", justify="right")
     table.add_column("saved", no_wrap=True)
-    table.add_column("state")
+    table.add_column("state", no_wrap=True)
     for entry in found["checkpoints"]:
         words = "broken" if entry["problem"] else "whole"
         is_latest = _is_named(entry["name"], found["latest"])

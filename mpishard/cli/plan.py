@@ -1,4 +1,4 @@
-"""``mpishard plan``: what a run will cost, before it runs."""
+"""``mpishard plan``: cost of a run, before it runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
+from mpishard.cli.usage import refuse
 from mpishard.cli.wording import counted
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
@@ -27,7 +28,7 @@ _MANY_RANKS = 8  # from which on a table names the largest and not all
 plan = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="What a run will cost, before it runs.",
+    help="Simulate pipeline schedules: what a run will cost, before it runs.",
 )
 
 
@@ -38,9 +39,12 @@ def _group() -> None:
 
 @plan.command()
 def schedule(
-    stages: Annotated[int, typer.Option("-p", "--stages", min=1, help="Ranks of the pipeline, P.")],
+    stages: Annotated[
+        int, typer.Option("-p", "--stages", min=1, help="Number of ranks of the pipeline, P.")
+    ],
     micro_batches: Annotated[
-        int, typer.Option("-m", "--micro-batches", min=1, help="Micro-batches of a step, M.")
+        int,
+        typer.Option("-m", "--micro-batches", min=1, help="Number of micro-batches of a step, M."),
     ],
     schedule: Annotated[
         str, typer.Option(help=f"One of {', '.join(SCHEDULE_NAMES)}; or {_ALL}.")
@@ -48,17 +52,19 @@ def schedule(
     virtual_stages: Annotated[
         int | None,
         typer.Option(
-            min=1, show_default=False, help=f"Stages of a rank, V, of {' and '.join(_LOOPED)}: 2."
+            min=1,
+            show_default=False,
+            help=f"Stages of a rank, V, for {' and '.join(_LOOPED)}; default 2.",
         ),
     ] = None,
     forward: Annotated[
-        float, typer.Option(help="Time of a micro-batch in all of a rank's layers.")
+        float, typer.Option(help="Time of the forward of a micro-batch, in all layers of a rank.")
     ] = 1.0,
     backward_input: Annotated[
-        float, typer.Option(help="The same, of the backward of the input.")
+        float, typer.Option(help="The same for the backward of the input.")
     ] = 1.0,
     backward_weight: Annotated[
-        float, typer.Option(help="The same, of the backward of the parameters.")
+        float, typer.Option(help="The same for the backward of the parameters.")
     ] = 1.0,
     communication: Annotated[
         float, typer.Option(help="Time of a message between two ranks.")
@@ -72,7 +78,7 @@ def schedule(
 ) -> None:
     """Run pipeline schedules on a virtual clock: bubble, time and memory.
 
-    A rank with V stages takes a V-th of its times for each. Times are of any one unit.
+    Each of V stages of a rank takes a V-th of its times. Times have any unit, the same for all.
     """
     try:
         times = (forward, backward_input, backward_weight)
@@ -86,7 +92,7 @@ def schedule(
             for each in schedules
         ]
     except ValueError as error:
-        _refuse(str(error))
+        refuse("plan", error)
     if output is not None:
         _draw(output, timelines)
     if as_json:
@@ -170,7 +176,6 @@ def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> 
         "Peaks in micro-batches, rank by rank: live from forward to the input's backward, held "
         "until the parameters' is done."
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -183,13 +188,12 @@ def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
             typer.echo(f"\n{name}\n{chart}")
     wider = [name for name, chart in charts.items() if chart is None]
     if wider and not is_drawn:
-        typer.echo(
-            f"\nWider than {width} columns: {', '.join(wider)}. --output FILE.png draws all."
-        )
+        typer.echo(f"\nWider than {width} columns: {', '.join(wider)}.")
+        typer.echo("--output FILE.png draws all.")
     if len(wider) < len(charts):
         typer.echo(
-            "\nF forward, B backward or its input's half, W the parameters' half; small letters: "
-            "a rank's second stage, and every other"
+            "\nF forward, B backward or its input's half, W the parameters' half;\n"
+            "small letters: a rank's second stage, and every other"
         )
 
 
@@ -222,10 +226,5 @@ def _draw(output: Path, timelines: Sequence[Timeline]) -> None:
     try:
         plot_timelines(output, timelines)
     except OSError as error:
-        _refuse(f"--output: {error}")
+        refuse("plan", f"--output: {error}")
     typer.echo(f"mpishard plan: wrote {output}", err=True)
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"mpishard plan: {message}", err=True)
-    raise typer.Exit(2)

@@ -1,10 +1,11 @@
-"""Tables on a terminal."""
+"""Tables that fit a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,31 +17,42 @@ if TYPE_CHECKING:
 
 __all__ = ["figures_table", "screen_width", "show", "timing_cells"]
 
-_NARROWEST = 100
+_USUAL = 80
 
 
 def screen_width() -> int:
-    """Columns of the terminal at the other end; 100 where there is none, and at least."""
+    """Return the columns of the terminal at the other end; 80 if there is none, and at least."""
     console = Console()
     columns = settings.terminal_columns()
-    width = columns or (console.width if console.is_terminal else _NARROWEST)
-    return max(width, _NARROWEST)
+    return max(columns or (console.width if console.is_terminal else _USUAL), _USUAL)
 
 
 def show(table: Table) -> None:
-    """Print a table, as wide as the terminal at the other end."""
+    """Print a table that fits the terminal at the other end; what is wider folds."""
     Console(width=screen_width(), highlight=False).print(table)
 
 
-def figures_table(title: str, columns: Sequence[str], words: Collection[str] = ()) -> Table:
-    """A table of figures, as yet empty; columns among ``words`` hold text, which is never cut."""
-    table = Table(title=title, title_justify="left")
+def figures_table(
+    title: str, columns: Sequence[str], words: Collection[str] = (), gap: int = 2
+) -> Table:
+    """Return an empty table of figures; columns among ``words`` hold text, which is not folded."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,  # without lines between columns, which would need three of 80 each
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, gap - 1, 0, 0),
+    )
     for column in columns:
-        is_text = column in words
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+        if column in words:
+            table.add_column(column, no_wrap=True)
+        else:
+            table.add_column(column, justify="right", overflow="fold")
     return table
 
 
 def timing_cells(timing: Timing) -> tuple[str, str]:
-    """A median, and the spread around it."""
+    """Return a median, and the spread around it."""
     return milliseconds(timing.median), f"{timing.spread:.0%}"

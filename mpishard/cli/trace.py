@@ -164,7 +164,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
 def _rank_table(found: TraceSummary) -> Table:
     columns = (
         "rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight", "hidden",
-        "came last",
+        "last",
     )  # fmt: skip
     table = figures_table("What the ranks' steps are made of", columns)
     for rank in found.ranks:

@@ -1,4 +1,4 @@
-"""Numbers as the commands say them: counts, bytes, times."""
+"""Numbers as text for people: counts, bytes, times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as text, with as many digits as can be believed."""
+    """Return a time as text, with as many digits as are meaningful."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 1}f} ms"
@@ -25,7 +25,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def bytes_text(nbytes: int | None) -> str:
-    """A number of bytes as text: exact below 1 KiB, then in KiB, MiB or GiB."""
+    """Return a number of bytes as text: exact below 1 KiB, then in KiB, MiB or GiB."""
     if nbytes is None:
         return ""
     amount, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB"))
@@ -36,7 +36,7 @@ def bytes_text(nbytes: int | None) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``5GB`` says, in any case.
+    """Return the number of bytes that ``8B``, ``64KiB``, ``1.5MiB`` or ``5GB`` names, in any case.
 
     Raises
     ------

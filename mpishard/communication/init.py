@@ -93,7 +93,9 @@ def init(
             present._require_survival("init(on_failure='shrink')")
         return present
     made: CommunicationBackend
-    if backend == "mpi" or (backend == "auto" and is_launched()):
+    if isinstance(present, MPICommunicationBackend) and present.was_interrupted:
+        made = present  # the other ranks are in this world
+    elif backend == "mpi" or (backend == "auto" and is_launched()):
         made = _mpi_backend(on_failure)
     else:
         refuse_worlds_of_one()

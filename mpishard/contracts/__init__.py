@@ -4,6 +4,10 @@ The names mirror a documented class hierarchy. A class implements what it can do
 model cannot fulfil raise, naming the interface, when they are first called. A black box needs
 only ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and need not derive from
 anything here.
+
+Begin with ``parameters.py``, a model as a flat vector. ``models.py`` has what else a model may do,
+``layered.py`` models that are chains of layers, ``optimizers.py`` optimizers. This room imports
+arrays and errors alone.
 """
 
 from mpishard.contracts.layered import (

@@ -281,7 +281,7 @@ class IFullModel(
         self.set_parameters(parameters)
 
     def close(self) -> None:
-        """Let go of what the model holds. Idempotent. Unless a model says so, that is nothing."""
+        """Free the model's memory. Idempotent. By default a model has nothing to free."""
 
     def __enter__(self) -> Self:
         return self

@@ -50,7 +50,7 @@ class IParameterizable(IParameterSource):
         Raises
         ------
         TypeError
-            For what is no array.
+            For an argument that is no array.
         ValueError
             If the length is not ``parameter_count``; nothing has changed then.
         """

@@ -135,7 +135,7 @@ class DistributedSampler:
         self._num_replicas, self._rank = int(num_replicas), int(rank)
 
     def _share(self, samples: int) -> int:
-        """Number of indices of each replica, of so many samples."""
+        """Number of indices of each replica, for this number of samples."""
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def _order(self) -> Indices:
@@ -206,7 +206,7 @@ class ElasticDistributedSampler(DistributedSampler):
         self._start = self._taken = 0
 
     def rescale(self, num_replicas: int, rank: int) -> None:
-        """Deal what is left of the epoch over another number of replicas.
+        """Deal the rest of the epoch over another number of replicas.
 
         Every replica calls it after the same number of indices. An iterator from before ends.
 

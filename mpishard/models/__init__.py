@@ -1,4 +1,10 @@
-"""The sharded model wrappers and the engine behind them."""
+"""Sharded models: strategies, the surface that users see, and the engine behind it.
+
+To learn how FSDP works, read `strategies/fsdp`, `wrapper/base`, `engine/engine`, `programs/chain`.
+Chapters, each of which imports only those before it: `stores` hold parameters and gradients,
+`programs` compute, the `engine` steps, the `wrapper` is the surface, and `strategies` say what is
+sharded.
+"""
 
 from mpishard.models.strategies.ddp import DDPModel
 from mpishard.models.strategies.fsdp import FSDPModel

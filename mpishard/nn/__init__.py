@@ -1,4 +1,16 @@
-"""Layers, losses, and the models built of them."""
+"""Layers, losses, and the models built of them.
+
+Begin with ``layers/layer.py``, the interface of a layer, and ``models/model.py``, a chain of
+layers with a loss and one flat vector of parameters. The chapters, in the order in which they may
+import each other:
+
+* ``layers``: descriptions of parameters, forward and backward; no layer holds an array.
+* ``losses``: weighted sums, so that averages over ranks and micro-batches come out right.
+* ``graph``: a model's computation as nodes that a program can walk.
+* ``models``: `Model`, and the models that users name: MLP, GPT, linear models.
+
+This room imports arrays, contracts, sharding, and the files of plain models from checkpoint.
+"""
 
 from __future__ import annotations
 

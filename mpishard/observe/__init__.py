@@ -1,4 +1,12 @@
-"""Watching a run: progress, metrics, traces, plots, memory, time."""
+"""Watching a run: progress, metrics, traces, plots, memory, time.
+
+Begin with ``progress.py``, the line on the terminal, and ``metrics.py``, the file of numbers.
+``ledger.py`` counts the bytes that a rank holds, ``timing.py`` measures calls and memory for
+benchmarks, and ``plots.py`` draws; matplotlib is imported there.
+
+``trace.py`` records each rank's time line, ``trace_reader.py`` reads and merges those of a job, and
+``trace_summary.py`` computes where the time went. This room imports communication.
+"""
 
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.observe.metrics import MetricsWriter, read_metrics

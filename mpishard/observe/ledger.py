@@ -1,4 +1,4 @@
-"""The memory ledger: bytes that a rank holds, by what they are for."""
+"""The memory ledger: bytes that a rank holds, by purpose."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MemoryLedger:
         return self._peak[_key(category, place)]
 
     def reset_peaks(self) -> None:
-        """Start measuring peaks from what is held now."""
+        """Start measuring peaks from the bytes that are held now."""
         self._peak = Counter(self._held)
 
     @property

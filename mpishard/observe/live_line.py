@@ -1,4 +1,4 @@
-"""A line of a terminal that is drawn over and over, below what others print."""
+"""A line of a terminal that is drawn over and over, below all other output."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ class Progress:
         self._amount += float(amount)
         self._now = self._clock()
         self._marks.append((self._now, self._amount))
+        # Two marks stay in any case: a rate needs two.
         while len(self._marks) > 2 and self._marks[1][0] <= self._now - _WINDOW:
             self._marks.popleft()
         self._is_shown = False
@@ -139,6 +140,7 @@ class Progress:
             return
         now = self._clock()
         pause = now - self._now
+        # Shift the window by the validation's time, so that throughput counts training alone.
         self._marks = deque((moment + pause, amount) for moment, amount in self._marks)
         self._step, self._now, self._validation_loss = step, now, float(loss)
         if self._live is None:

@@ -96,7 +96,10 @@ def time_alternately(
     """
     for call in calls:  # first use: buffers, connections, pages
         call()
-    lengths = [_agreed_length(backend, _seconds_of(backend, call, 1)) for call in calls]
+    # Most calls are collectives, so every rank must make the same number of them in a block.
+    first = np.array([[_seconds_of(backend, call, 1) for call in calls]])
+    slowest = np.maximum(backend.all_gather(first).max(axis=0), 1e-9)
+    lengths = np.clip(_BLOCK_SECONDS / slowest, 1, 1000).astype(int).tolist()
     own = np.empty((repeats, len(calls)))
     for repeat in range(repeats):
         for i, (call, length) in enumerate(zip(calls, lengths, strict=True)):
@@ -112,12 +115,6 @@ def _seconds_of(backend: CommunicationBackend, call: Callable[[], object], lengt
     for _ in range(length):
         call()
     return (time.perf_counter() - start) / length
-
-
-def _agreed_length(backend: CommunicationBackend, seconds: float) -> int:
-    """Calls in a block: the same on every rank, since most of them are collectives."""
-    slowest = float(backend.all_gather(np.array([seconds])).max())
-    return int(np.clip(_BLOCK_SECONDS / max(slowest, 1e-9), 1, 1000))
 
 
 def proportional_memory(pid: int | str = "self") -> int | None:

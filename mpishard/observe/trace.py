@@ -25,15 +25,15 @@ def trace(
     *,
     maximum_events: int = settings.TRACE_EVENTS,
 ) -> Iterator[None]:
-    """Record what every rank does inside, each into ``folder/rank_<r>.json``. Collective.
+    """Record the activity of every rank inside the block, in ``folder/rank_<r>.json``. Collective.
 
     Collectives, messages and steps are recorded by themselves; `span` adds what else matters.
     ``mpishard trace merge`` makes one file of them, ``mpishard trace summary`` prints the shares of
     computing, waiting and idling. A trace that is in the folder is replaced. Files are written
     between steps, about once a second, and when the context ends, by an exception too; a rank that
-    is killed leaves what it had written. Setting ``MPISHARD_TRACE`` records a whole run.
+    is killed leaves the events written so far. Setting ``MPISHARD_TRACE`` records a whole run.
 
-    Time is that of the host: what a GPU does later than it was told is not seen.
+    Time is that of the host: work that a GPU does later is not seen.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def trace(
 
 
 def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
-    """Show what is done inside as computation, if a trace is recorded; else nothing.
+    """Mark the block as computation in the trace, if one is recorded.
 
     Parameters
     ----------

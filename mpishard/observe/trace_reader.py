@@ -1,4 +1,4 @@
-"""Traces read back: a job's folder, rank by rank on one time line, or what was merged of it."""
+"""Traces read back: a job's folder, rank by rank on one time line, or a merged file."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class _Lines:
         with path.open(encoding="utf-8", errors="replace") as stream:
             line = stream.readline()
         try:
+            # The file is one JSON object; with its brackets closed, the first line parses alone.
             head = json.loads(f"{line.strip()}]}}")
             about = head["otherData"]
             known = about["format"] == TRACE_FORMAT
@@ -221,7 +222,7 @@ def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
         names = ", ".join(rank_file(folder, rank).name for rank in missing)
         raise FileNotFoundError(
             f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
-            f"{names}; where nodes have disks of their own, copy each node's files there"
+            f"{names}; if nodes have disks of their own, copy each node's files there"
         )
     return [found[rank].about for rank in range(world_size)]
 
@@ -275,6 +276,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
                 for r, e in sorted(trace.endings.items())
             ]
             stream.write(last_line({"ranks": ends}))
+        # A rename is atomic: nobody ever reads half a file.
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -144,16 +144,15 @@ class _Calls:
         if event["cat"] == "communication":
             self._flights[kind].append((event["dur"], given.get("bytes", 0)))
             if "sequence" in given:
-                self._arrive((given["group"], given["sequence"]), rank, event["ts"])
+                collective, at = (given["group"], given["sequence"]), event["ts"]
+                time, last, count = self._latest.get(collective, (-1.0, rank, 0))
+                latest = (at, rank) if at > time else (time, last)
+                self._latest[collective] = (*latest, count + 1)
+                self._joined[rank].append(collective)
         else:
             occurrence = (rank, given["group"], given.get("sequence", event["ts"]))
             waits = self._waits[kind]
             waits[occurrence] = waits.get(occurrence, 0.0) + event["dur"]
-
-    def _arrive(self, collective: tuple[str, int], rank: int, at: float) -> None:
-        time, last, count = self._latest.get(collective, (-1.0, rank, 0))
-        self._latest[collective] = (*((at, rank) if at > time else (time, last)), count + 1)
-        self._joined[rank].append(collective)
 
     def share_last(self, rank: int) -> float:
         """The part of this rank's collectives to which it came last."""

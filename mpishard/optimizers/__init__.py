@@ -1,8 +1,18 @@
-"""Update rules, schedules, and the sharded optimizer wrappers."""
+"""Update rules, schedules, sharded optimizers, and the training loop, in four chapters.
+
+`rules` has what an update computes: begin with `rules.elementwise`. `sharded` runs a rule on the
+part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
+strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
+`loop.loop`. `plain` runs a rule on plain models and vectors in one process.
+
+The order is loop, rules, sharded, plain; a chapter imports from those before it. Only this module
+joins a rule to its holder in `plain`, because a rule's own `optimize` runs all other chapters.
+"""
 
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
+from mpishard.optimizers.plain.training import PlainTraining
 from mpishard.optimizers.rules.algorithm_options import (
     AdamOptimizerOptions,
     OptimizationAlgorithmOptions,
@@ -21,14 +31,18 @@ from mpishard.optimizers.rules.schedules import (
     WarmUp,
 )
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.ddp import DDPOptimizer
-from mpishard.optimizers.sharded.fsdp import FSDPOptimizer
-from mpishard.optimizers.sharded.mesh import (
+from mpishard.optimizers.sharded.strategies import (
+    DDPOptimizer,
+    FSDPOptimizer,
     HybridShardedOptimizer,
     PipelineParallelOptimizer,
     TensorParallelOptimizer,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
 )
-from mpishard.optimizers.sharded.zero import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
+
+Optimizer.holder_of = PlainTraining
 
 __all__ = [
     "LAMB",

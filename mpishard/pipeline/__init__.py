@@ -1,4 +1,13 @@
-"""Pipelines: schedules as data, how layers are dealt to stages, and what runs a schedule."""
+"""Pipelines: schedules as data, layers of each stage, and the execution of a schedule.
+
+Begin with ``operations.py``, the data of a schedule, and ``schedules.py``, the seven schedules of
+the package. ``clock.py`` runs a schedule on a virtual clock, which also checks it.
+
+``partition.py`` cuts a flat vector, and ``layers.py`` a chain of layers, into stages. ``plan.py``
+lists the messages of one rank, ``executor.py`` runs its operations and sends them.
+``activation_checkpointing.py`` chooses the activations that backward computes again. This room
+imports nn, observe, communication and contracts.
+"""
 
 from mpishard.pipeline.activation_checkpointing import (
     ActivationCheckpointConfig,

@@ -1,6 +1,6 @@
 """Activation checkpointing: the activations that backward computes again instead of keeping.
 
-What a layer saves for backward is most of a deep model's memory. A *segment* of consecutive
+The activations saved for backward are most of a deep model's memory. A *segment* of consecutive
 layers may keep its input alone; when backward comes to it, its forward is run again.
 """
 
@@ -28,7 +28,7 @@ class RecomputeStrategy(StrEnum):
     SELECTIVE computes single layers again, those that free most for the least work: Korthikanti
     et al., "Reducing activation recomputation in large transformer models", 2022
     (arXiv:2205.05198), section 5. There these are the scores of attention, which `nn.Attention`
-    never keeps; what is left is decided by each layer's estimates.
+    never keeps; the others are chosen by each layer's estimates.
 
     NONE keeps everything.
     """
@@ -61,11 +61,11 @@ class ActivationCheckpointConfig:
     recompute_strategy : RecomputeStrategy, optional
         The parts that are computed again; None stands for FULL.
     max_activations_in_memory : int
-        0: no limit. FULL: of a micro-batch at most so many segments keep their input; segments
-        grow to make it so. SELECTIVE: at most so many layers that could be computed again are
-        not.
+        Limit; 0 for none. FULL: the largest number of segments that keep their input, for each
+        micro-batch; segments grow to meet it. SELECTIVE: the largest number of layers that could
+        be computed again and are kept instead.
     checkpoint_first_layer : bool
-        Whether the model's first layer may be computed again; else what it saves is kept.
+        Whether the model's first layer may be computed again; if not, its activations are kept.
 
     Raises
     ------
@@ -129,8 +129,8 @@ class ActivationCheckpointConfig:
         itemsize : int
             Bytes of an element of what layers put out.
         keeps_last : bool
-            Whether backward follows forward at once: the last segment would then be computed
-            twice for nothing.
+            Whether backward follows forward at once. The last segment is then kept, because
+            computing it again would save nothing.
         """
         if self.strategy is RecomputeStrategy.NONE or not layers:
             return ()

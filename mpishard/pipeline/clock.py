@@ -149,7 +149,7 @@ def check_completeness(
     Raises
     ------
     ValueError
-        With what the rank does instead, to be read behind its name.
+        With the rank's wrong operation, to be read behind its name.
     """
     kinds: dict[tuple[int, int], list[PipelineOperationType]] = {
         (virtual, micro_batch): []
@@ -292,6 +292,7 @@ class _Clock:
         self._forward_waiters: dict[int, int] = {}
         self._backward_waiters: dict[int, int] = {}
         self._timed: list[list[TimedOperation]] = [[] for _ in orders]
+        # Ranks that may advance. A rank that waits is put back by the rank that it waits for.
         self._runnable = deque(range(len(orders)))
 
     def run(self) -> tuple[tuple[TimedOperation, ...], ...]:
@@ -323,6 +324,7 @@ class _Clock:
             elif kind is not _BACKWARD_WEIGHT:
                 self._backward_ends[key] = now
                 waiter = self._backward_waiters.pop(key, None)
+            # At most one rank waits for each result: every forward and backward has one successor.
             if waiter is not None:
                 self._runnable.append(waiter)
 
@@ -391,13 +393,12 @@ class _Clock:
 
 
 def check_schedule(schedule: IPipelineSchedule, num_stages: int, num_micro_batches: int) -> None:
-    """Execute a schedule's data, as ranks would that send what they can and wait for the rest.
+    """Check that a schedule is complete and comes to its end, by running it on the virtual clock.
 
     Every micro-batch must pass each global stage forward once and backward once, whole or in its
-    two halves; each global stage must be on one rank; and each rank must come to the end of its
-    operations, which it does in order, each when what it needs is there (`run_clock` says what
-    that is). Which rank is how fast does not matter: an order that ends for some times ends for
-    all of them.
+    two halves. Each global stage must be on one rank. Each rank must come to the end of its
+    operations, which it runs in order, each as soon as its inputs are there (see `run_clock`).
+    The ranks' speeds do not matter: an order that ends for some times ends for all.
 
     Parameters
     ----------
@@ -409,8 +410,8 @@ def check_schedule(schedule: IPipelineSchedule, num_stages: int, num_micro_batch
     Raises
     ------
     ValueError
-        Naming the rank and the operation that is missing, done twice, of no micro-batch or stage
-        that there is, or that is waited for in vain.
+        Naming the rank and the operation that is missing, done twice, of an unknown micro-batch or
+        stage, or never reached.
 
     Examples
     --------

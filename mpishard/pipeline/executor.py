@@ -6,7 +6,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ __all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineReco
 
 
 class IPipelineStage(ABC):
-    """One rank's stages, by virtual index; what a micro-batch leaves behind is kept in here.
+    """One rank's stages, by virtual index, with the activations that micro-batches leave in them.
 
     Of each stage and micro-batch `forward` is called once, then either `backward`, or
     `backward_input` and later `backward_weight`.
@@ -35,11 +34,11 @@ class IPipelineStage(ABC):
 
     @abstractmethod
     def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Shape, with the batch dim, of what the stage before sends; gradients have it too."""
+        """Shape, with the batch dim, of the stage's input, and of its gradient."""
 
     @abstractmethod
     def output_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Shape, with the batch dim, of what `forward` gives."""
+        """Shape, with the batch dim, of the output of `forward`."""
 
     @abstractmethod
     def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
@@ -48,7 +47,7 @@ class IPipelineStage(ABC):
         Returns
         -------
         Array or None
-            What the next stage takes; None of the model's last stage.
+            Input of the next stage; None from the model's last stage.
         """
 
     def describe(self, virtual_stage: int) -> str:
@@ -109,7 +108,7 @@ class PipelineRecord:
         )
 
     def waiting(self, kind: PipelineOperationType | None = None) -> float:
-        """Seconds that operations of this kind, or of any, waited for what they take."""
+        """Seconds that operations of this kind, or of any, waited for their inputs."""
         return sum(
             times.ready - times.begun
             for times in self.operations
@@ -121,21 +120,20 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 
 
 class PipelineExecutor:
-    """Runs a rank's operations in the schedule's order, and moves what stages give each other.
+    """Runs a rank's operations in the schedule's order, and moves arrays between stages.
 
-    A stage's output goes to the rank of the next stage as soon as it is computed, a gradient to
-    that of the stage before; the rank computes on. What an operation takes was asked for one
-    operation before at the latest. So transfers overlap computation, and a rank holds no more
-    than one message beside those it works on. A neighbour on the same rank is handed the array
-    itself. Micro-batches without rows travel like others.
+    A stage's output is sent to the rank of the next stage as soon as it is computed, a gradient
+    to that of the stage before, while the rank computes on. The receive for an operation is
+    posted at least one operation earlier. Transfers therefore overlap computation, and a rank
+    holds at most one message beside those that it works on. A neighbour on the same rank is
+    given the array itself. Micro-batches without rows travel like others.
 
     With T global stages on more than one rank, M micro-batches and no two neighbours on one rank,
     a run sends 2 (T - 1) M messages in all, and forward alone (T - 1) M.
 
-    Nothing is sent before `check_schedule` has found that the schedule comes to its end. An
-    exception on one rank reaches the others through the backend; receives that were posted are
-    given up then, and the next run does not meet what the failed one left: runs are told apart by
-    their messages' tags.
+    Nothing is sent before `check_schedule` has accepted the schedule. An exception on one rank
+    reaches the others through the backend, and posted receives are then cancelled. The next run
+    receives no message of a failed one, because tags differ from run to run.
 
     Parameters
     ----------
@@ -223,6 +221,7 @@ class PipelineExecutor:
         return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
+        # Tags differ from run to run: messages of a failed run are not taken for new ones.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
@@ -235,7 +234,7 @@ class PipelineExecutor:
 
 
 class _Run:
-    """One run of one rank: what is on its way to it and from it."""
+    """One run of one rank, with its messages under way."""
 
     def __init__(
         self,
@@ -250,7 +249,11 @@ class _Run:
         self._backend = backend
         self._first_tag = first_tag
         self._dtype = dtype
-        self._wanted = deque(self._wanted_of_others())
+        self._wanted = deque(
+            step.takes
+            for step in plan.steps
+            if step.takes is not None and plan.sender(step.takes) != backend.rank
+        )
         self._to_come = {link: deque(order) for link, order in plan.arrivals.items()}
         self._coming: dict[Flow, Transfer] = {}
         self._here: dict[Flow, Array] = {}
@@ -259,7 +262,7 @@ class _Run:
         self._global_stage = {virtual: stage for stage, virtual in plan.virtual_of.items()}
 
     def execute(self) -> PipelineRecord:
-        """All steps; returns when what was sent has been taken."""
+        """Run all steps; return when all sent messages have been received."""
         record = PipelineRecord(begun=time.perf_counter(), peak_live=[0] * len(self._live))
         is_training = any(step.operation.type is not FORWARD for step in self._plan.steps)
         for step in self._plan.steps:
@@ -272,6 +275,7 @@ class _Run:
                 result = self._compute(step, given)
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
+            # Freed before the result travels: a rank holds one activation less at its peak.
             del given
             if step.gives is not None:
                 self._give(step.gives, result, step.operation.virtual_stage_index)
@@ -284,7 +288,7 @@ class _Run:
         return record
 
     def give_up(self) -> None:
-        """Leave what comes to nobody."""
+        """Cancel the receives that are posted."""
         for transfer in self._coming.values():
             transfer.cancel()
 
@@ -309,12 +313,6 @@ class _Run:
             self._live[virtual] -= 1
 
     # ---------------------------------------------------------------------------------- messages
-
-    def _wanted_of_others(self) -> Iterator[Flow]:
-        me = self._backend.rank
-        for step in self._plan.steps:
-            if step.takes is not None and self._plan.sender(step.takes) != me:
-                yield step.takes
 
     def _tag(self, flow: Flow) -> int:
         """One for each way into a stage; its messages come in the order they are sent in."""
@@ -358,17 +356,7 @@ class _Run:
             )
 
     def _give(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
-        """Hand a result on."""
-        taken_by = self._plan.rank_of[flow.stage]
-        self._require_announced(flow, array, virtual_stage)
-        assert array is not None
-        if taken_by == self._backend.rank:
-            self._here[flow] = array
-            return
-        message = array_namespace(array).ascontiguousarray(array)
-        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))
-
-    def _require_announced(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
+        """Hand a result on, if its shape and dtype are those that the stage announced."""
         shape = self._stage.input_shape if flow.is_gradient else self._stage.output_shape
         expected = shape(virtual_stage, flow.micro_batch)
         if array is None or array.shape != expected or array.dtype != self._dtype:
@@ -377,3 +365,10 @@ class _Run:
                 f"{self._stage.describe(virtual_stage)} of rank {self._backend.rank} gave {got} as "
                 f"the {flow}; it announced {self._dtype.name}{list(expected)}"
             )
+        taken_by = self._plan.rank_of[flow.stage]
+        if taken_by == self._backend.rank:
+            self._here[flow] = array
+            return
+        # A stage may return a view, and messages are of contiguous memory.
+        message = array_namespace(array).ascontiguousarray(array)
+        self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))

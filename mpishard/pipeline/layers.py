@@ -86,6 +86,7 @@ def _measure(
     for index, (name, layer) in enumerate(model.chain.children.items()):
         start = time.perf_counter()
         x, layer_saved = layer.forward(views.get(name, {}), x, context.enter(name, layer))
+        # A GPU computes asynchronously: without this the next layer would be charged.
         synchronize(x)
         seconds[index] += time.perf_counter() - start
         saved.append(layer_saved)

@@ -149,7 +149,7 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
                     f"estimated_layer_size must be 1 or more, got {estimated_layer_size}"
                 )
         self._size = estimated_layer_size
-        self._cost = cost_estimator or _default_cost
+        self._cost = cost_estimator or (lambda count: count**1.5)
 
     def compute_partition(self, total_parameters: int, num_stages: int) -> list[tuple[int, int]]:
         total, count = _checked(total_parameters, num_stages)
@@ -180,10 +180,6 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
                 "parameters"
             )
         return self._boundaries
-
-
-def _default_cost(parameter_count: int) -> float:
-    return float(parameter_count**1.5)
 
 
 def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:

@@ -102,6 +102,7 @@ class PipelinePlan:
                 for operation in orders[other]
             ]
 
+        # Receives are posted in the order of sending, because messages of one tag keep their order.
         arrivals: dict[tuple[bool, int], list[int]] = {}
         for other in range(num_stages):
             for step in steps_of(other) if other != rank else ():

@@ -187,7 +187,7 @@ class _LoopedSchedule(RuleSchedule):
 
     @abstractmethod
     def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
-        """Whether the paper's formula holds for these numbers."""
+        """True if the paper's formula holds for these numbers."""
 
 
 class Interleaved1F1BSchedule(_LoopedSchedule):

@@ -68,9 +68,10 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
     input_times = timeline.times.of_stages(PipelineOperationType.BACKWARD_INPUT, count)
     shortest = min(done.duration for timed in timeline.ranks for done in timed) * inches
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    virtual = timeline.virtual_stages_per_rank  # later stages of a rank are paler
     for rank, timed in enumerate(timeline.ranks):
         for done in timed:
-            fade = _fade(timeline, done)
+            fade = 0.6 * done.operation.virtual_stage_index / max(virtual - 1, 1)
             for colour, start, end in _parts(done, input_times[done.global_stage]):
                 bars.setdefault((rank, _paler(colour, fade)), []).append((start, end - start))
             if row == _ROW:
@@ -112,12 +113,6 @@ def _label(axes: Any, rank: int, done: TimedOperation, inches: float, fade: floa
         (done.start + done.end) / 2, rank, text, ha="center", va="center_baseline",
         fontsize=_FONT, color="white" if is_dark else "#222222",
     )  # fmt: skip
-
-
-def _fade(timeline: Timeline, done: TimedOperation) -> float:
-    """Paleness of the operation: 0 in a rank's first stage, 0.6 in its last of many."""
-    virtual = timeline.virtual_stages_per_rank
-    return 0.6 * done.operation.virtual_stage_index / max(virtual - 1, 1)
 
 
 def _paler(colour: str, fade: float) -> str:

@@ -1,4 +1,4 @@
-"""A schedule with times: how long it takes, who waits, and what is held meanwhile."""
+"""A schedule with times: its makespan, waiting, and memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def simulate(
         Of each global stage: a rank with V stages takes V of them for a micro-batch. Default: 1
         for forward and for each half of backward, no communication.
     activation_bytes : float or sequence of float, optional
-        What a global stage keeps of a micro-batch for its backward: one number for all, or one
+        Bytes that a global stage keeps of a micro-batch for backward: one number for all, or one
         for each.
     pending_bytes : float or sequence of float, optional
         Bytes left of that between backward's halves, if they are apart; default all.
@@ -117,7 +117,7 @@ def simulate(
     Returns
     -------
     Timeline
-        When what is done, and what follows from that.
+        Times of all operations, and the figures that follow from them.
 
     Raises
     ------

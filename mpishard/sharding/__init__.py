@@ -1,4 +1,13 @@
-"""Owners of elements: parameter table, units, pieces, configuration."""
+"""Owners of elements: parameter table, units, pieces, configuration.
+
+Begin with ``table.py``, the place of each parameter in the flat vector, and ``units.py``, the runs
+of layers that are gathered as one, and each rank's pieces of them.
+
+``regions.py`` computes with boxes of tensors. ``placement.py`` relates the flat vector of a rank
+of a mesh to the model's. ``configuration.py`` holds the user's choices, ``analyzer.py`` makes
+reports, and ``numerics.py`` records what decides the bits of a result. This room imports layout,
+contracts and communication.
+"""
 
 from mpishard.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from mpishard.sharding.configuration import ShardingConfiguration

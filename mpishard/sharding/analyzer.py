@@ -217,7 +217,7 @@ class ParameterAnalyzer:
         Returns
         -------
         bool
-            True; what is wrong is raised.
+            True; a wrong grouping raises.
 
         Raises
         ------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+import operator
+from typing import Any, Self
 
 from mpishard.arguments import as_flag, as_integer, as_number
 from mpishard.communication import CommunicationBackend
@@ -19,6 +20,15 @@ _SHARED = (
 def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | None]:
     """The choices that decide which collectives a rank calls: they must be equal on all ranks."""
     return {name: getattr(config, name) for name in _SHARED}
+
+
+def _flag(name: str, doc: str) -> Any:
+    """A property of a configuration that takes True or False alone."""
+
+    def write(config: ShardingConfiguration, value: bool) -> None:
+        setattr(config, f"_{name}", as_flag(name, value))
+
+    return property(operator.attrgetter(f"_{name}"), write, doc=doc)
 
 
 class ShardingConfiguration:
@@ -190,50 +200,27 @@ class ShardingConfiguration:
             raise ValueError(f"minimum_parameter_group_size must be 1 or more, got {value}")
         self._minimum_parameter_group_size = int(value)
 
-    @property
-    def auto_sync_gradients(self) -> bool:
-        """True if every update uses the gradient of all ranks."""
-        return self._auto_sync_gradients
+    auto_sync_gradients: bool = _flag(
+        "auto_sync_gradients", "True if every update uses the gradient of all ranks."
+    )
 
-    @auto_sync_gradients.setter
-    def auto_sync_gradients(self, value: bool) -> None:
-        self._auto_sync_gradients = as_flag("auto_sync_gradients", value)
+    enable_gradient_compression: bool = _flag(
+        "enable_gradient_compression", "True if gradients travel as bfloat16."
+    )
 
-    @property
-    def enable_gradient_compression(self) -> bool:
-        """True if gradients travel as bfloat16."""
-        return self._enable_gradient_compression
+    cpu_offload_optimizer: bool = _flag(
+        "cpu_offload_optimizer",
+        "True if a GPU model's optimizer state lies in host memory, and is updated there.",
+    )
 
-    @enable_gradient_compression.setter
-    def enable_gradient_compression(self, value: bool) -> None:
-        self._enable_gradient_compression = as_flag("enable_gradient_compression", value)
+    cpu_offload_gradients: bool = _flag(
+        "cpu_offload_gradients", "True if a GPU model's reduced gradients lie in host memory."
+    )
 
-    @property
-    def cpu_offload_optimizer(self) -> bool:
-        """True if a GPU model's optimizer state lies in host memory, and is updated there."""
-        return self._cpu_offload_optimizer
-
-    @cpu_offload_optimizer.setter
-    def cpu_offload_optimizer(self, value: bool) -> None:
-        self._cpu_offload_optimizer = as_flag("cpu_offload_optimizer", value)
-
-    @property
-    def cpu_offload_gradients(self) -> bool:
-        """True if a GPU model's reduced gradients lie in host memory."""
-        return self._cpu_offload_gradients
-
-    @cpu_offload_gradients.setter
-    def cpu_offload_gradients(self, value: bool) -> None:
-        self._cpu_offload_gradients = as_flag("cpu_offload_gradients", value)
-
-    @property
-    def cpu_offload_parameters(self) -> bool:
-        """True if a GPU model's owned pieces lie in host memory, in case they are sharded."""
-        return self._cpu_offload_parameters
-
-    @cpu_offload_parameters.setter
-    def cpu_offload_parameters(self, value: bool) -> None:
-        self._cpu_offload_parameters = as_flag("cpu_offload_parameters", value)
+    cpu_offload_parameters: bool = _flag(
+        "cpu_offload_parameters",
+        "True if a GPU model's owned pieces lie in host memory, in case they are sharded.",
+    )
 
     @property
     def gradient_leaves(self) -> int | None:
@@ -251,14 +238,10 @@ class ShardingConfiguration:
                 )
         self._gradient_leaves = value
 
-    @property
-    def allow_nonfinite(self) -> bool:
-        """True if training goes on after a loss or gradient that is infinite or NaN."""
-        return self._allow_nonfinite
-
-    @allow_nonfinite.setter
-    def allow_nonfinite(self, value: bool) -> None:
-        self._allow_nonfinite = as_flag("allow_nonfinite", value)
+    allow_nonfinite: bool = _flag(
+        "allow_nonfinite",
+        "True if training goes on after a loss or gradient that is infinite or NaN.",
+    )
 
     @property
     def check_collectives(self) -> bool:

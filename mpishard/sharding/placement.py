@@ -120,6 +120,8 @@ class Placement:
         self.length = self.entries[-1].stop if self.entries else 0
         self._stops = [held.entry.stop for held in self.slices]
         self.own_length = self._stops[-1] if self.slices else 0
+        # Checkpoints cut the same ranges at each save.
+        self._cuts: dict[tuple[int, int, bool], list[tuple[Region, slice]]] = {}
         self._origin = {entry.name: entry for entry in self.entries}
         self._is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
             held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
@@ -217,11 +219,13 @@ class Placement:
         written : bool
             As for `regions`.
         """
-        return [
-            (region, array[part])
-            for start, array in parts
-            for region, part in self.regions(start, start + int(array.size), written=written)
-        ]
+        pieces = []
+        for start, array in parts:
+            key = (start, start + int(array.size), written)
+            if key not in self._cuts:
+                self._cuts[key] = list(self.regions(key[0], key[1], written=written))
+            pieces += [(region, array[part]) for region, part in self._cuts[key]]
+        return pieces
 
     def take(self, full: Array, start: int, out: Array) -> None:
         """Fill ``out`` with the rank's own range that begins at ``start``, from the model's vector.

@@ -48,7 +48,7 @@ def shared_box(one: Box, other: Box) -> Box | None:
 def box_within(box: Box, outer: Box | None = None) -> tuple[slice | EllipsisType, ...]:
     """``box`` as the index of an array that is ``outer``, or the whole tensor.
 
-    What it gives is a view, also of an array without dims.
+    The result is a view, also of an array without dims.
     """
     starts = [0] * len(box) if outer is None else [low for low, _ in outer]
     cut = (slice(low - s, high - s) for (low, high), s in zip(box, starts, strict=True))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mpishard.arrays import Array
 
-__all__ = ["ParameterEntry", "ParameterTable", "check_name"]
+__all__ = ["ParameterEntry", "ParameterTable", "check_name", "nested", "nested_views"]
 
 _RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
@@ -28,7 +28,7 @@ class _Spec(Protocol):
 def check_name(name: str, kind: str) -> None:
     """Refuse a name under which a safetensors file cannot hold a tensor.
 
-    ``kind`` is what the error calls it: "parameter" or "tensor".
+    ``kind`` is the word for it in the error: "parameter" or "tensor".
 
     Raises
     ------
@@ -115,6 +115,7 @@ class ParameterTable:
                 start = entries[name].stop
             else:
                 ties[name] = (spec.tied_to, tuple(spec.shape))
+        # After the loop above, because a tie may name a parameter that comes later.
         for name, (target, shape) in ties.items():
             if target not in entries:
                 raise ValueError(f"parameter {name!r} is tied to {target!r}, which is not there")
@@ -151,15 +152,26 @@ class ParameterTable:
 def nested_views(
     entries: Mapping[str, ParameterEntry], find: Callable[[ParameterEntry], Array]
 ) -> dict[str, Any]:
-    """Arrays for ``entries`` as nested dicts: ``a.b.c`` becomes ``result["a"]["b"]["c"]``.
+    """Arrays for ``entries``, in their shapes and nested as `nested`.
 
     ``find`` gives the 1-D array that holds an entry's elements.
     """
+    return nested({name: find(entry).reshape(entry.shape) for name, entry in entries.items()})
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name as nested dicts.
+
+    Examples
+    --------
+    >>> nested({"linear.weight": 1, "linear.bias": 2, "scale": 3})
+    {'linear': {'weight': 1, 'bias': 2}, 'scale': 3}
+    """
     result: dict[str, Any] = {}
-    for name, entry in entries.items():
+    for name, value in values.items():
         *path, last = name.split(".")
         inner = result
         for word in path:
             inner = inner.setdefault(word, {})
-        inner[last] = find(entry).reshape(entry.shape)
+        inner[last] = value
     return result

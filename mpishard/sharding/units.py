@@ -96,6 +96,7 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
             start, first = position, layer + 1
     if not bounds:
         bounds.append([0, 0, 0, 0])
+    # Layers left over at the end join the last unit.
     bounds[-1][1], bounds[-1][3] = total, len(layer_sizes) - 1
     return tuple(Unit(index, *bound) for index, bound in enumerate(bounds))
 

@@ -1,4 +1,14 @@
-"""Layers of which each rank of a group computes a part."""
+"""Layers of which each rank of a tensor group computes a part.
+
+Begin with ``linear.py``: column- and row-parallel linear layers. ``layer.py`` is what split layers
+share, with `DimSplit`, the partition of a dim. ``embedding.py``, ``attention.py``, ``losses.py``,
+``sequence.py`` and ``stage3.py`` split other layers; ``regions.py`` has the operators at the edges
+of a split region.
+
+``partitioner.py`` turns a model's chain of layers into one rank's part of it: ``partition.py``
+finds the runs of layers that are split together, ``chain_split.py`` splits them. ``inference.py``
+predicts on the threads of one process. This room imports nn, sharding, communication and contracts.
+"""
 
 from mpishard.tensor.attention import TensorParallelAttention, TensorParallelTransformerBlock
 from mpishard.tensor.embedding import VocabularyParallelEmbedding

@@ -87,7 +87,7 @@ class _Parts:
 
 
 class ChainSplit:
-    """The rules of `partition_chain`, and what they have decided so far.
+    """The rules of `partition_chain`, with their decisions so far.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class ChainSplit:
         return parts.layers, splits_output
 
     def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
-        """Two linear layers, and what stands between them, of which each rank has a part."""
+        """Two linear layers and the layers between them, of which each rank has a part."""
         (first_name, first), *between, (last_name, last) = segment.layers
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
@@ -245,7 +245,7 @@ class ChainSplit:
         return False
 
     def _obstacle(self, layer: Layer) -> str:
-        """Why a layer that stands alone is whole."""
+        """Reason why a layer that stands alone is whole."""
         ranks = self.backend.world_size
         if isinstance(layer, Attention) and layer.kv_heads < ranks:
             kind = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
@@ -350,7 +350,7 @@ class ChainSplit:
         self.decisions.append(LayerDecision(path, kind, share, reason))
 
     def _place(self, path: str, layer: TensorParallelLayer) -> None:
-        """Note what this rank holds of the layer's parameters."""
+        """Note this rank's boxes of the layer's parameters."""
         for name, spec in layer.whole_parameters.items():
             if layer.is_split(name):
                 self.boxes[f"{path}.{name}"] = layer.boxes(name)

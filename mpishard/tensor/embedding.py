@@ -87,7 +87,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         return True
 
     def check_input(self, x: Array) -> None:
-        """Refuse what are no integers, and tokens outside the whole vocabulary."""
+        """Refuse arrays of other dtypes than integers, and tokens outside the whole vocabulary."""
         self._whole.check_input(x)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
-from mpishard.nn.layers.layer import Initializer, Layer, ParameterSpec
+from mpishard.nn.layers.layer import Layer, ParameterSpec
 from mpishard.sharding import Box, whole_box
 from mpishard.sharding.regions import box_shape
 
@@ -185,15 +185,11 @@ def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:
     """The parameter that holds ``boxes`` of another, one below the other along dim 0."""
     first, *others = (box_shape(box) for box in boxes)
     shape = (first[0] + sum(other[0] for other in others), *first[1:])
-    return replace(spec, shape=shape, initializer=_sliced(spec.initializer, spec.shape, boxes))
 
-
-def _sliced(
-    initializer: Initializer, whole: tuple[int, ...], boxes: tuple[Box, ...]
-) -> Initializer:
     def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        full = initializer(generator, whole)
+        # The whole parameter is made and cut, so that values do not depend on the world size.
+        full = spec.initializer(generator, spec.shape)
         parts = [full[tuple(slice(low, high) for low, high in box)] for box in boxes]
         return np.concatenate(parts)
 
-    return initialize
+    return replace(spec, shape=shape, initializer=initialize)

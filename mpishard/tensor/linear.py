@@ -104,7 +104,7 @@ class SplitLinear(TensorParallelLayer):
         Raises
         ------
         TypeError
-            For what are no arrays of real numbers.
+            For arguments that are no arrays of real numbers.
         ValueError
             For other shapes, a bias of a layer without one, and if W is another parameter.
         """
@@ -137,7 +137,7 @@ class SplitLinear(TensorParallelLayer):
         return self.activation.forward({}, y, context)
 
     def _before_activation(self, saved: Any, dy: Array) -> Array:
-        """The gradient of what the activation took, in the place of ``dy`` or a new array."""
+        """The gradient of the activation's input, in the place of ``dy`` or a new array."""
         if self.activation is None:
             return dy
         return self.activation.backward_input({}, saved, dy)[0]
@@ -196,9 +196,10 @@ class ColumnParallelLinear(SplitLinear):
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
     parts : int or tuple of int
+        Number of equal blocks of outputs (queries, keys, values), or the blocks' sizes: see
+        `DimSplit`.
     multiple : int
-        How the outputs are dealt: so many equal blocks (queries, keys, values), each in runs of
-        so many (the size of a head); a rank may have more runs than another. See `DimSplit`.
+        Length of a run in a block, such as the size of a head; ranks may differ by one run.
     sequence_parallel : bool
         Whether the input is this rank's slice of dim 1: (B, T / t, I) -> (B, T, R).
 
@@ -263,7 +264,7 @@ class ColumnParallelLinear(SplitLinear):
         return 2 * self.input_size * self.local_output_size * rows
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., I); saves x, or its slice, and what the activation saves.
+        """Map x of shape (..., I); saves x, or its slice, and the activation's saved values.
 
         Collective if the input is a slice or the output is gathered.
         """
@@ -317,7 +318,7 @@ class ColumnParallelLinear(SplitLinear):
 
 
 class RowParallelLinear(SplitLinear):
-    """y = activation(x W^T + b), to which each rank adds what it has inputs for: columns of W.
+    """y = activation(x W^T + b), to which each rank adds its inputs times its columns of W.
 
     The input's last dim is this rank's slice, as a `ColumnParallelLinear` leaves it. The partial
     products are summed over the ranks; then b, which all ranks have, is added once. Bytes sent,
@@ -340,7 +341,7 @@ class RowParallelLinear(SplitLinear):
     tied_to : str, optional
         Full name of another parameter that serves as W, split in the same way.
     multiple : int
-        The inputs are dealt in runs of so many, such as the size of a head: see `DimSplit`.
+        Length of the runs in which inputs are dealt, such as the size of a head: see `DimSplit`.
     sequence_parallel : bool
         Whether the output is this rank's slice of dim 1: (B, T, C) -> (B, T / t, O).
 
@@ -403,12 +404,14 @@ class RowParallelLinear(SplitLinear):
         return self._local.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., C); saves x and what the activation saves. Collective."""
+        """Map x of shape (..., C); saves x and the activation's saved values. Collective."""
         y = _product(x, p["weight"].T)
         if self.sequence_parallel:
             y = reduce_scatter_time(self.backend, y)
         else:
+            # In place: y is this rank's own product.
             self.backend.all_reduce(y)
+        # After the sum over ranks, or the bias would count once for each rank.
         if self.bias:
             y += p["bias"]
         y, activation_saved = self._activate(y, context)

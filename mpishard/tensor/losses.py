@@ -202,7 +202,7 @@ class GatheredOutputLoss(ILossFunction):
         self.split = DimSplit(classes, backend.world_size)
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse what the loss refuses; ``prediction_shape`` is that of the *whole* predictions."""
+        """As of the loss; ``prediction_shape`` is that of the *whole* predictions."""
         self.loss.check_target(prediction_shape, target)
 
     def forward(

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class SplitKind(StrEnum):
-    """Along what a layer's computation is dealt to the ranks."""
+    """The dim along which a layer's computation is dealt to the ranks."""
 
     COLUMN = "column"
     """Outputs of a linear layer: rows of its weight, in the literature's words a column split."""
@@ -58,7 +58,7 @@ class LayerDecision:
     name : str
         Its dotted name in the model.
     kind : SplitKind
-        Along what it is split.
+        Dim along which it is split.
     share : float
         The largest part of its computation that one rank has, in (0, 1]; 1 if it is whole.
     reason : str
@@ -100,7 +100,7 @@ class TensorPartition:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """A line for each leaf layer: its name, what was done with it, and why."""
+        """A line for each leaf layer: its name, the decision, and the reason."""
         return tuple(str(decision) for decision in self.decisions)
 
 
@@ -184,7 +184,7 @@ class SegmentKind(Enum):
     """The kinds of segments."""
 
     ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
-    PAIR = "two linear layers with what works element by element between them"
+    PAIR = "two linear layers with element-wise layers between them"
     GATED = "the same with a gated activation behind the first, which halves its outputs"
     ALONE = "one layer"
 

@@ -41,7 +41,7 @@ def partition_chain(
       split), the second by inputs (a *row* split), greedily from the chain's start;
     * likewise with a `SwiGLU` right behind the first, whose two halves are dealt alike;
     * any other `Linear` by outputs, which are gathered;
-    * what is in a `Residual` or `Sequential` likewise, as a chain of its own;
+    * the layers in a `Residual` or `Sequential` likewise, as a separate chain;
     * everything else is whole on every rank, and each computes the same.
 
     Sizes need not divide: widths and heads are dealt as `ShardLayout` deals them. Of a layer with

@@ -89,6 +89,7 @@ def gather_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
         whole = array_namespace(x).ascontiguousarray(by_sample)
         return whole.reshape(shape[0], ranks * shape[1], *shape[2:])
 
+    # One row per rank: all-gather joins along the first dim, and finish moves ranks behind samples.
     row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
     return Transfer(backend.all_gather_async(row), finish)
 
@@ -144,6 +145,7 @@ class ReduceFromRegion(TensorParallelLayer):
         """The sum over the ranks; saves nothing. Collective."""
         xp = array_namespace(x)
         summand = xp.ascontiguousarray(x)
+        # Not in place: the layer before may have saved x.
         return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -152,10 +154,10 @@ class ReduceFromRegion(TensorParallelLayer):
 
 
 class GatherOutput(TensorParallelLayer):
-    """The whole last dim of what each rank has a slice of.
+    """The whole last dim, from each rank's slice of it.
 
-    What follows computes the same on every rank, so that each takes its slice of the gradient
-    and nothing is summed. Sends an all-gather forward, and nothing backward.
+    The layers behind it compute the same on every rank. Each rank therefore takes its slice of
+    the gradient, and nothing is summed. Sends an all-gather forward, and nothing backward.
 
     Parameters
     ----------
@@ -201,7 +203,7 @@ class GatherOutput(TensorParallelLayer):
 class ScatterSequence(TensorParallelLayer):
     """Each rank gets its slice of the sequence: x_BT... -> (B, T / t, ...).
 
-    What comes before computes the same on every rank. Sends nothing forward, and an all-gather
+    The layers before it compute the same on every rank. Sends nothing forward, and an all-gather
     backward, which gives each rank the whole gradient.
     """
 
@@ -319,7 +321,7 @@ class Framed(Layer):
         return input_shape if self.before is None else self.before.output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Operator, layer, operator; saves what the layer saves. Collective."""
+        """Operator, layer, operator; saves the layer's saved values. Collective."""
         if self.before is not None:
             x, _ = self.before.forward({}, x, context)
         y, saved = self.layer.forward(p, x, context)

@@ -72,7 +72,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         return self.norm.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Normalise; saves what the norm saves."""
+        """Normalise; saves the norm's saved values."""
         return self.norm.forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:

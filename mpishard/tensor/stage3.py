@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
 from mpishard.nn.layers.layer import (
     Context,
     Gradients,
-    Initializer,
     Layer,
     Parameters,
     ParameterSpec,
@@ -85,11 +82,14 @@ class Stage3ShardedLinear(SplitLinear):
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """``weight`` of shape (shard_length,), a piece of the flattened W, and all of ``bias``."""
         whole = self.whole_parameters
+        spec = whole["weight"]
         piece = self._layout.slice(self.backend.rank)
         weight = replace(
-            whole["weight"],
+            spec,
             shape=(self.shard_length,),
-            initializer=_flat_piece(whole["weight"], piece),
+            initializer=lambda generator, _: spec.initializer(generator, spec.shape).reshape(-1)[
+                piece
+            ],
         )
         return {"weight": weight, "bias": whole["bias"]}
 
@@ -146,6 +146,7 @@ class Stage3ShardedLinear(SplitLinear):
         self._linear.backward_weight(pending, own)
         target = unwritten(g, "weight")
         flat = own["weight"].reshape(-1)
+        # Under way while the small all-reduce of the bias runs.
         reduced = self.backend.reduce_scatter_async(flat, out=target)
         self.backend.all_reduce(own["bias"])
         db_O = g["bias"]
@@ -174,10 +175,3 @@ class Stage3ShardedLinear(SplitLinear):
     def _gathered(self, p: Parameters) -> dict[str, Array]:
         flat = self.backend.all_gather(p["weight"])
         return {"weight": flat.reshape(self.output_size, self.input_size), "bias": p["bias"]}
-
-
-def _flat_piece(whole: ParameterSpec, piece: slice) -> Initializer:
-    def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return whole.initializer(generator, whole.shape).reshape(-1)[piece]
-
-    return initialize

@@ -1,4 +1,12 @@
-"""Checks that backends and models of your own can run: conformance, random sequences, gradients."""
+"""Checks that backends and models of your own can run: conformance, random sequences, gradients.
+
+Begin with ``gradients.py``, which checks layers and models, and ``communication.py``, the
+conformance suite of backends. The suite is made of ``reductions.py``, ``twins.py`` and
+``refusals.py``; ``reference.py`` computes the expected results the plain way. ``fuzz.py`` runs the
+random sequences that ``fuzz_plan.py`` draws. ``parallel_layers.py`` compares split layers with
+whole ones, and ``worlds.py`` runs one test on threads and under MPI. The package itself imports
+nothing from here.
+"""
 
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.fuzz import fuzz_sequence

@@ -51,7 +51,7 @@ class CommunicationConformance(
         return [name for part in parts for name in vars(part) if name.startswith("check_")]
 
     def run(self, backend: CommunicationBackend) -> None:
-        """Call every check twice, so that what the first leaves behind shows in the second."""
+        """Call every check twice: the second finds state that the first left behind."""
         for name in self.names():
             for _ in range(2):
                 getattr(self, name)(backend)

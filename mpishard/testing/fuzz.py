@@ -1,9 +1,10 @@
-"""Random sequences of collectives, the same on all ranks, checked against what each computes alone.
+"""Random sequences of collectives, the same on all ranks, checked against results computed alone.
 
 A sequence is a function of its seed and of the world size: collectives and messages of all kinds,
 dtypes, shapes, operations, roots and counts, in the world and in groups of it, in memory of their
-own and in memory that a node shares, blocking and issued ahead. In which order a rank waits for
-what it has issued is its own affair. `fuzz_plan` draws a sequence; `fuzz_sequence` runs it.
+own and in memory that a node shares, blocking and issued ahead. Each rank chooses the order in
+which it waits for the calls that it has issued. `fuzz_plan` draws a sequence; `fuzz_sequence` runs
+it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Step:
         The other dims.
     operation : ReductionOperation
     root : int
-        Also who sends a message.
+        Also the sender of a message.
     counts : tuple of int
         Rows of each rank's piece.
     is_twin : bool

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, Layer
+from mpishard.sharding.table import nested
 
 __all__ = [
     "GradientMismatchError",
@@ -163,7 +164,7 @@ def check_layer_gradients(
     context = Context(training=layer.is_random)
 
     def evaluate() -> float:
-        return float((r * layer.forward(_nested(values), x, context)[0]).sum())
+        return float((r * layer.forward(nested(values), x, context)[0]).sum())
 
     checker = _Checker(samples, seed)
     if x.dtype.kind == "f":
@@ -287,7 +288,7 @@ def check_layer_promises(
     gradients : dict of str to Array
         The parameters', by name; nor are theirs.
     """
-    p, frozen_x = _nested(_frozen(values)), _frozen({"x": x})["x"]
+    p, frozen_x = nested(_frozen(values)), _frozen({"x": x})["x"]
     y, saved = layer.forward(p, frozen_x, Context())
     _promise(y.shape == r.shape, "output_shape is not the output's")
     quiet, nothing = layer.forward(p, frozen_x, Context(training=False))
@@ -299,7 +300,7 @@ def check_layer_promises(
         _promise(np.array_equal(y, quiet), "the output depends on training")
 
     whole = {name: np.zeros_like(value) for name, value in values.items()}
-    dx = layer.backward(p, saved, r.copy(), _nested(whole))
+    dx = layer.backward(p, saved, r.copy(), nested(whole))
 
     halves = {name: np.zeros_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
@@ -309,15 +310,15 @@ def check_layer_promises(
     else:
         _promise(np.array_equal(dx, dx_half), "backward_input and backward differ")
         dx_half[...] = np.nan
-    layer.backward_weight(pending, _nested(halves))
+    layer.backward_weight(pending, nested(halves))
 
     alone = {name: np.zeros_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
-    layer.backward(p, saved, r.copy(), _nested(alone), needs_input_gradient=False)
+    layer.backward(p, saved, r.copy(), nested(alone), needs_input_gradient=False)
 
     added = {name: np.ones_like(value) for name, value in values.items()}
     _, saved = layer.forward(p, frozen_x, Context())
-    layer.backward(p, saved, r.copy(), _nested(added))
+    layer.backward(p, saved, r.copy(), nested(added))
     for name, gradient in whole.items():
         _promise(
             np.array_equal(gradient, halves[name]),
@@ -346,15 +347,3 @@ def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
     for copy in copies.values():
         copy.flags.writeable = False
     return copies
-
-
-def _nested(arrays: Mapping[str, _Vector]) -> dict[str, Any]:
-    """Dotted names as nested dicts, around the same arrays."""
-    result: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *path, last = name.split(".")
-        inner = result
-        for word in path:
-            inner = inner.setdefault(word, {})
-        inner[last] = array
-    return result

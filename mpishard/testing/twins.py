@@ -243,7 +243,7 @@ class TransferChecks(CommunicationChecks):
 
     @staticmethod
     def _check_receives_in_line(backend: CommunicationBackend, left: int, right: int) -> None:
-        """Receives of all sorts behind each other; what is given up is the next one's."""
+        """Receives of all kinds in one queue; the message of a cancelled one goes to the next."""
         for size in (2, 4000):
             first = backend.receive_async(left, size, dtype=np.float64)
             given_up = backend.receive_async(left, size, dtype=np.float64)

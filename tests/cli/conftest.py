@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpishard.cli.doctor.probe import Answer, answer_line
+from mpishard.cli.probe import Answer, answer_line
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_each_way_is_timed_and_nothing_is_left(
     nbytes = 3 * 4 * 1024 * 1025
     assert nbytes < rows["save"]["nbytes"] < nbytes + 4096
     assert list(folder.iterdir()) == []
-    title = " ".join(ended.stdout.split("┏")[0].split())
+    title = " ".join(ended.stdout.split("──")[0].split())
     assert title.startswith("MLP of 1 layer of width 1024, AdamW, FSDP, 2 ranks: 12.01 MiB in ")
 
 

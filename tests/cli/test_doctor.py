@@ -12,10 +12,10 @@ from spawned_jobs import outside_launchers
 from typer.testing import CliRunner
 
 from mpishard.cli import app, machine
+from mpishard.cli import probe as doctor_probe
 from mpishard.cli.doctor import command as doctor
 from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import numpy_blas as doctor_numpy
-from mpishard.cli.doctor import probe as doctor_probe
 from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.finding import (
     Finding,
@@ -25,7 +25,7 @@ from mpishard.cli.doctor.finding import (
     show_findings,
     summary,
 )
-from mpishard.cli.doctor.probe import Answer, ask, python_command
+from mpishard.cli.probe import Answer, ask, python_command
 
 OK, NOTE, PROBLEM = Verdict
 

@@ -17,7 +17,7 @@ from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
-from mpishard.cli.doctor.probe import Answer, answer_line, ask, python_command
+from mpishard.cli.probe import Answer, answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
 from mpishard.communication.mpi import node_memory as arena
 
@@ -368,5 +368,5 @@ def test_operations_on_memory_that_mpi_can_read(tmp_path):
     }
     job = ask([mpiexec, "-n", "2", *python_command(TRY_ALL)], 40, outside_launchers(**variables))
     assert job.code == 0, job
-    said = [line for line in job.out.splitlines() if line.startswith("mpishard doctor: ")]
+    said = [line for line in job.out.splitlines() if line.startswith("mpishard answer: ")]
     assert [line.endswith("true") for line in said] == [True] * 5 + [False]

@@ -1,13 +1,14 @@
 """Which mpiexec belongs to which MPI library."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from mpishard.cli.machine import usable_cores
+from mpishard.cli.probe import Answer, answer_line
+from mpishard.cli.run import launcher
 from mpishard.cli.run.hosts import Host
 from mpishard.cli.run.launcher import (
     Launcher,
@@ -166,31 +167,28 @@ def test_usable_cores():
     assert 1 <= usable_cores() <= os.cpu_count()
 
 
-def fake_probe(monkeypatch, **result):
-    def answer(command, **_):
-        return subprocess.CompletedProcess(command, **result)
-
-    monkeypatch.setattr(subprocess, "run", answer)
+def with_answer(monkeypatch, *answer):
+    monkeypatch.setattr(launcher, "ask", lambda command, limit: Answer(*answer, limit))
 
 
 def test_library_file_is_found_among_the_mapped_ones(monkeypatch):
-    out = (
-        "noise\n"
-        '{"version": "MPICH Version: 5.0.2", '
-        '"files": ["/p/lib/libmpifort.so.12", "/p/lib/libmpi.so.12"]}\n'
-    )
-    fake_probe(monkeypatch, returncode=0, stdout=out, stderr="")
+    files = ["/p/lib/libmpifort.so.12", "/p/lib/libmpi.so.12"]
+    found = answer_line({"version": "MPICH Version: 5.0.2", "files": files})
+    with_answer(monkeypatch, 0, f"noise\n{found}\n", "")
     assert loaded_library() == MPILibrary("MPICH Version: 5.0.2", Path("/p/lib/libmpi.so.12"))
 
 
 def test_missing_mpi4py(monkeypatch):
-    error = "Traceback\nModuleNotFoundError: No module named 'mpi4py'\n"
-    fake_probe(monkeypatch, returncode=1, stdout="", stderr=error)
+    with_answer(monkeypatch, 1, "", "Traceback\nModuleNotFoundError: No module named 'mpi4py'\n")
     with pytest.raises(MPIUnavailableError, match=r"No module named 'mpi4py'\n.*pip install"):
         loaded_library()
 
 
-def test_library_that_crashes_on_loading(monkeypatch):
-    fake_probe(monkeypatch, returncode=-11, stdout="", stderr="")
-    with pytest.raises(MPIUnavailableError, match="exit code -11"):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [(-11, r"signal 11 \(Segmentation fault\) ended it"), (None, "took more than 60 s: `.*hangs")],
+)
+def test_library_that_crashes_or_hangs_on_loading(monkeypatch, code, message):
+    with_answer(monkeypatch, code, "", "")
+    with pytest.raises(MPIUnavailableError, match=message):
         loaded_library()

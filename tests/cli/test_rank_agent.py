@@ -241,3 +241,16 @@ def test_a_folder_that_cannot_be_made(start, tmp_path):
     out, error = process.communicate(timeout=20)
     assert (process.returncode, out) == (1, "")
     assert "--log-dir" in error
+
+
+def test_an_agent_that_was_suspended_goes_on(start, tmp_path):
+    """Python's `sigtimedwait` then returns an undefined signal."""
+    process = start("/bin/sh", "-c", "echo ready; sleep 4.5; exit 3", logs="", cwd=tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        time.sleep(0.3)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.4)
+        process.send_signal(signal.SIGCONT)
+    _, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (3, "")

@@ -518,3 +518,16 @@ def test_too_few_processes(limit):
         assert ended.returncode == 1, ended
         assert re.search(r"mpishard run: .*ulimit -u", ended.stderr)
         assert not list(folder.glob("mpishard-job-*"))
+
+
+@pytest.mark.spawned
+@pytest.mark.usefixtures("needs_mpi")
+def test_too_few_open_files(tmp_path):
+    (tmp_path / "script.py").write_text(SLEEPS)
+    words = [sys.executable, "-m", "mpishard", "run", "-n", "2", tmp_path / "script.py"]
+    ended = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *words],
+        capture_output=True, text=True, timeout=40, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended
+    assert re.search(r"mpishard run: .*ulimit -n", ended.stderr), ended

@@ -15,12 +15,17 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
-from mpishard.cli.verify.job import VerifyJob, relative_error
-from mpishard.cli.verify.mesh import DATA_STRATEGIES, MESH_FLAGS, MeshChoice, UsageError
+from mpishard.cli.verify.job import (
+    DATA_STRATEGIES,
+    MESH_FLAGS,
+    MeshChoice,
+    UsageError,
+    VerifyJob,
+    relative_error,
+)
 from mpishard.cli.verify.rank import Comparison, compare
-from mpishard.cli.verify.reference import require_layers, settle_schedules, train_alone
+from mpishard.cli.verify.reference import RULES, require_layers, settle_schedules, train_alone
 from mpishard.cli.verify.report import Verdict, default_tolerance
-from mpishard.cli.verify.rules import RULES
 from mpishard.cli.verify.target import Problem, TargetError, build_problem, load_factory
 from mpishard.distributed import DistributedStrategy
 from mpishard.testing.worlds import in_worlds
@@ -570,7 +575,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--strategy", "pipeline", "--sequence-parallel"],
          "--sequence-parallel is for --strategy tensor and hybrid; got pipeline"),
         (["--strategy", "pipeline", "--schedule", "dualpipe"],
-         "--schedule must be all or one of gpipe, 1f1b, interleaved"),
+         "--schedule must be one of all, gpipe, 1f1b, interleaved"),
         (["--strategy", "hybrid", "-n", "4", "--pipeline-parallel-size", "3"],
          "-n 4: pipeline 3 x tensor 1 = 3 does not divide the world of 4 ranks"),
         (["--strategy", "hybrid", "-n", "4", "--tensor-parallel-size", "2",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard import settings
+from mpishard.communication.contract import backoff as backoff_module
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.call import DTYPES, Call, Kind
@@ -124,6 +125,17 @@ class TestBackoff:
                 break
         assert looks[-1] - started > 0.1
         assert len(looks) == 3
+
+    @pytest.mark.parametrize("crowded", [False, True])
+    def test_looks_soon_where_each_yield_takes_long(self, monkeypatch, crowded):
+        """As on a busy machine, where it looked after 512 yields: 5 s."""
+        monkeypatch.setattr(backoff_module, "yield_processor", lambda: time.sleep(0.01))
+        looks = []
+        backoff = Backoff(crowded, lambda: looks.append(time.monotonic()))
+        started = time.monotonic()
+        while not looks:
+            backoff.pause()
+        assert time.monotonic() - started < 1
 
     def test_a_look_may_raise(self):
         def give_up():

@@ -139,9 +139,13 @@ def test_what_takes_time_by_itself_may_take_it(dog, limits):
 def test_it_wakes_when_there_may_be_something_to_say(dog, limits):
     heard = Heard()
     with dog.wait(lambda: "here", heard, slack=1) as wait:
-        assert dog.pause(wait.since) == dog.pause(wait.since + 40) == 0.5
+        assert dog.pause(wait.since) == 0.5
         assert dog.pause(wait.since + 30.75) == pytest.approx(0.25, abs=1e-6)
+        assert dog.pause(wait.since + 31.01) == 0  # between the look and the pause
+        dog.look(wait.since + 31.01)
+        assert dog.pause(wait.since + 31.01) == dog.pause(wait.since + 40) == 0.5
         assert dog.pause(wait.since + 300.875) == pytest.approx(0.125, abs=1e-6)
+        assert dog.pause(wait.since + 301.01) == 0
     assert dog.pause(wait.since + 30.75) == 0.5
 
 

@@ -20,7 +20,7 @@ from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
 from mpishard.models.stores import gradient_store, sharded_gradients
 from mpishard.optimizers import LAMB
-from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import ShardingConfiguration
 
 pytestmark = pytest.mark.usefixtures("messages_only")
@@ -168,15 +168,7 @@ def sum_rounded_again(patch: Patch) -> None:
 def frozen_is_trained(patch: Patch) -> None:
     original = Engine.freeze
     patch.setattr(Engine, "freeze", lambda self, names: original(self, frozenset()))
-    patch.setattr(ShardedOptimizerBase, "bind", _bind_without_freezing(ShardedOptimizerBase.bind))
-
-
-def _bind_without_freezing(bind: Any) -> Any:
-    def mutant(self: Any, model: Any) -> None:
-        if model is not self._model:
-            bind(self, model)
-
-    return mutant
+    patch.setattr(ModelState, "require_same_frozen", lambda self: None)
 
 
 def norm_counts_what_is_frozen(patch: Patch) -> None:

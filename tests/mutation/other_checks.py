@@ -17,8 +17,9 @@ from worlds import agree, close, refused, run
 import mpishard as ms
 from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
-from mpishard.optimizers.loop.position import check_position
+from mpishard.optimizers.loop.saving import check_position
 from mpishard.optimizers.loop.user_state import UserState
+from mpishard.optimizers.sharded.state_bytes import StateBytes
 
 # ------------------------------------------------------------------------ parameters from elsewhere
 
@@ -174,7 +175,7 @@ def state_as_bytes(problems: Any) -> None:
         model, optimizer = problems.build(backend, "mlp", "fsdp", "adamw")
         for step in range(2):
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
-        tensors = ms.optimizers.state_bytes.StateBytes.from_bytes(optimizer.serialize()).tensors
+        tensors = StateBytes.from_bytes(optimizer.serialize()).tensors
         return [tensors[name] for name in sorted(tensors)]
 
     as_in_one_process(body)
@@ -188,7 +189,7 @@ def state_that_is_repaired(problems: Any) -> None:
         kept = {name: vector.copy() for name, vector in optimizer.state.items()}
         for name in kept:
             optimizer.state[name][...] += backend.rank
-        optimizer._steps += backend.rank
+        optimizer._state.steps += backend.rank
         optimizer.synchronize_optimizer_state()
         assert optimizer.steps == 1
         for name, vector in optimizer.state.items():

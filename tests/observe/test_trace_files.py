@@ -141,7 +141,7 @@ def damage(path: Path, line: int, text: str) -> None:
     ("harm", "error", "message"),
     [
         (lambda f: rank_file(f, 1).unlink(), FileNotFoundError,
-         r"has traces of 1 of the job's 2 ranks, and not rank_1.json; where nodes have disks"),
+         r"has traces of 1 of the job's 2 ranks, and not rank_1.json; if nodes have disks"),
         (lambda f: [rank_file(f, r).unlink() for r in (0, 1)], FileNotFoundError,
          r"no trace of a rank \(rank_<r>.json\) is in .*; `mpishard trace run`, MPISHARD_TRACE"),
         (lambda f: write(f, 1, [], job="b2"), ValueError,

@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_write_ends_all_at_the_same_step(tmp_path, monkeypatc
     assert sorted(errors) == [0, 1, 2]
     assert all("rank 1: OSError: [Errno 5] Input/output error" in e for e in errors.values())
     assert len(set(steps.values())) == 1
-    assert 6 <= steps[0] <= 8  # of the third save, after step 6, it is heard before the next
+    assert 6 <= steps[0] <= 8  # the ranks learn of the third save, after step 6, before the next
     assert [entry.step for entry in CheckpointFolder(tmp_path / "run").entries()] == [4, 2]
     assert not writers()
 

@@ -8,8 +8,8 @@ import pytest
 import mpishard as ms
 from mpishard.errors import MissingMemberError
 from mpishard.optimizers import FitType
+from mpishard.optimizers.loop.evaluation import Regression
 from mpishard.optimizers.loop.result import FitDetectionResult
-from mpishard.optimizers.loop.statistics import Regression
 from mpishard.testing.worlds import in_worlds
 
 generator = np.random.default_rng(0)

@@ -104,7 +104,8 @@ def test_what_a_rank_does_not_speak_for_it_reads_and_does_not_write(strategy, mo
             for held in whole.slices
         ]
         placement = Placement(whole.entries, slices)
-        monkeypatch.setattr(type(model.engine.program), "placement", placement)
+        monkeypatch.setattr(model.engine, "placement", placement)
+        monkeypatch.setattr(model.engine.program.vector, "placement", placement)
         best = BestParameters(model)
         best.keep()
         weights = [entry.name for entry in model.parameter_entries if "weight" in entry.name]

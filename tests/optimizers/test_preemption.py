@@ -88,7 +88,7 @@ def test_after_the_last_step_it_leaves_too(world, tmp_path):
     assert (result.iterations, len(result.loss_history)) == (9, 0)
 
 
-def test_without_checkpoints_nothing_is_heard(world, tmp_path):
+def test_without_checkpoints_nothing_is_received(world, tmp_path):
     present = []
     inputs = Inputs(lambda: present.append(signal.getsignal(signal.SIGUSR1)), at=3)
     train(world, inputs, None)
@@ -113,7 +113,7 @@ def test_handlers_are_put_back_after_an_error(world, tmp_path):
         train(world, inputs, tmp_path / "run")
 
 
-def test_on_another_thread_nothing_is_heard(tmp_path):
+def test_on_another_thread_nothing_is_received(tmp_path):
     present = []
     inputs = Inputs(lambda: present.append(signal.getsignal(signal.SIGUSR1)), at=3)
     ms.run_in_threads(1, train, inputs, tmp_path / "run")
@@ -122,13 +122,13 @@ def test_on_another_thread_nothing_is_heard(tmp_path):
 
 @pytest.fixture
 def passed_on(monkeypatch):
-    """What is sent on to whoever heard a signal before, who is not there in a test."""
+    """Signals passed on to the handler from before, which a test does not have."""
     sent = []
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: sent.append((pid, number)))
     return sent
 
 
-def test_a_second_sigterm_is_for_who_heard_it_before(world, passed_on, monkeypatch):
+def test_a_second_sigterm_goes_to_the_handler_from_before(world, passed_on, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
     present = signal.getsignal(signal.SIGTERM)

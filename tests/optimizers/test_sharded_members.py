@@ -219,7 +219,7 @@ def test_ddp_state_becomes_rank_0s(backend):
     if backend.rank > 0:
         for vector in optimizer.state.values():
             vector[...] = backend.rank
-        optimizer._steps = 77
+        optimizer._state.steps = 77
     optimizer.synchronize_optimizer_state()
     assert optimizer.steps == 3
     for name, vector in optimizer.state.items():

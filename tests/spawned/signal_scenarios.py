@@ -151,6 +151,29 @@ def waits_until_asked():
     print("went on", flush=True)
 
 
+def is_struck_in_init():
+    """A signal handler raises on rank 1 while the ranks exchange where they run."""
+    from mpishard.communication.mpi import job
+
+    def ring(*_):
+        raise TimeoutError("10 s")
+
+    def struck(*arguments, original=job.number_nodes):
+        signal.raise_signal(signal.SIGALRM)
+        return original(*arguments)
+
+    signal.signal(signal.SIGALRM, ring)
+    if RANK == 1:
+        job.number_nodes = struck
+        try:
+            mpishard.init()
+        except TimeoutError as error:
+            print(f"caught: {error}")
+    backend = mpishard.init()
+    assert backend.all_reduce(np.ones(1))[0] == 2
+    print("went on")
+
+
 def enters_again():
     backend = mpishard.init()
     backend.shutdown()

@@ -113,9 +113,16 @@ def test_a_job_that_is_suspended_for_longer_than_the_limit_goes_on(tmp_path):
 
 
 def test_a_world_entered_again_is_watched_again():
-    ended = run("enters_again", MPISHARD_TIMEOUT="0.8")
+    ended = run("enters_again", MPISHARD_TIMEOUT="1")
     assert ended.code == 124, ended
     assert "has waited 1 s in collective 1, barrier()" in ended.err, ended
+
+
+def test_init_that_was_interrupted_on_one_rank_can_be_called_again():
+    ended = run("is_struck_in_init", MPISHARD_TIMEOUT="5")
+    assert ended.code == 0, ended
+    assert ended.out.count("caught: 10 s") == 1, ended
+    assert ended.out.count("went on") == 2, ended
 
 
 def test_what_a_rank_starts_fails_for_itself():

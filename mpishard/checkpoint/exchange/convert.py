@@ -29,10 +29,10 @@ from mpishard.sharding.table import ParameterEntry
 __all__ = ["MAXIMUM_SHARD_BYTES", "CheckpointForm", "consolidate", "convert"]
 
 MAXIMUM_SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file of a sharded directory, unless told otherwise."""
+"""Bytes of tensors in one file of a sharded directory, by default."""
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the bytes that are done and those of all tensors."""
+"""Called with the number of bytes done and that of all tensors."""
 
 _SUFFIX = ".safetensors"
 # Names of files in other formats, which nobody means as a directory's.
@@ -41,12 +41,12 @@ _OTHER_FILES = {
     ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip",
 }  # fmt: skip
 _ROOM = 1 << 20  # bytes, for headers and a manifest
-# What Hugging Face's loaders ask for; the tensors are the same whoever reads them.
+# Hugging Face's loaders refuse files without it; the tensors are the same for every framework.
 _FORMAT = {"format": "pt"}
 
 
 class CheckpointForm(StrEnum):
-    """How tensors lie on disk."""
+    """The form of tensors on disk."""
 
     CHECKPOINT = "checkpoint"
     """A directory that `load` reads: safetensors files and ``manifest.json``."""
@@ -65,9 +65,9 @@ def consolidate(
 ) -> Path:
     """Write a checkpoint as one safetensors file: the parameters by name, in their global shapes.
 
-    It is read and written a few MiB at a time, and each block's checksum compared. The header
-    keeps what the checkpoint knew beside its tensors; with ``optimizer`` `convert` makes the same
-    checkpoint of it again.
+    It is read and written a few MiB at a time, and each block's checksum is compared. The header
+    keeps the checkpoint's metadata; if ``optimizer`` is true, `convert` makes the same checkpoint
+    of the file again.
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ def consolidate(
     target : path
         The file to make.
     optimizer : bool
-        Whether the other kinds are written too, as ``<kind>/<parameter>``: an optimizer's states
-        as ``optimizer/<state>/<parameter>``.
+        Whether to write the other kinds, too, as ``<kind>/<parameter>``: an optimizer's states as
+        ``optimizer/<state>/<parameter>``.
     progress : callable, optional
-        Called with the bytes that are written and those of all tensors.
+        Called with the number of bytes written and that of all tensors.
 
     Returns
     -------
@@ -89,11 +89,11 @@ def consolidate(
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one, and a target that does not end with ".safetensors".
+        For a path that is none, or blank, and a target that does not end with ".safetensors".
     FileExistsError
-        Where there is something at ``target``.
+        If there is something at ``target``.
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`, and where there is not enough room. Nothing is then left behind.
+        As `CheckpointReader`, and if there is not enough room. Nothing is left behind then.
     """
     is_full = as_flag("optimizer", optimizer)
     place = _fresh(target)
@@ -116,9 +116,9 @@ def convert(
 ) -> Path:
     """Write parameters in another form: a checkpoint, one safetensors file, or several.
 
-    A checkpoint that is made of other files holds parameters alone, named as there, and loads
-    into any model that has them; one that is made of a checkpoint holds all that was in it, in
-    one file. Tensors are read and written a few MiB at a time.
+    A checkpoint made of other files holds parameters alone, with their names, and loads into any
+    model that has them. One made of a checkpoint holds everything that was in it, in one file.
+    Tensors are read and written a few MiB at a time.
 
     Parameters
     ----------
@@ -126,32 +126,32 @@ def convert(
         A checkpoint or a folder of them, a safetensors file, or a directory of such files with an
         index, as Hugging Face's libraries write it.
     target : path
-        What to make.
+        The file or directory to make.
     form : CheckpointForm or str, optional
-        "checkpoint", "safetensors" or "hf". By default "safetensors" where ``target`` ends so, else
-        "hf" of a checkpoint, and a checkpoint of other files.
+        "checkpoint", "safetensors" or "hf". By default "safetensors" if ``target`` ends with
+        ".safetensors"; else "hf" of a checkpoint, and a checkpoint of other files.
     maximum_shard_bytes : int
-        Of the tensors in one file of "hf"; a larger tensor has one of its own.
+        Most bytes of the tensors in one file of "hf"; a larger tensor has a file of its own.
     progress : callable, optional
-        Called with the bytes that are written and those of all tensors.
+        Called with the number of bytes written and that of all tensors.
 
     Returns
     -------
     Path
-        What was made.
+        The target.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one, and another form; for a target that is named like a
-        file of another format, such as ``model.pt``, if no form is given.
+        For a path that is none, or blank, and for another form; for a target named like a file of
+        another format, such as ``model.pt``, if no form is given.
     FileExistsError
-        Where there is something at ``target``.
+        If there is something at ``target``.
     FileNotFoundError
-        Where there is nothing to read.
+        If there is nothing to read.
     CheckpointError
-        Where it is malformed, incomplete, or holds what the target cannot, and where there is not
-        enough room. Nothing is then left behind.
+        If the source is malformed, incomplete, or holds what the target cannot, and if there is
+        not enough room. Nothing is left behind then.
     """
     wanted = None if form is None else CheckpointForm(form)
     if as_integer("maximum_shard_bytes", maximum_shard_bytes) < 1:
@@ -192,7 +192,7 @@ def _without_states(source: TensorSource) -> TensorSource:
 
 
 def _observed(source: TensorSource, progress: ProgressCallback | None) -> TensorSource:
-    """The same, that tells how far its blocks have been taken."""
+    """Return the same source, which reports its progress."""
     if progress is None:
         return source
     total = _size(source)
@@ -270,7 +270,9 @@ def _whole_file(source: TensorSource) -> TensorFile:
     }
     words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known, allow_nan=False)}
     choices = choices_in(source.metadata.get("model") or {})
-    if choices:  # as `serialize` of a model says them, so that its `deserialize` takes the file
+    if (
+        choices
+    ):  # as in the bytes of a model's `serialize`, so that its `deserialize` takes the file
         words[CHOICES_HEADER] = json.dumps(choices, sort_keys=True)
     return TensorFile(tensors, words)
 

@@ -1,4 +1,4 @@
-"""Files and bytes for a model that lies whole in one process."""
+"""Files and bytes of a model that is whole in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ __all__ = [
     "PlainModelFiles",
     "choices_in",
     "choices_of",
-    "metadata_with",
     "named_bytes",
     "packed_vector",
 ]
@@ -33,30 +32,30 @@ CHOICES_HEADER = "mpishard.choices"
 
 
 class PlainModelFiles(ICheckpointableModel):
-    """Serialisation of a flat vector that a subclass gives as `_flat_vector`.
+    """Serialisation of a flat vector, which a subclass returns from `_flat_vector`.
 
-    What else belongs to the model a subclass says in `choices`; of most models that is nothing.
+    `choices` returns what else belongs to the model; for most models that is nothing.
     """
 
     @abstractmethod
     def _flat_vector(self) -> Array:
-        """The vector itself, shape (n,), not a copy."""
+        """Return the vector itself, shape (n,), not a copy."""
 
     @abstractmethod
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        """Name, shape and start of each parameter."""
+        """Return name, shape and start of each parameter."""
 
     def choices(self) -> dict[str, Any]:
-        """What is saved beside the parameters, as JSON knows it; empty for a model as made."""
+        """Return what is saved beside the parameters, as JSON; empty for a model as made."""
         return {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
-        """Refuse `choices` of another model that this one could not take.
+        """Refuse `choices` of another model that do not fit this one.
 
         Raises
         ------
         ValueError
-            Saying which.
+            Naming them.
         """
         if choices:
             raise ValueError(
@@ -65,7 +64,7 @@ class PlainModelFiles(ICheckpointableModel):
             )
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Be as `choices` says, which `check_choices` has seen; as made where it says nothing."""
+        """Apply choices that `check_choices` accepted; without any, become as made."""
 
     def serialize(self) -> bytes:
         """The named parameters in safetensors format, and `choices` in its header."""
@@ -73,12 +72,12 @@ class PlainModelFiles(ICheckpointableModel):
         return named_bytes(self.checkpoint_parameters(), vector, self.choices())
 
     def deserialize(self, data: bytes) -> None:
-        """Take parameters and choices from what `serialize` gave, also of a sharded model.
+        """Take parameters and choices from the bytes of `serialize`, also of a sharded model.
 
         Raises
         ------
         TypeError, ValueError
-            For what is something else, or of another model; nothing has changed then.
+            For other bytes, or those of another model; nothing has changed then.
         """
         vector = self._flat_vector()
         arrays, choices = tensors_of(data), choices_of(data)
@@ -95,8 +94,7 @@ class PlainModelFiles(ICheckpointableModel):
         ValueError
             For a blank path.
         OSError
-            Where it cannot be written, a PermissionError where that is why; what was there is
-            as it was.
+            If it cannot be written, a PermissionError if that is why; what was there is unchanged.
         """
         save(path, self)
 
@@ -108,9 +106,9 @@ class PlainModelFiles(ICheckpointableModel):
         ValueError
             For a blank path.
         FileNotFoundError
-            Where nothing is there.
+            If nothing is there.
         CheckpointError
-            Where it is torn or of another model, an OSError; nothing has changed then.
+            If it is torn or of another model, an OSError; nothing has changed then.
         """
         load(path, self)
 
@@ -121,39 +119,35 @@ class PlainModelFiles(ICheckpointableModel):
 
     @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
-        """The dtype of what is written."""
+        """The dtype of the parameters."""
         dtype: np.dtype[Any] = self._flat_vector().dtype
         return dtype
 
     def arrays_to_write(self) -> Pieces:
-        """All parameters."""
+        """Return all parameters."""
         placement = Placement.whole(self.checkpoint_parameters())
         return {"parameters": placement.cut([(0, self._flat_vector())])}
 
     def arrays_to_read(self) -> Pieces:
-        """All parameters, to be overwritten."""
+        """Return all parameters, to be overwritten."""
         return self.arrays_to_write()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """The model's `choices`."""
-        return metadata_with(self.choices())
+        """Return the model's `choices`."""
+        choices = self.choices()
+        return {"choices": choices} if choices else {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that are another model's."""
         self.check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Take the choices; of parameters nothing is cached."""
+        """Apply the choices; nothing of the parameters is cached."""
         self.take_choices(choices_in(metadata))
 
 
-def metadata_with(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's metadata say of a model's choices: nothing, where there are none."""
-    return {"choices": dict(choices)} if choices else {}
-
-
 def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices in a checkpoint's metadata.
+    """Return the choices in a checkpoint's metadata.
 
     Raises
     ------
@@ -165,7 +159,7 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, Array]:
-    """Views of a flat vector by name, shaped."""
+    """Return views of a flat vector by name, in the shapes of the parameters."""
     result = {}
     for record in records:
         stop = record.start + int(np.prod(record.shape, dtype=np.int64))
@@ -176,25 +170,25 @@ def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, 
 def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
 ) -> bytes:
-    """A flat vector of the host as named arrays in safetensors format, and choices as JSON."""
+    """Return a flat vector of the host as named arrays in safetensors format, with choices."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return bytes_of(named_arrays(records, vector), metadata)
 
 
 def choices_of(data: bytes) -> dict[str, Any]:
-    """The choices in what `named_bytes` gave, of which `tensors_of` has read the arrays."""
+    """Return the choices in bytes of `named_bytes`, whose arrays `tensors_of` has read."""
     return dict(json.loads(metadata_of(data).get(CHOICES_HEADER, "{}")))
 
 
 def packed_vector(
     arrays: Mapping[str, Array], records: Sequence[ParameterEntry], dtype: np.dtype[Any]
 ) -> Array:
-    """The flat vector of named arrays.
+    """Return the flat vector of named arrays.
 
     Raises
     ------
     ValueError
-        Where names or shapes differ from the records'.
+        If names or shapes differ from the records'.
     """
     expected = {record.name: tuple(record.shape) for record in records}
     given = {name: tuple(array.shape) for name, array in arrays.items()}

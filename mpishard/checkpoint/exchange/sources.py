@@ -1,4 +1,4 @@
-"""What tensors are read from, to be written in another form: checkpoints and safetensors files."""
+"""Sources of tensors to be written in another form: checkpoints and safetensors files."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mpishard.sharding.regions import Region
 __all__ = ["CHECKPOINT_HEADER", "INDEX", "NOTHING_BESIDE", "TensorSource", "open_source"]
 
 CHECKPOINT_HEADER = "mpishard.checkpoint"
-"""Key, in a file's metadata, of what a checkpoint knows beside its tensors, as JSON."""
+"""Key, in a file's metadata, of a checkpoint's kinds and metadata, as JSON."""
 
 INDEX = ".safetensors.index.json"
-"""How the name of the table of contents of a sharded directory ends."""
+"""End of the name of the table of contents of a sharded directory."""
 
 NOTHING_BESIDE: Mapping[str, Any] = {"model": {}, "optimizer": None, "user": {}}
-"""What a checkpoint says beside its tensors, where nobody knows anything."""
+"""The metadata of a checkpoint that is made of tensors alone."""
 
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 16 << 20
@@ -44,18 +44,18 @@ _NAMED = 5  # names that a message lists
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Tensors by kind and name, of which the blocks are read when they are asked for.
+    """Tensors by kind and name, whose blocks are read when they are needed.
 
     Parameters
     ----------
     path : Path
-        Where they lie.
+        The file or directory.
     is_checkpoint : bool
-        Whether a checkpoint's directory, and not safetensors files of any origin.
+        Whether it is a checkpoint, rather than safetensors files of any origin.
     tensors : mapping of str to mapping of str to LazyTensor
         Kind -> parameter's name -> tensor; "parameters" is among the kinds.
     metadata : mapping
-        What a checkpoint says of its model, optimizer and so on.
+        A checkpoint's metadata of its model, optimizer and so on.
     frozen : frozenset of str
         The parameters that were not trained.
     """
@@ -69,7 +69,7 @@ class TensorSource:
 
 @contextmanager
 def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
-    """What lies at ``path``, whatever its form; the files are open meanwhile.
+    """Open the tensors at ``path``, whatever their form, for a ``with`` statement.
 
     Parameters
     ----------
@@ -80,11 +80,11 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one.
+        For a path that is none, or blank.
     FileNotFoundError
-        Where nothing of this is there.
+        If there is none of these.
     CheckpointError
-        Where it is malformed or incomplete.
+        If it is malformed or incomplete.
     """
     check_path("the path to read", path)
     place = Path(path)
@@ -147,7 +147,7 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
 
 
 def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str) -> TensorSource:
-    """A file that a checkpoint was written to: its tensors' names say of which kind they are."""
+    """Return the tensors of a file that was a checkpoint: their names say their kinds."""
     known = _json_object(file, CHECKPOINT_HEADER, words)
     kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
     if not (

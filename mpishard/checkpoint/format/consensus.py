@@ -1,4 +1,4 @@
-"""Succeeding on all ranks or raising on all ranks."""
+"""All ranks succeed, or all raise; and the exchange of texts and paths between ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "together",
 ]
 
-# Messages name paths, and Python holds the bytes of a path that it cannot decode as surrogates.
+# Messages name paths; Python holds bytes of a path that it cannot decode as surrogates.
 _SURROGATES = "surrogatepass"
 
 _KINDS: dict[str, type[Exception]] = {
@@ -69,7 +69,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
     statements = Statements()
     try:
         yield statements
-    except CommunicationError:  # all ranks have it already
+    except CommunicationError:  # every rank raises it, and no collective can follow
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, when the others know of it
         failure = error
@@ -90,7 +90,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
 
 
 def share_text(backend: CommunicationBackend | None, text: str) -> str:
-    """Rank 0's ``text``, on every rank. Collective."""
+    """Return rank 0's ``text`` on every rank. Collective."""
     if backend is None:
         return text
     shared = backend.broadcast(_encode(text) if backend.rank == 0 else None)
@@ -126,19 +126,19 @@ def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
 
 
 def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
-    """Issue `all_gather`; what is returned waits for the others, and returns its result."""
+    """Issue `all_gather`; the function returned waits for the others and returns the result."""
     if backend is None:
         return lambda: array
     return backend.all_gather_async(array).wait
 
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
-    """Every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
+    """Return every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
     return GatheredTexts(backend, text).wait()
 
 
 class GatheredTexts:
-    """As `gather_texts`, under way. To make one is collective."""
+    """`gather_texts` under way. Making one is collective."""
 
     def __init__(self, backend: CommunicationBackend | None, text: str) -> None:
         self._own = text
@@ -150,7 +150,7 @@ class GatheredTexts:
         return self._work is None or self._work.done
 
     def wait(self) -> list[str]:
-        """Return the texts, where this is rank 0."""
+        """Return the texts on rank 0, elsewhere nothing."""
         if self._work is None:
             return [self._own]
         lines = self._work.wait()
@@ -158,9 +158,9 @@ class GatheredTexts:
 
 
 def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
-    """What differs between the ranks' JSON objects, by rank, in words. Collective.
+    """Return the differences between the ranks' JSON objects, by rank, in words. Collective.
 
-    Nothing, "", for equal ones, which cost one small all-gather.
+    The result is "" for equal ones, which cost one small all-gather.
     """
     text = json.dumps(mine)
     marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))

@@ -1,4 +1,4 @@
-"""Whether pieces make up a tensor: each element once."""
+"""Check that pieces make up a tensor, each element once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_CUT_DIMS = 8  # a box of d dims has 2**d corners
 
 
 def check_region(region: Region, shape: Sequence[int]) -> None:
-    """Refuse what is no part of a tensor of ``shape``.
+    """Refuse a region that is no part of a tensor of ``shape``.
 
     Raises
     ------
     ValueError
-        Where the box is outside the tensor, the range outside the box, or there is nothing in it.
+        If the box is outside the tensor, the range outside the box, or there is nothing in it.
     """
     fits = len(region.box) == len(shape)
     if fits:
@@ -44,12 +44,12 @@ def check_coverage(
 ) -> None:
     """Refuse pieces that do not hold every element of a tensor exactly once.
 
-    Takes time in proportion to the number of pieces, and no memory for elements.
+    Time is proportional to the number of pieces; elements take no memory.
 
     Parameters
     ----------
     kind, name : str
-        What the tensor is, for the message.
+        Names of the tensor for the message.
     shape : sequence of int
         The tensor's.
     pieces : sequence of (str, Region)
@@ -58,7 +58,7 @@ def check_coverage(
     Raises
     ------
     CheckpointError
-        Naming the first elements, in row-major order, that nobody holds or several hold.
+        Naming the first elements, in row-major order, that no piece or several pieces hold.
     """
     try:
         for _, region in pieces:
@@ -71,21 +71,22 @@ def check_coverage(
     start, stop, held = fault
     if held == 0:
         raise CheckpointError(f"{kind}: nothing holds elements {start} to {stop} of {name}")
+    times = "twice" if held == 2 else f"{held} times"
     holders = [file for file, region in pieces if _holds(region, shape, start)]
     raise CheckpointError(
-        f"{kind}: elements {start} to {stop} of {name} are held {_times(held)}, "
+        f"{kind}: elements {start} to {stop} of {name} are held {times}, "
         f"by {' and '.join(holders[:2])}{' and others' * (held > 2)}"
     )
 
 
 def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] | None:
-    """The first run of elements that are not held once: start, stop, how often they are held.
+    """Return the first run of elements not held once: start, stop, number of holders.
 
-    Take the function that says of each element how often it is held, less 1. Its differences along
-    all dims are 0 but at corners of boxes, and it is their sum over all places that are nowhere
-    behind an element; so it is 0 everywhere if they are. Of all places where they are not, the
-    first in row-major order is behind no other: there the function is the difference itself. It
-    then stays the same in that row up to the next such place.
+    Let f(element) be the number of holders less 1. The mixed differences of f along all dims are 0
+    except at corners of boxes, and f is the sum of the differences at all places that do not come
+    after the element in any dim. So f is 0 everywhere if all differences are. Otherwise, at the
+    first place in row-major order with a difference, f equals that difference, and it stays the
+    same in that row up to the next such place.
     """
     if math.prod(box_shape(whole)) == 0:
         return None
@@ -117,7 +118,7 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
 
 
 def _join_ranges(regions: Sequence[Region]) -> Iterator[Region]:
-    """The same elements in fewer regions: one for those that follow each other in a box."""
+    """Yield the same elements as fewer regions: ranges that follow each other in a box joined."""
     joined: Region | None = None
     for region in sorted(regions, key=lambda region: (region.box, region.start)):
         if joined is None or (joined.box, joined.stop) != (region.box, region.start):
@@ -131,13 +132,9 @@ def _join_ranges(regions: Sequence[Region]) -> Iterator[Region]:
 
 
 def _holds(region: Region, shape: Sequence[int], element: int) -> bool:
-    """Whether an element, counted in row-major order, is in a region."""
+    """Return whether an element, by its row-major index, is in a region."""
     place = []
     for size in reversed(shape):
         element, index = divmod(element, size)
         place.append((index, index + 1))
     return any(shared_box(box, tuple(reversed(place))) is not None for box, _ in blocks_of(region))
-
-
-def _times(number: int) -> str:
-    return "twice" if number == 2 else f"{number} times"

@@ -1,8 +1,7 @@
 """Every change of the file system that a save makes, in one place.
 
-A save that is cut short anywhere must leave a whole checkpoint, so what it does to the disk, and
-in which order, is here and nowhere else: tests record these calls, break them one by one, and
-look at the disk as it is after each.
+A save that is interrupted anywhere must leave a complete checkpoint. So all operations on the disk
+are here, and tests record these calls, make each of them fail, and examine the disk after each.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the file system of ``directory``, there or not."""
+    """Return the bytes free for this user on the file system of ``directory``, existing or not."""
     while not directory.exists():
         directory = directory.parent
     system = os.statvfs(directory)
@@ -36,12 +35,12 @@ def free_bytes(directory: Path) -> int:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory, whose parent is there."""
+    """Make a directory in an existing one."""
     os.mkdir(directory)  # noqa: PTH102
 
 
 def make_directories(directory: Path) -> None:
-    """Make a directory and those above it, where they are not there, and have them last."""
+    """Make a directory and its parents durably, if they are missing."""
     if not directory.is_dir():
         make_directories(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -49,7 +48,7 @@ def make_directories(directory: Path) -> None:
 
 
 def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Make ``file``, of ``parts`` one after the other, and have its content reach the disk."""
+    """Make ``file`` from ``parts``, in order, and sync it to the disk."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
@@ -62,7 +61,7 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Make ``file`` hold ``content``: at every moment it holds that or what it held before."""
+    """Replace the content of ``file``: at every moment it is the old one or the new one."""
     beside = file.with_name(f".{file.name}.tmp")
     beside.unlink(missing_ok=True)
     write_file(beside, [content])
@@ -71,12 +70,12 @@ def replace_file(file: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file, over another one, or a directory."""
+    """Rename a directory, or a file, which replaces another one."""
     os.rename(source, target)  # noqa: PTH104
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names in ``directory`` reach the disk."""
+    """Sync the names in ``directory`` to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,30 +88,30 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove what nobody needs any more. What cannot be removed stays, for the next save."""
+    """Remove a directory. What cannot be removed stays for the next save."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_aside(directories: Mapping[Path, Path]) -> None:
-    """Remove directories, none of which is ever there in part.
+    """Remove directories so that none is ever partly there under its name.
 
     Parameters
     ----------
     directories : mapping of Path to Path
-        To the name, in the same directory, that each has while it is removed. One that cannot be
-        renamed stays, for the next save.
+        Directory -> its name, in the same parent, while it is removed. One that cannot be renamed
+        stays for the next save.
 
     Raises
     ------
     OSError
-        Where the disk fails.
+        If the disk fails.
     """
     aside = []
     for directory, name in directories.items():
         with suppress(PermissionError, FileNotFoundError):
             rename(directory, name)
             aside.append(name)
-    # What is removed first may also be lost first: not before the names are.
+    # A crash may lose removals in any order, so the new names must be on the disk before them.
     for parent in {name.parent for name in aside}:
         sync_directory(parent)
     for name in aside:

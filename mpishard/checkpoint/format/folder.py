@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpishard.arguments import as_integer, check_path
@@ -21,6 +22,8 @@ LATEST = "latest"
 
 _log = logging.getLogger("mpishard")
 
+# Inode, time of the last change in ns, and bytes: of a manifest that was not replaced.
+_FileMark = tuple[int, int, int]
 _NAME = re.compile(r"step-(\d{8,})(\.previous)?")
 
 
@@ -30,41 +33,43 @@ _LISTED = 5
 
 
 def previous_of(path: Path) -> Path:
-    """Where the checkpoint that ``path`` replaces waits until it is replaced."""
+    """Return the place of the checkpoint that ``path`` replaces, until it is replaced."""
     return path.with_name(f"{path.name}.previous")
 
 
 def temporary_of(path: Path) -> Path:
-    """A new name for what becomes, or was, the checkpoint ``path``."""
+    """Return a new name for a directory that becomes, or was, the checkpoint ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 def foreign_in(directory: Path) -> str:
-    """The names in a checkpoint's directory that are none of a checkpoint, the first few."""
-    return _listed(sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name)))
+    """Return, in words, the first few names in a directory that are no part of a checkpoint."""
+    names = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 class Target:
-    """The directory of one checkpoint. Rank 0 has it; nothing of it communicates.
+    """The directory of one checkpoint, on rank 0. Communicates nothing.
 
     Parameters
     ----------
     path : path
-        To make or replace.
+        The directory to make or replace.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one.
+        For a path that is none, or blank.
     CheckpointError
-        Where something else is there, and would be lost.
+        If other files are there, which would be lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_path("the path of a checkpoint", path)
         self.path = Path(path).resolve()
         self.is_put = False
-        """Whether the new checkpoint is in its place, and stays there."""
+        """Whether the new checkpoint is in its place, durably."""
         for parent in self.path.parents:
             if parent.exists():
                 if not parent.is_dir():
@@ -84,11 +89,11 @@ class Target:
 
     @property
     def sequence(self) -> int:
-        """Which save it is, of those in the same folder."""
+        """Number of the save, among those in the same folder."""
         return 1
 
     def make_temporary(self) -> Path:
-        """A new directory beside it; those of saves that were killed are removed."""
+        """Make a new directory beside it; remove those of saves that were killed."""
         parent = self.path.parent
         disk.make_directories(parent)
         for entry in parent.iterdir():
@@ -103,19 +108,21 @@ class Target:
         return re.fullmatch(ours, entry.name) is not None
 
     def put(self, directory: Path) -> None:
-        """Put ``directory``, whose content is on the disk, in the checkpoint's place.
+        """Move ``directory``, whose content is on the disk, to the checkpoint's place.
 
         Raises
         ------
         OSError
-            Where that cannot be done. Unless `is_put`, what was there is as it was.
+            If that is impossible. Unless `is_put`, the earlier checkpoint is unchanged.
         """
         previous = previous_of(self.path)
         disk.sync_directory(directory)
+        # No system call swaps two directories everywhere, so there are two renames, and between
+        # them the earlier checkpoint is found under its other name.
         replaces = self.path.exists()
         if replaces:
             if previous.exists():
-                # What a killed save put here may not be on the disk yet.
+                # The directory that a killed save moved here may not be on the disk yet.
                 disk.sync_directory(self.path.parent)
                 disk.remove_tree(previous)
             disk.rename(self.path, previous)
@@ -124,6 +131,7 @@ class Target:
             try:
                 disk.sync_directory(self.path.parent)
             except BaseException:
+                # A new checkpoint that a power failure may take back is none: restore the old one.
                 disk.rename(self.path, directory)
                 raise
         except BaseException:
@@ -146,10 +154,9 @@ class Entry:
     step : int
         The step after which it was saved.
     sequence : int
-        Which save it was: the newest has the highest, also where a run went back and on again.
+        Number of the save; the newest has the highest, even if the run went back in steps.
     problem : str
-        Why it cannot be read, as far as its manifest and its files' lengths tell; empty where
-        it can.
+        Why it cannot be read, as far as its manifest and its files' lengths tell; empty if it can.
     """
 
     path: Path
@@ -159,24 +166,24 @@ class Entry:
 
 
 class CheckpointFolder:
-    """Where a run saves again and again: ``<path>/step-00000010`` and so on.
+    """The folder of the checkpoints of one run: ``<path>/step-00000010`` and so on.
 
-    Beside them ``latest`` is a text file with the name of the newest. It moves when that is whole
-    and on the disk, and only then older ones are removed.
+    The text file ``latest`` in it has the name of the newest. It is changed when that checkpoint
+    is complete and on the disk, and only then are older ones removed.
 
     Parameters
     ----------
     path : path
         The folder, on a file system that all ranks see; made by the first save.
     keep_last : int
-        How many of the newest stay. One that cannot be read is not counted.
+        Number of the newest to keep. One that cannot be read is not counted.
     keep_every : int, optional
-        Those of steps that it divides stay for ever.
+        Checkpoints of steps that it divides are kept for ever.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, a blank one, or numbers below 1.
+        For a path that is none, or blank, or numbers below 1.
     """
 
     def __init__(
@@ -186,23 +193,23 @@ class CheckpointFolder:
         self.path = Path(path).resolve()
         self.keep_last = _at_least_one("keep_last", keep_last)
         self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
-        # By identity of the file: a manifest is read once, however many a run keeps.
-        self._manifests: Manifests = {}
+        # A manifest is read once, however many checkpoints a run keeps.
+        self._manifests: dict[_FileMark, Manifest] = {}
         self._refused: dict[int, str] = {}
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` steps is, or would be."""
-        return _path_of(self.path, step)
+        """Return the directory of the checkpoint after ``step`` steps, existing or not."""
+        return self.path / f"step-{step:08d}"
 
     def target(self, step: int) -> Target:
-        """Where the checkpoint after ``step`` steps goes.
+        """Return the target of the checkpoint after ``step`` steps.
 
         Raises
         ------
         ValueError
             For a negative step.
         CheckpointError
-            Where the folder is something else.
+            If the folder is a file, or a single checkpoint.
         """
         if as_integer("step", step) < 0:
             raise ValueError(f"step must be at least 0, got {step}")
@@ -215,22 +222,36 @@ class CheckpointFolder:
         return _StepTarget(self, int(step))
 
     def entries(self) -> list[Entry]:
-        """The checkpoints of the folder, the newest first; those that cannot be read last."""
+        """Return the checkpoints of the folder, the newest first, the unreadable ones last."""
         known, self._manifests = self._manifests, {}
-        found = _entries(self.path, known, self._manifests)
-        return [
-            replace(entry, problem=entry.problem or self._refused.get(entry.sequence, ""))
-            for entry in found
-        ]
+        found = []
+        for directory in self.path.iterdir() if self.path.is_dir() else ():
+            match = _NAME.fullmatch(directory.name)
+            # What a save was replacing counts if that save was killed between its renames.
+            if match is None or (match[2] and self.path_of(int(match[1])).exists()):
+                continue
+            found.append(self._entry(directory, int(match[1]), known))
+        return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
+
+    def _entry(self, directory: Path, step: int, known: Mapping[_FileMark, Manifest]) -> Entry:
+        try:
+            status = (directory / MANIFEST).stat()
+            mark = status.st_ino, status.st_mtime_ns, status.st_size
+            manifest = self._manifests[mark] = known.get(mark) or Manifest.read(directory)
+            torn = "; ".join(manifest.torn_files(directory))
+        except (OSError, ValueError) as error:
+            return Entry(directory, step, 0, f"{MANIFEST}: {error}")
+        sequence = manifest.sequence
+        return Entry(directory, step, sequence, torn or self._refused.get(sequence, ""))
 
     def refuse(self, sequence: int, problem: str) -> None:
-        """Count the save ``sequence`` no more: somebody has read all of it and found a fault."""
+        """Stop counting the save ``sequence``: somebody has read all of it and found a problem."""
         self._refused[sequence] = problem
 
     def prune(self) -> None:
-        """Remove what nobody keeps. The newest that can be read always stays.
+        """Remove checkpoints that need not be kept. The newest that can be read always stays.
 
-        So does a directory in which there are files of somebody else; a warning names them.
+        So does a directory with files of other programs; a warning names them.
         """
         whole = [entry for entry in self.entries() if not entry.problem]
         unwanted = {}
@@ -245,13 +266,9 @@ class CheckpointFolder:
         disk.remove_aside(unwanted)
 
 
-def _path_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
 def newest_of(path: Path) -> Path | None:
-    """The newest checkpoint of a folder, None where there are none."""
-    entries = _entries(path, {}, {})
+    """Return the newest checkpoint of a folder, None if there are none."""
+    entries = CheckpointFolder(path).entries()
     if not entries:
         return None
     newest = entries[0].path
@@ -276,9 +293,9 @@ class _StepTarget(Target):
         return self._sequence
 
     def make_temporary(self) -> Path:
-        # What a killed save was about to replace takes its name again.
+        # The checkpoint that a killed save was about to replace gets its name back.
         for entry in self._folder.entries():
-            place = _path_of(self._folder.path, entry.step)
+            place = self._folder.path_of(entry.step)
             if not place.exists():
                 disk.rename(entry.path, place)
         return super().make_temporary()
@@ -286,50 +303,17 @@ class _StepTarget(Target):
     def _is_left_over(self, entry: Path) -> bool:
         match = _NAME.fullmatch(entry.name)
         if match is not None:
-            return match[2] is not None and _path_of(entry.parent, int(match[1])).exists()
+            return match[2] is not None and self._folder.path_of(int(match[1])).exists()
         return re.fullmatch(r"\.step-\d{8,}\.[0-9a-f]{16}\.tmp", entry.name) is not None
 
     def put(self, directory: Path) -> None:
         super().put(directory)
+        # Only now, so that `latest` never names a directory that is not complete.
         disk.replace_file(self._folder.path / LATEST, f"{self.path.name}\n".encode())
         self._folder.prune()
-
-
-Manifests = dict[tuple[int, int, int], Manifest]
-
-
-def _entries(folder: Path, known: Manifests, found_now: Manifests) -> list[Entry]:
-    """The checkpoints of a folder; those of ``known`` manifests that are there go on."""
-    found = []
-    if folder.is_dir():
-        for directory in folder.iterdir():
-            match = _NAME.fullmatch(directory.name)
-            # What a save was replacing counts where that save was killed between its renames.
-            if match is None or (match[2] and _path_of(folder, int(match[1])).exists()):
-                continue
-            found.append(_entry(directory, int(match[1]), known, found_now))
-    return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
-
-
-def _entry(directory: Path, step: int, known: Manifests, found_now: Manifests) -> Entry:
-    file = directory / MANIFEST
-    try:
-        status = file.stat()
-        mark = status.st_ino, status.st_mtime_ns, status.st_size
-        manifest = known.get(mark) or Manifest.read(directory)
-        found_now[mark] = manifest
-        torn = manifest.torn_files(directory)
-    except (OSError, ValueError) as error:
-        return Entry(directory, step, 0, f"{MANIFEST}: {error}")
-    return Entry(directory, step, manifest.sequence, "; ".join(torn))
 
 
 def _at_least_one(name: str, value: int) -> int:
     if as_integer(name, value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return int(value)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint: which file holds which region of which tensor."""
+"""The table of contents of a checkpoint: files, and the regions of tensors that they hold."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class KindRecord:
 
     @classmethod
     def of(cls, dtype: np.dtype[Any], pieces: Iterable[PieceRecord]) -> KindRecord:
-        """Pieces of any parameters, in any order."""
+        """Return the record of pieces of any parameters, in any order."""
         found: dict[str, list[PieceRecord]] = {}
         for piece in pieces:
             found.setdefault(piece.region.name, []).append(piece)
@@ -68,14 +68,14 @@ class KindRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds and where.
+    """The content of a checkpoint, and the place of every piece of it.
 
     Parameters
     ----------
     identity : str
         Drawn at random for each save.
     sequence : int
-        Which save it is, of those in the same folder: the newest has the highest.
+        Number of the save, among those in the same folder: the newest has the highest.
     dtype : dtype
         Of the parameters.
     parameters : tuple of ParameterEntry
@@ -85,14 +85,14 @@ class Manifest:
     files : mapping of str to FileRecord
         The files beside the manifest, by name.
     metadata : mapping
-        What else was saved, as JSON knows it.
+        What else was saved, as JSON.
 
     Raises
     ------
     CheckpointError
-        Where the parameters leave gaps, or are larger than an array can be, the pieces of a kind
+        If the parameters leave gaps, or are larger than an array can be; if the pieces of a kind
         do not hold each element of each parameter exactly once (of an optimizer's kind: none of
-        frozen parameters), or a piece lies in no file that is listed, or beyond its end.
+        frozen parameters); or if a piece is in no file that is listed, or beyond its end.
     """
 
     identity: str
@@ -118,7 +118,7 @@ class Manifest:
                     f"it ends at {position}"
                 )
             position = entry.stop
-        # An optimizer's state alone says that there is no model with it.
+        # If an optimizer was saved alone, the metadata say that there is no model.
         if PARAMETERS not in self.arrays and self.metadata.get("model", "") is not None:
             raise CheckpointError(f"there are no {PARAMETERS} among the arrays {[*self.arrays]}")
         if PARAMETERS in self.arrays and self.arrays[PARAMETERS].dtype != self.dtype:
@@ -149,21 +149,18 @@ class Manifest:
             given = pieces.get(name, ())
             check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
             for piece in given:
-                self._check_place(kind, piece)
-
-    def _check_place(self, kind: str, piece: PieceRecord) -> None:
-        if piece.file not in self.files:
-            raise CheckpointError(f"{kind}: {piece.file} is not among the files")
-        held = self.files[piece.file].nbytes
-        stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
-        if not 0 <= piece.offset <= stop <= held:
-            raise CheckpointError(
-                f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
-                f"{piece.file}, which has {held}"
-            )
+                if piece.file not in self.files:
+                    raise CheckpointError(f"{kind}: {piece.file} is not among the files")
+                nbytes = self.files[piece.file].nbytes
+                stop = piece.offset + piece.region.length * self.arrays[kind].dtype.itemsize
+                if not 0 <= piece.offset <= stop <= nbytes:
+                    raise CheckpointError(
+                        f"{kind}: {piece.region} is said to be bytes {piece.offset} to {stop} of "
+                        f"{piece.file}, which has {nbytes}"
+                    )
 
     def held(self, kind: str) -> list[ParameterEntry]:
-        """The parameters of which there is a kind: all; those with an optimizer's state."""
+        """Return the parameters of a kind: all, or those that an optimizer has state of."""
         has_all = not kind.startswith(_OPTIMIZER)
         return [entry for entry in self.parameters if has_all or entry.trainable]
 
@@ -173,7 +170,7 @@ class Manifest:
         return self.parameters[-1].stop if self.parameters else 0
 
     def tensors_by_file(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """For each file, by `tensor_key`: the bytes, start and stop, at which its tensors lie."""
+        """Return for each file, by `tensor_key`, the bytes of its tensors: start and stop."""
         tensors: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in self.files}
         for kind, record in self.arrays.items():
             for given in record.pieces.values():
@@ -184,7 +181,7 @@ class Manifest:
         return tensors
 
     def torn_files(self, directory: Path) -> list[str]:
-        """What is wrong with the lengths of the files in ``directory``, in words."""
+        """Return the files in ``directory`` that are missing or of another length, in words."""
         torn = []
         for name, record in self.files.items():
             file = directory / name
@@ -195,12 +192,12 @@ class Manifest:
         return torn
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``.
+        """Return the content of ``manifest.json``.
 
         Raises
         ------
         CheckpointError
-            Where it is longer than any that is read again.
+            If it is longer than the longest that is read.
         """
         content = self.to_json().encode()
         if len(content) > _LONGEST:
@@ -211,7 +208,7 @@ class Manifest:
         return content
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``."""
+        """Return the text of ``manifest.json``."""
         content = {
             "identity": self.identity,
             "sequence": self.sequence,
@@ -246,7 +243,7 @@ class Manifest:
             },
             "metadata": spelled(self.metadata),
         }
-        # On one line, which C writes: with thousands of pieces that is ten times as fast.
+        # On one line, which the C encoder writes: ten times as fast with thousands of pieces.
         text = json.dumps(content, allow_nan=False)
         crc32 = zlib.crc32(text.encode())
         return (
@@ -256,17 +253,17 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of the checkpoint in ``directory``.
+        """Return the manifest of the checkpoint in ``directory``.
 
         Raises
         ------
         OSError
-            Where it cannot be read.
+            If it cannot be read.
         CheckpointError
-            As `from_json`; also where it is no file, or too long to be a manifest.
+            As `from_json`; also if it is no file, or too long to be a manifest.
         """
         file = directory / MANIFEST
-        # A pipe would be waited for, and of /dev/zero there is no end.
+        # A read of a pipe would wait, and one of /dev/zero would never end.
         if not file.is_file():
             raise CheckpointError("it is no file")
         nbytes = file.stat().st_size
@@ -279,12 +276,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises
         ------
         CheckpointError
-            Where the text is no manifest, is torn or changed, or comes from another version.
+            If the text is no manifest, is torn or changed, or comes from another version.
         """
         try:
             document = json.loads(text)
@@ -299,7 +296,8 @@ class Manifest:
             )
         try:
             content = document["content"]
-            # What was written is what JSON makes of it again: the text itself is not searched for.
+            # Encoding the parsed content again gives the text that was written, so the place of
+            # that text in the file need not be found.
             if zlib.crc32(json.dumps(content).encode()) != document["crc32"]:
                 raise CheckpointError("its content does not have the checksum that it names")
             manifest = cls._from_document(content)
@@ -348,7 +346,7 @@ class Manifest:
         )
 
 
-# Looked at only if a manifest cannot be read: one of thousands of pieces is read as fast as can be.
+# Used only to explain a failure: checks of thousands of pieces would slow down every read.
 _PIECE = {"file": TEXT, "offset": COUNT, "tensor": TEXT, "box": [(COUNT, COUNT)], "start": COUNT,
           "stop": COUNT}  # fmt: skip
 _CONTENT = {
@@ -380,7 +378,7 @@ def _reason(document: Any, error: Exception) -> str:
 
 
 def _check_shape(entry: ParameterEntry) -> None:
-    """Refuse what no array has, so that whoever makes one need not ask."""
+    """Refuse shapes that no array can have, before anybody makes one."""
     nbytes = 8 * math.prod(max(1, size) for size in entry.shape)  # NumPy counts no dim as 0
     if any(size < 0 for size in entry.shape) or len(entry.shape) > MOST_DIMS:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What is saved beside arrays, as JSON knows it; numbers that JSON does not know, spelled out."""
+"""JSON metadata beside the arrays: its checks, and numbers that JSON does not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "unspelled",
 ]
 
-_SPELLING = "$float"  # the only key of what stands for a number that JSON does not know
+_SPELLING = "$float"  # the only key of an object that stands for such a number
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SHOWN = 60  # characters of a value that a message quotes
 _CONTAINERS = (dict, list, tuple)
@@ -86,19 +86,20 @@ def require_form(value: Any, form: Form, key: str) -> None:
 
 
 def _shortened(value: Any) -> str:
-    if type(value) is int and abs(value) >= 1 << 63:  # Python refuses to print the longest
-        return f"a number of {value.bit_length()} bits"
-    text = json.dumps(value) if isinstance(value, str) else repr(value)
+    try:
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
+    except (RecursionError, ValueError):  # Python prints no number of more than 4300 digits
+        return f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def as_metadata(given: Any) -> dict[str, Any]:
-    """A user's metadata, of which nothing is looked at yet; {} for None.
+    """Return a user's metadata, not yet checked; {} for None.
 
     Raises
     ------
     TypeError
-        For what is no mapping.
+        If it is no mapping.
     """
     if given is None:
         return {}
@@ -110,17 +111,17 @@ def as_metadata(given: Any) -> dict[str, Any]:
 
 
 def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON makes of metadata, NumPy scalars and arrays included: a copy.
+    """Return a copy of metadata as JSON, with NumPy scalars and arrays as numbers and lists.
 
-    Infinities and NaN stay what they are.
+    Infinities and NaN stay floats.
 
     Raises
     ------
     TypeError
-        For what JSON does not know, and for a key that is no string: JSON would make one of it,
-        and of 1 and "1" the same.
+        For a value that JSON does not have, and for a key that is no string: JSON would make one
+        of it, and the same one of 1 and "1".
     ValueError
-        For the key that stands for a number which JSON does not know.
+        For the key that stands for a number that JSON does not have.
     """
     found = as_metadata(metadata)
     text = json.dumps(found, default=_plain)  # refuses what holds itself
@@ -129,7 +130,7 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled(value: Any) -> Any:
-    """``value`` of JSON with infinities and NaN as objects, so that every reader of JSON takes it.
+    """Return JSON with infinities and NaN as objects, which every reader of JSON accepts.
 
     RFC 8259, section 6, has no such numbers; they become ``{"$float": "NaN"}``, ``"Infinity"``
     or ``"-Infinity"``.
@@ -146,7 +147,7 @@ def spelled(value: Any) -> Any:
 
 
 def unspelled(value: Any) -> Any:
-    """What `spelled` was given."""
+    """Return the value that `spelled` was given."""
     if isinstance(value, dict):
         if value.keys() == {_SPELLING} and str(value[_SPELLING]) in _NUMBERS:
             return _NUMBERS[value[_SPELLING]]
@@ -186,7 +187,7 @@ def check_keys(name: str, value: Any, place: str = "") -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars and arrays as JSON knows them."""
+    """Return NumPy scalars and arrays as numbers and lists."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"metadata must be JSON; it holds a {type(value).__qualname__}: {value!r}")

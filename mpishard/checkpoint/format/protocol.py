@@ -1,4 +1,4 @@
-"""What a model and an optimizer show of themselves to be saved and restored."""
+"""The interface of models, optimizers and loops that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ __all__ = [
 ]
 
 Pieces = Mapping[str, Sequence[tuple[Region, Array]]]
-"""Kind -> region of a parameter and 1-D array of each piece.
+"""Kind -> region of a parameter and 1-D array, for each piece.
 
-A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; each has an
-array of each parameter's shape. The kinds are the same on every rank, also where a rank has no
-piece. `mpishard.sharding.Placement.cut` makes pieces of a rank's own flat vector.
+A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; it has an array
+of the shape of each parameter. All ranks have the same kinds, even if a rank has no piece of one.
+`mpishard.sharding.Placement.cut` makes pieces of a rank's own flat vector.
 """
 
 
 class CheckpointState(Protocol):
-    """Arrays in the parameters' shapes, and a few words beside them."""
+    """Arrays in the shapes of the parameters, and JSON metadata."""
 
     def arrays_to_write(self) -> Pieces:
-        """The pieces that this rank writes.
+        """Return the pieces that this rank writes.
 
-        All ranks' pieces of a kind together are all parameters, each element once: of
-        replicated arrays each rank gives its part, or one rank everything.
+        Together the ranks' pieces of a kind are all parameters, each element once. Of replicated
+        arrays each rank returns a part, or one rank everything.
         """
         ...
 
     def arrays_to_read(self) -> Pieces:
-        """The pieces, writable and in place, that this rank needs filled. They may overlap."""
+        """Return the pieces to be filled on this rank: writable views, which may overlap."""
         ...
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """What else must be restored, as JSON knows it: step, schedule. Rank 0's is saved."""
+        """Return what else must be restored, as JSON: step, schedule. Rank 0's is saved."""
         ...
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Called on every rank when the arrays of all ranks are filled. May communicate.
+        """Finish, on every rank, when the arrays of all ranks are filled. May communicate.
 
         Parameters
         ----------
         metadata : mapping
-            What `checkpoint_metadata` gave when it was saved.
+            What `checkpoint_metadata` returned when it was saved.
         """
         ...
 
@@ -74,16 +74,16 @@ class Checkpointable(CheckpointState, Protocol):
         ...
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        """The parameters along the flat vector, in order and without gaps."""
+        """Return the parameters along the flat vector, in order and without gaps."""
         ...
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Refuse what `restored` could not take, before anything is read.
+        """Refuse metadata that `restored` could not use, before anything is read.
 
         Raises
         ------
         ValueError
-            Where it does not fit the model.
+            If they do not fit the model.
         """
         ...
 
@@ -92,7 +92,7 @@ class CheckpointableOptimizer(Protocol):
     """An optimizer whose state can be saved and restored beside its model's parameters."""
 
     def checkpoint_view(self, model: Any) -> CheckpointState:
-        """The optimizer's state for the parameters of ``model``."""
+        """Return the optimizer's state for the parameters of ``model``."""
         ...
 
 

@@ -18,12 +18,12 @@ __all__ = ["bytes_of", "metadata_of", "tensors_and_document", "tensors_of"]
 def bytes_of(
     tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None
 ) -> bytes:
-    """Named arrays in safetensors format, with ``metadata`` in the header.
+    """Return named arrays in safetensors format, with ``metadata`` in the header.
 
     Raises
     ------
     ValueError
-        For a name under which nobody could read the array again.
+        For a name under which the array could not be read again.
     """
     for name in tensors:
         check_name(name, "tensor")
@@ -31,14 +31,14 @@ def bytes_of(
 
 
 def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays in what ``serialize`` gave, as errors say of ``whose``.
+    """Return the arrays in the bytes of ``serialize``; errors name it as ``whose``.
 
     Raises
     ------
     TypeError
-        For what are no bytes.
+        If they are no bytes.
     ValueError
-        Where they are something else, or torn.
+        If they are something else, or torn.
     """
     if not isinstance(data, bytes | bytearray):
         raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
@@ -51,9 +51,9 @@ def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
 
 
 def metadata_of(data: bytes) -> dict[str, str]:
-    """The metadata in the header of bytes that `tensors_of` has read; empty where there are none.
+    """Return the metadata in the header of bytes that `tensors_of` has read; empty if none.
 
-    safetensors reads headers of files only; the format begins with the header's length.
+    The library reads headers of files only; the format begins with the header's length.
     """
     length = int.from_bytes(data[:8], "little")
     return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
@@ -62,7 +62,7 @@ def metadata_of(data: bytes) -> dict[str, str]:
 def tensors_and_document(
     data: Any, key: str, whose: str
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
-    """The arrays, and the JSON under ``key`` of the metadata; errors are those of `tensors_of`."""
+    """Return the arrays, and the JSON under ``key`` of the metadata; raise as `tensors_of`."""
     tensors = tensors_of(data, whose)
     text = metadata_of(data).get(key)
     if text is None:

@@ -2,8 +2,8 @@
 
 The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little
 end first; the header, JSON, padded with spaces; the arrays, one after the other, without gaps.
-It is written here because the library's writer tells neither where an array lies nor what the
-bytes add up to, and lets no other thread run meanwhile. The library reads it.
+The library's own writer tells neither the offset of an array nor a checksum, and holds Python's
+lock meanwhile; so the files are written here. The library reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
 
 _PART_BYTES = 4 << 20  # what is given to the system at once
-_ALIGNMENT = 64  # bytes; where the arrays begin, so that a memory map of them is aligned
+_ALIGNMENT = 64  # bytes, of the first array, so that a memory map of the arrays is aligned
 
 _DTYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -42,7 +42,7 @@ _DTYPES = {
 DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
     code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _DTYPES.items()
 }
-"""What the format calls the dtypes that a checkpoint can hold."""
+"""The format's names of the dtypes that a checkpoint can hold."""
 
 # By the dtype itself: NumPy makes up its name anew each time, in microseconds.
 _CODES = {dtype: code for code, dtype in DTYPES_OF_FILES.items()}
@@ -61,7 +61,7 @@ class LazyTensor:
     shape : tuple of int
         Its shape.
     blocks : callable
-        Gives its elements in row-major order: 1-D contiguous arrays, one after the other.
+        Yields its elements in row-major order, as 1-D contiguous arrays.
     """
 
     dtype: np.dtype[Any]
@@ -80,7 +80,7 @@ class LazyTensor:
 
 
 Tensor = np.ndarray[Any, Any] | LazyTensor
-"""What a file is made of."""
+"""A tensor to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Entry:
     key: str
     tensor: Tensor
     start: int
-    """Where it lies behind the header."""
+    """Offset in bytes behind the header."""
 
     def contents(self) -> Iterator[Bytes]:
         if isinstance(self.tensor, LazyTensor):
@@ -99,7 +99,7 @@ class _Entry:
 
 
 class TensorFile:
-    """What will be one file: where each array lies is known before anything is written.
+    """One file, laid out before anything is written.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class TensorFile:
     Raises
     ------
     CheckpointError
-        For a dtype that the format does not have, and for a name that it cannot hold.
+        For a dtype or a name that the format cannot hold.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -129,24 +129,23 @@ class TensorFile:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where in the file each array begins, in bytes."""
+        """Offset of each array in the file, in bytes."""
         return {entry.key: len(self._header) + entry.start for entry in self._entries}
 
     def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
-        """Write it, durably, and note the `checksums`.
+        """Write the file durably, and set `checksums`.
 
-        ``check`` is called before each part, and may raise: then no more is written.
+        ``check`` is called before each part of an array, and may raise: then no more is written.
 
         Raises
         ------
         OSError
-            Where the file is there already or cannot be written.
+            If the file exists already or cannot be written.
         """
-        # Arrays are in memory anyway; of what is read as it is written little may wait there.
+        # Arrays are in memory anyway. Lazy tensors are read meanwhile, and few blocks may wait.
         is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
-            parts = self._parts() if check is None else _checked(self._parts(), check)
-            disk.write_file(file, thread.watch(parts))
+            disk.write_file(file, thread.watch(self._parts(check)))
         self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
@@ -171,35 +170,29 @@ class TensorFile:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    def _parts(self) -> Iterator[memoryview]:
-        """The content, a few MiB at a time."""
+    def _parts(self, check: Callable[[], None] | None) -> Iterator[memoryview]:
+        """Yield the content, a few MiB at a time; call ``check`` before each part."""
         yield memoryview(self._header)
         for entry in self._entries:
             for content in entry.contents():
                 for start in range(0, content.size, _PART_BYTES):
+                    if check is not None:
+                        check()
                     yield content[start : start + _PART_BYTES].data
 
 
-def _checked(parts: Iterable[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
-    for part in parts:
-        check()
-        yield part
-
-
 class ChecksumThread:
-    """Takes the CRC-32 of each block of a stream while its parts go to the disk.
+    """Computes the CRC-32 of each block of a stream while its parts go to the disk.
 
-    A checksum takes as long as copying to the system does, or longer, and while the disk works
-    the processor has nothing else to do. Use as a context manager; `checksums` are complete behind
-    it.
+    A checksum takes as long as the copy to the system, or longer, and the processor is idle while
+    the disk works. Use as a context manager; at its end `checksums` are complete.
 
     Parameters
     ----------
     block_bytes : int
         Bytes of a block; the last one may be shorter.
     ahead : int
-        How many parts may wait for their checksum: as many as there are where 0. They stay in
-        memory meanwhile.
+        Number of parts that may wait for their checksum, in memory; 0 for no limit.
     """
 
     def __init__(self, block_bytes: int, ahead: int = 0) -> None:
@@ -210,7 +203,7 @@ class ChecksumThread:
         """CRC-32 of each block."""
 
     def watch(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The same parts, of which checksums are taken."""
+        """Yield the same parts, and have their checksums computed."""
         for part in parts:
             self._parts.put(part)
             yield part

@@ -1,4 +1,4 @@
-"""Looking into checkpoints without a model, ranks or MPI."""
+"""Descriptions and checks of checkpoints without a model, ranks or MPI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What a checkpoint holds, as `check` and `describe` found it.
+    """The content of a checkpoint, as `check` and `describe` found it.
 
     Parameters
     ----------
@@ -65,14 +65,14 @@ class CheckpointReport:
 
 
 def check(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Read all of a checkpoint, compare its checksums, and say what it holds.
+    """Read all of a checkpoint, compare its checksums, and return a report.
 
     Raises
     ------
     FileNotFoundError
-        Where there is no checkpoint.
+        If there is no checkpoint.
     CheckpointError
-        Where it is torn, corrupt or of a newer version.
+        If it is torn, corrupt or of a newer version.
     """
     with CheckpointReader(path) as reader:
         reader.verify()
@@ -80,7 +80,7 @@ def check(path: str | os.PathLike[str]) -> CheckpointReport:
 
 
 def describe(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Say what a checkpoint holds: of its files only the lengths are compared.
+    """Return a report of a checkpoint; of its files only the lengths are compared.
 
     Raises
     ------
@@ -104,16 +104,16 @@ def _report(reader: CheckpointReader) -> CheckpointReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointProblem:
-    """Something in a checkpoint that is not as it was written.
+    """A part of a checkpoint that is not as it was written.
 
     Parameters
     ----------
     file : str
         Name of the file.
     tensors : tuple of str
-        What lies there: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
+        The tensors there: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
     reason : str
-        What is wrong.
+        What is wrong there.
     """
 
     file: str
@@ -124,26 +124,26 @@ class CheckpointProblem:
 def find_problems(
     path: str | os.PathLike[str], progress: Callable[[int, int], object] | None = None
 ) -> list[CheckpointProblem]:
-    """Read all of a checkpoint, compare its checksums, and list whatever is wrong.
+    """Read all of a checkpoint, compare its checksums, and list every problem.
 
     Parameters
     ----------
     path : path
         The directory, or a folder of checkpoints, of which the newest is read.
     progress : callable, optional
-        Called with the bytes that are read and those of all files.
+        Called with the number of bytes read so far and that of all files.
 
     Returns
     -------
     list of CheckpointProblem
-        Empty where every byte is as it was written.
+        Empty if every byte is as it was written.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one.
+        For a path that is none, or blank.
     FileNotFoundError
-        Where there is no checkpoint.
+        If there is no checkpoint.
     """
     return problems_in(find_checkpoint(path), progress)
 
@@ -151,7 +151,7 @@ def find_problems(
 def problems_in(
     directory: Path, progress: Callable[[int, int], object] | None = None
 ) -> list[CheckpointProblem]:
-    """As `find_problems`, of what ought to be a single checkpoint and may lack its manifest."""
+    """As `find_problems`, for the directory of one checkpoint, which may lack its manifest."""
     try:
         if not os.path.lexists(directory / MANIFEST):
             return [CheckpointProblem(MANIFEST, (), "it is missing")]
@@ -174,7 +174,7 @@ def problems_in(
 def _read_through(
     file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, int, str]]:
-    """Ranges of bytes, one after the other, and what is wrong with each, if anything."""
+    """Yield ranges of bytes, in order, and what is wrong with each; "" if nothing is."""
     try:
         if not file.is_file() and file.exists():
             yield 0, record.nbytes, "it is no file"
@@ -206,7 +206,7 @@ def _read_through(
 
 
 def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:
-    """What has elements among the bytes ``low`` to ``high`` of a file."""
+    """Yield the tensors that have elements among the bytes ``low`` to ``high`` of a file."""
     for kind, record in manifest.arrays.items():
         for name, pieces in record.pieces.items():
             size = record.dtype.itemsize
@@ -220,7 +220,7 @@ def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """The parameters of a checkpoint, by name.
+    """Return the parameters of a checkpoint, by name.
 
     Returns
     -------
@@ -230,7 +230,7 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     Raises
     ------
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`; also where an optimizer was saved without its model.
+        As `CheckpointReader`; also if an optimizer was saved without its model.
     """
 
     def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:

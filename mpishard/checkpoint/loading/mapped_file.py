@@ -1,4 +1,4 @@
-"""A file of a checkpoint, mapped into memory, of which nothing is used that was changed."""
+"""A file of a checkpoint, mapped into memory, whose blocks are verified before use."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappedFile:
-    """One file, of which each block is compared with its checksum before it is first used.
+    """One file; each block is compared with its checksum before its first use.
 
     Parameters
     ----------
     file : Path
-        What to map.
+        The file to map.
     record : FileRecord
-        What the manifest says of its length and blocks.
+        Its length and the checksums of its blocks, from the manifest.
     tensors : mapping of str to (int, int)
-        What the manifest says of the bytes at which its tensors lie, by `tensor_key`.
+        The bytes of each tensor, start and stop, from the manifest, by `tensor_key`.
     was_replaced : callable
-        Whether another checkpoint lies in its place by now.
+        Returns whether another checkpoint is in its place by now.
 
     Raises
     ------
     OSError, ValueError
-        Where it cannot be mapped, or is not as long.
+        If it cannot be mapped, or is not as long.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MappedFile:
         return len(self._record.checksums)
 
     def verify(self, first: int, stop: int, what: str = "") -> None:
-        """Compare blocks that nobody compared yet."""
+        """Compare the checksums of blocks that were not compared before."""
         for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
             low = block * BLOCK_BYTES
             length = min(BLOCK_BYTES, self._content.size - low)
@@ -91,11 +91,11 @@ class MappedFile:
             self._verified[block] = True
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         self._close()
 
     def check_header(self) -> None:
-        """Refuse a file that does not say of its tensors what the manifest says of them, once."""
+        """Refuse a file whose header and manifest differ; compare them once."""
         if self._is_as_listed:
             return
         self.verify(0, 1, "the header")
@@ -105,22 +105,22 @@ class MappedFile:
         self._is_as_listed = True
 
     def part(self, start: int, stop: int, what: str) -> Bytes:
-        """Bytes ``start`` to ``stop``, a view."""
+        """Return bytes ``start`` to ``stop``, a view."""
         self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start:stop]
 
 
 def checksum_at(descriptor: int, start: int, length: int) -> int:
-    """CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
+    """Return the CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
 
-    They are read, and not looked at through a map, where a disk that fails, or a file that
-    somebody cuts, would end the process with SIGBUS.
+    The bytes are read rather than mapped: with a map, a disk that fails or a file that is
+    truncated would end the process with SIGBUS.
 
     Raises
     ------
     OSError
-        Where they cannot be read, or are not there.
+        If they cannot be read, or are not there.
     """
     buffer = memoryview(bytearray(min(length, _READ_BYTES)))
     crc, done = 0, 0
@@ -133,7 +133,7 @@ def checksum_at(descriptor: int, start: int, length: int) -> int:
 
 
 def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) -> str:
-    """Where the header of a file says other things than the manifest, in words; "" where not.
+    """Return how the header of a file differs from the manifest, in words; "" if it does not.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) ->
         What the manifest says, as for `MappedFile`.
     """
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    # A header that says that it is as long as the file is not read into memory.
+    # Compared before it is read, so that a forged length cannot fill the memory.
     expected = min((low for low, _ in tensors.values()), default=content.size)
     if start != expected:
         return f"its header ends at byte {start}, and its tensors begin at {expected}"
@@ -165,7 +165,7 @@ def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) ->
 
 
 class PieceValues:
-    """The values of a piece, which are read where they are sliced."""
+    """The values of a piece; a slice of them is read when it is taken."""
 
     def __init__(
         self, file: MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str

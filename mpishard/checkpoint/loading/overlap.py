@@ -1,4 +1,4 @@
-"""What two regions of a tensor have in common, and copying it."""
+"""The common part of two regions of a tensor, and copies of it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _RUN = 1 << 14  # elements in a row for which a read of their own pays
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A box that is part of a stored region and part of one that is asked for.
+    """A box that is part of a stored region and of a requested one.
 
     Parameters
     ----------
     shared : Box
         The elements.
     source, target : Box
-        The boxes of the two regions in which they lie.
+        The boxes of the two regions that contain them.
     source_start : int
-        Where ``source`` begins in the stored values.
+        Start of ``source`` in the stored values.
     target_part : slice
-        Where ``target`` lies in the values that are asked for.
+        Range of ``target`` in the requested values.
     """
 
     shared: Box
@@ -48,7 +48,7 @@ class Overlap:
 
     @property
     def source_span(self) -> slice:
-        """Where the elements lie in the stored values: from the first to behind the last."""
+        """Range of the stored values from the first of the elements to the last."""
         first = last = 0
         for (low, high), (start, stop) in zip(self.shared, self.source, strict=True):
             first = first * (stop - start) + low - start
@@ -56,14 +56,14 @@ class Overlap:
         return slice(self.source_start + first, self.source_start + last + 1)
 
     def copy(self, values: Any, out: Array) -> None:
-        """Copy the elements from what is stored to where they are asked for.
+        """Copy the elements from the stored values to the requested ones.
 
         Parameters
         ----------
         values : sliceable
             The stored region, of which ``values[start:stop]`` reads a range: a NumPy array.
         out : Array
-            The region that is asked for, 1-D.
+            The requested region, 1-D.
         """
         view = out[self.target_part].reshape(box_shape(self.target))
         _copy(
@@ -77,8 +77,8 @@ class Overlap:
 
 
 def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
-    """What ``target`` finds in ``source``, of the same tensor."""
-    if source.box == target.box:  # which is most often so: both are ranges of one vector
+    """Yield the common parts of two regions of one tensor."""
+    if source.box == target.box:  # the common case: both are ranges of one vector
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         if low < high:
             stored, wanted = ((source.start, source.stop),), ((target.start, target.stop),)
@@ -98,8 +98,8 @@ def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
 def _copy(values: Any, offset: int, shape: tuple[int, ...], box: Box, out: Array) -> None:
     """Copy the ``box`` of the array of ``shape`` that lies in ``values`` from ``offset`` on.
 
-    Whole rows are read, a block at a time; but where rows are long and little of them is asked
-    for, each row is an array of its own.
+    Whole rows are read, a block at a time. If rows are long and little of each is requested, each
+    row is read as an array of its own.
     """
     (low, high), *columns = box
     row = math.prod(shape[1:])

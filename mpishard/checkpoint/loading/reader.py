@@ -1,9 +1,9 @@
-"""Reading any region of a checkpoint, whoever wrote it."""
+"""Reads of any region of a checkpoint, whatever layout wrote it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,22 +34,36 @@ class CheckpointReader:
     Parameters
     ----------
     path : path
-        The directory, or a `CheckpointFolder`, of which the newest is opened. Where it is missing
-        because a save was killed between two renames, the one that was being replaced is.
+        The directory, or a `CheckpointFolder`, of which the newest is opened. If it is missing
+        because a save was killed between two renames, the one that was being replaced is opened.
 
     Raises
     ------
     ValueError
         For a blank path.
     FileNotFoundError
-        Where there is no checkpoint; the message lists what is there instead.
+        If there is no checkpoint; the message lists what is there instead.
     CheckpointError
-        Where it is torn, corrupt or of a newer version.
+        If it is torn, corrupt or of a newer version.
 
     Attributes
     ----------
     path : Path
         The directory that is read.
+    identity : str
+        A random name of the save that wrote the checkpoint.
+    parameters : tuple of ParameterEntry
+        The parameters along the flat vector.
+    dtype : dtype
+        Of the parameters.
+    length : int
+        Number of elements of all parameters.
+    kinds : dict of str to dtype
+        The kinds of arrays that it holds for each parameter, and their dtypes.
+    metadata : mapping
+        What was saved beside the arrays.
+    file_sizes : dict of str to int
+        Bytes of each file, by name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -59,61 +73,34 @@ class CheckpointReader:
             self._manifest = Manifest.read(self.path)
         except CheckpointError as error:
             raise CheckpointError(f"cannot use {manifest}: {error}") from error
-        self._shapes = {entry.name: entry.shape for entry in self._manifest.parameters}
-        self._tensors = self._manifest.tensors_by_file()
+        found = self._manifest
+        self.identity = found.identity
+        self.parameters = found.parameters
+        self.dtype = found.dtype
+        self.length = found.length
+        self.kinds = {kind: record.dtype for kind, record in found.arrays.items()}
+        self.metadata = found.metadata
+        self.file_sizes = {name: file.nbytes for name, file in found.files.items()}
+        self._shapes = {entry.name: entry.shape for entry in found.parameters}
+        self._tensors = found.tensors_by_file()
         self._files: dict[str, MappedFile] = {}
         self._check_sizes()
 
-    @property
-    def identity(self) -> str:
-        """A random name of the save that wrote the checkpoint."""
-        return self._manifest.identity
-
-    @property
-    def parameters(self) -> tuple[ParameterEntry, ...]:
-        """The parameters along the flat vector."""
-        return self._manifest.parameters
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the parameters."""
-        return self._manifest.dtype
-
-    @property
-    def length(self) -> int:
-        """Elements of all parameters."""
-        return self._manifest.length
-
-    @property
-    def kinds(self) -> dict[str, np.dtype[Any]]:
-        """What it holds an array of for each parameter, and the dtypes."""
-        return {kind: record.dtype for kind, record in self._manifest.arrays.items()}
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What was saved beside the arrays."""
-        return self._manifest.metadata
-
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file, by name."""
-        return {name: file.nbytes for name, file in self._manifest.files.items()}
-
     def held(self, kind: str) -> list[ParameterEntry]:
-        """The parameters that it holds a kind of: all, but no optimizer's state of frozen ones."""
+        """Return the parameters of a kind: all, but no optimizer state of frozen ones."""
         return self._manifest.held(kind)
 
     def read(self, kind: str, region: Region, out: Array) -> None:
         """Fill ``out`` with a region of a parameter, or of an optimizer's state of it.
 
-        Of the files only the blocks that it takes are read, and their checksums compared, once.
+        Only the blocks that the region needs are read, and their checksums compared, once.
 
         Parameters
         ----------
         kind : str
             One of `kinds`.
         region : Region
-            What to read. It need not be a region that was written.
+            The region. It need not be one that was written.
         out : Array
             Shape (region.length,), of the kind's dtype; in host or GPU memory.
 
@@ -122,7 +109,7 @@ class CheckpointReader:
         ValueError
             As `check_readable`.
         CheckpointError
-            Where a file cannot be read, or has changed since it was written.
+            If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
         record = self._manifest.arrays[kind]
@@ -134,7 +121,7 @@ class CheckpointReader:
                     overlap.copy(values, out)
 
     def verify_region(self, kind: str, region: Region) -> None:
-        """Compare the checksums of what `read` would take.
+        """Compare the checksums of the blocks that `read` would take.
 
         Raises
         ------
@@ -148,19 +135,19 @@ class CheckpointReader:
                 values[overlap.source_span]
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
-        """A new array of a parameter's shape, filled as by `read`."""
+        """Return a new array of a parameter's shape, filled by `read`."""
         flat = np.empty(entry.size, self._manifest.arrays[kind].dtype)
         if flat.size:
             self.read(kind, Region.whole(entry.name, entry.shape), flat)
         return flat.reshape(entry.shape)
 
     def check_readable(self, kind: str, region: Region, out: Array) -> None:
-        """Raise what `read` would raise for these arguments, and read nothing.
+        """Raise the error that `read` would raise for these arguments; read nothing.
 
         Raises
         ------
         ValueError
-            Where the checkpoint has no such kind or parameter, the region is no part of it or was
+            If the checkpoint has no such kind or parameter, the region is no part of it or was
             frozen, or ``out`` is not as long or has another dtype.
         """
         if kind not in self._manifest.arrays:
@@ -199,7 +186,7 @@ class CheckpointReader:
         Raises
         ------
         CheckpointError
-            Where names, shapes or dtype differ; the message lists the differences.
+            If names, shapes or dtype differ; the message lists the differences.
         """
         saved = {entry.name: entry for entry in self.parameters}
         wanted = {entry.name: entry for entry in parameters}
@@ -233,7 +220,7 @@ class CheckpointReader:
         Parameters
         ----------
         part, parts : int
-            Of all blocks, the share that is read: ranks deal them among themselves.
+            The share of all blocks that is read, so that ranks can divide them.
 
         Raises
         ------
@@ -255,7 +242,7 @@ class CheckpointReader:
             raise CheckpointError("; ".join(changed))
 
     def close(self) -> None:
-        """Let go of the files. Idempotent; a later `read` opens them again."""
+        """Close the files. Idempotent; a later `read` opens them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -283,7 +270,7 @@ class CheckpointReader:
         return self._files[name]
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint lies at `path` by now."""
+        """Return whether another checkpoint is at `path` by now."""
         try:
             return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
@@ -291,12 +278,12 @@ class CheckpointReader:
 
 
 def find_single(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the single checkpoint ``path``; None where it may be a folder of them.
+    """Return the directory of the single checkpoint ``path``; None if it may be a folder of them.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one.
+        For a path that is none, or blank.
     CheckpointError
         For a file.
     """
@@ -313,7 +300,7 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The directory of the checkpoint ``path``, or of the newest in the folder ``path``.
+    """Return the directory of the checkpoint ``path``, or of the newest in the folder ``path``.
 
     Raises
     ------

@@ -42,11 +42,11 @@ def load(
     Parameters
     ----------
     path : path
-        The directory that `save` made.
+        The checkpoint, or a folder of them, of which the newest that verifies is restored.
     model : Checkpointable
-        The same parameters as were saved, under any strategy.
+        A model with the parameters that were saved, under any strategy.
     optimizer : CheckpointableOptimizer, optional
-        Its rule must have the state that was saved.
+        An optimizer whose rule has the state that was saved.
     training : CheckpointState, optional
         As was saved.
 
@@ -58,12 +58,12 @@ def load(
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one, and for another model or optimizer, before anything
-        is communicated.
+        For a path that is none, or blank, and for another model or optimizer, before anything is
+        communicated.
     FileNotFoundError
-        Where there is no checkpoint.
+        If there is no checkpoint.
     CheckpointError
-        Where it is torn, or does not fit the model or the optimizer. All ranks raise what one
+        If it is torn, or does not fit the model or the optimizer. All ranks raise what one
         of them raises.
     """
     check_path("the path of a checkpoint", path)
@@ -76,16 +76,16 @@ def load(
 def load_states(
     path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
 ) -> dict[str, Any]:
-    """As `load`, for some of what was saved of ``model``. Collective.
+    """As `load`, for some of the states of ``model``. Collective.
 
     Parameters
     ----------
     path : path
         The directory.
     model : Checkpointable
-        Whose parameters the checkpoint must be of; they are restored only as one of ``states``.
+        The model whose parameters were saved; they are restored only as one of ``states``.
     states : mapping of str to CheckpointState
-        "model", "optimizer", "training" -> what to restore.
+        "model", "optimizer", "training" -> the state to restore.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
@@ -99,6 +99,7 @@ def load_states(
         return wanted
 
     reader, wanted = open_whole(lambda: _agree_on_one(path, backend) or path, backend, verify)
+    # From here on only a disk that fails between two reads can leave a model half loaded.
     with reader:
         with together(backend):
             for kind, region, array in _each(wanted):
@@ -165,7 +166,7 @@ _ARTICLES = {"model": "a model", "optimizer": "an optimizer", "training": "a tra
 
 
 def _check_fits(reader: CheckpointReader, name: str, pieces: Mapping[str, Any]) -> None:
-    """Refuse a state that is not the one that was saved."""
+    """Refuse a state other than the saved one."""
     if not isinstance(reader.metadata.get(name), Mapping):
         raise CheckpointError(f"the checkpoint {reader.path} was saved without {_ARTICLES[name]}")
     # A kind is "parameters", which the model has, or "optimizer/..." or "training/...".

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder to go on from: the newest whose every byte is as it was written."""
+"""The checkpoint of a folder to resume from: the newest of which every byte verifies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mpishard.checkpoint.format.consensus import (
-    all_texts,
-    share_path,
-    share_text,
-    together,
-)
+from mpishard.checkpoint.format.consensus import all_texts, path_from, path_text, together
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -31,44 +26,39 @@ def newest_valid(
     folder: str | os.PathLike[str] | CheckpointFolder,
     backend: CommunicationBackend | None = None,
 ) -> Path | None:
-    """The newest checkpoint of a folder that verifies. Collective: each rank reads its share.
+    """Return the newest checkpoint of a folder that verifies. Collective: each rank reads a share.
 
-    Where a newer one does not, rank 0 says so, and why, by a warning in the log "mpishard".
+    If a newer one does not verify, rank 0 logs a warning with the reason in the log "mpishard".
 
     Parameters
     ----------
     folder : path or CheckpointFolder
-        What a `CheckpointFolder` writes to. Rank 0's counts; one that is given counts those that
-        do not verify no more among the ones that it keeps.
+        A folder that a `CheckpointFolder` writes to; rank 0's is used. A `CheckpointFolder` no
+        longer counts those that do not verify among the ones that it keeps.
     backend : CommunicationBackend, optional
-        The ranks that ask together.
+        The ranks that look together.
 
     Returns
     -------
     Path or None
-        None where there is no checkpoint.
+        None if there is no checkpoint.
 
     Raises
     ------
     CheckpointError
-        Where there are some, and none of them can be used; it says of each why.
+        If there are some, and none can be used; the message gives the reason for each.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
-    listed = ""
-    place: Path | None = None
-    with together(backend):
+    with together(backend) as statements:
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
-            place = folder.path
-            listed = json.dumps(
-                [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
-            )
-    place = share_path(backend, place)
-    assert place is not None
+            listed = [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
+            statements.own = json.dumps([path_text(folder.path), listed])
+    place, found = json.loads(statements.everyone[0])
     refused: list[str] = []
-    for name, sequence, problem in json.loads(share_text(backend, listed)):
-        path = Path(place, name)
+    for name, sequence, problem in found:
+        path = Path(path_from(place) or "", name)
         reasons = [problem] if problem else _verify(path, backend, rank, world_size)
         if not reasons:
             if refused and rank == 0:
@@ -130,6 +120,7 @@ def open_whole(
             # Between the two renames of a save nothing, or half of it, is there to be opened.
             is_replaced = reader is None or reader.was_replaced()
             found = "replaced" if is_replaced else "failed"
+        # The ranks must have opened the same save: one may have come before its renames.
         everyone = set(all_texts(backend, found))
         if opened is not None and len(everyone) == 1:
             return opened
@@ -144,9 +135,9 @@ def open_whole(
 
 
 def newest_first(folder: CheckpointFolder) -> list[Entry]:
-    """The checkpoints of a folder, in the order in which a run would go on from them.
+    """Return the checkpoints of a folder, in the order in which a run would resume from them.
 
-    Of those without a manifest nobody knows when they were saved: the step must do.
+    The time of a save is in the manifest, so those without one are ordered by step.
     """
     entries = folder.entries()
     ordered = sorted(
@@ -161,7 +152,7 @@ def newest_first(folder: CheckpointFolder) -> list[Entry]:
 def _verify(
     path: Path, backend: CommunicationBackend | None, rank: int, world_size: int
 ) -> list[str]:
-    """What is wrong with a checkpoint, as far as any rank finds."""
+    """Return the problems of a checkpoint that any rank finds."""
     problem = ""
     try:
         with CheckpointReader(path) as reader:

@@ -1,4 +1,4 @@
-"""A save under way: each rank's thread writes its file, rank 0's commits when all have."""
+"""A save under way: each rank's thread writes its file, then rank 0's thread commits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a checkpoint is made of.
+    """The content of a checkpoint, as one rank provides it.
 
     Parameters
     ----------
@@ -78,14 +78,15 @@ class PendingSave:
     """A checkpoint that is being written. `poll` and `wait` are collective.
 
     Each rank writes its pieces into one file of a directory beside the target, in a thread that
-    communicates nothing. When all have, rank 0's thread checks that they are complete, writes the
-    manifest, and puts the directory in its place. What the ranks must know of each other they say
-    in one `poll` and hear in the next, so that all go on, and raise, at the same call.
+    communicates nothing. When all have written, rank 0's thread checks that the pieces are
+    complete, writes the manifest, and moves the directory to its place. At each `poll` the ranks
+    send their states, and at the next one they receive those of all. So all go on, or raise, at
+    the same call.
 
-    A save is four collectives. In the first the ranks exchange whatever one of them refuses, how
-    many bytes each will write, and where. When all have written, the second says so and the third
-    brings rank 0 the record of each file. The fourth says that rank 0 has committed. A second of
-    waiting for a slow disk, or a `poll` too early, adds one.
+    A save makes four collectives. The first exchanges errors of any rank, the bytes that each rank
+    will write, and rank 0's directory. The second says that all have written, the third brings
+    rank 0 the record of each file, and the fourth says that rank 0 has committed. Each second of
+    waiting for a slow disk adds one, and so does each `poll` before the end.
 
     Parameters
     ----------
@@ -126,7 +127,7 @@ class PendingSave:
         self._is_done = False
         self._is_abandoned = threading.Event()
         self._staging = staging
-        room: _Room | None = None
+        room: dict[str, Any] | None = None
         is_staged = False
         try:
             with together(backend) as statements:
@@ -135,17 +136,18 @@ class PendingSave:
                 is_staged = True
                 self._file = RankFile(self._rank, pieces)
                 if self._rank == 0:
-                    # Training changes lists while this one is written.
+                    # A copy: training goes on and appends to lists of the metadata.
                     self._content = replace(content, metadata=as_json(content.metadata))
                     self._target = make_target()
-                    room = _Room.make(self._target)
-                statements.own = json.dumps([self._file.nbytes, room and room.to_json()])
+                    room = _make_room(self._target)
+                statements.own = json.dumps([self._file.nbytes, room])
             said = [json.loads(text) for text in statements.everyone]
             self._nbytes = sum(nbytes for nbytes, _ in said)
-            self._directory = _Room.from_json(said[0][1]).require(self._nbytes)
+            self._directory = _require_room(said[0][1], self._nbytes)
         except BaseException:
-            if room is not None and room.directory is not None:
-                disk.remove_tree(room.directory)
+            made = path_from(room["directory"]) if room is not None else None
+            if made is not None:
+                disk.remove_tree(made)
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -154,25 +156,25 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint is whole and in its place. Communicates nothing."""
+        """Whether the checkpoint is complete and in its place. Communicates nothing."""
         return self._is_done
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write, which `wait` raises on all. Communicates nothing."""
+        """Whether this rank could not write; `wait` raises that on all. Communicates nothing."""
         return self._state is _State.FAILED
 
     def poll(self) -> bool:
-        """Go on where all ranks can; return whether it is done. Collective, once a step.
+        """Go on if all ranks can; return whether it is done. Collective, once a step.
 
-        It does not wait for the others to come to it. What a rank says at one poll all hear at the
-        next, so that all go on, and raise, at the same one.
+        It does not wait for the others to come to this poll, only to the one before, of which it
+        receives their states.
 
         Raises
         ------
         CheckpointError
-            On all ranks, where any of them could not write, now and whenever it is called again.
-            What was there before is as it was, unless it says that the checkpoint is in its place.
+            On all ranks if any of them could not write, now and at every later call. The earlier
+            checkpoint is unchanged, unless the message says that the new one is in its place.
         """
         if self._ended is not None:
             raise self._ended
@@ -201,8 +203,8 @@ class PendingSave:
     def abandon(self) -> None:
         """Write no more, because this rank cannot go on with the others. Communicates nothing.
 
-        Where it is just taking its place it may still become a checkpoint. What is left of it
-        otherwise is none, and the next save in its place removes it.
+        If it is just being moved to its place it may still become a checkpoint. Otherwise the next
+        save to that place removes what is left of it.
         """
         self._is_abandoned.set()
         self._thread.join(_ABANDON_SECONDS)
@@ -211,8 +213,8 @@ class PendingSave:
 
     def _start(self, body: Callable[[], None]) -> threading.Thread:
         def run() -> None:
-            # Whoever starts a thread waits until it runs, and then for Python's lock, which it
-            # has: for milliseconds, if it computed now.
+            # The thread that starts this one waits for it to run, and then for Python's lock. If
+            # this one computed at once, training would lose milliseconds.
             time.sleep(_YIELD_SECONDS)
             try:
                 body()
@@ -272,6 +274,7 @@ class PendingSave:
     def _advance(self) -> Iterator[None]:
         """Take the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
         yield from self._meet()
+        # A gather, not an all-gather: records grow with the model, and rank 0 alone needs them.
         records = self._records = GatheredTexts(self._backend, self._record)
         if self._rank == 0:
             self._state = _State.WORKING
@@ -302,7 +305,7 @@ class PendingSave:
             self._thread = self._start(partial(self._commit, records.wait()))
 
     def _fail(self) -> None:
-        """Raise on every rank what any of them says. Collective."""
+        """Raise on every rank the errors of all. Collective."""
         said = []
         if self._target is not None:
             if self._target.is_put:
@@ -315,6 +318,7 @@ class PendingSave:
                     f"no checkpoint was written in {self._directory.parent}, and what was there "
                     "is as it was"
                 )
+            # No rank writes any more: `_meet` ends when none is working.
             disk.remove_tree(self._directory)
         if self._error is not None:
             own = self._error
@@ -324,48 +328,31 @@ class PendingSave:
         raise CheckpointError("; ".join(everyone)) from self._error
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Where rank 0 writes, and how many bytes are free there."""
-
-    directory: Path | None
-    """The temporary directory; None if the disk is too full to make one."""
-    parent: Path
-    free: int
-    full: str = ""
-    """The error of a disk that is full."""
-
-    @classmethod
-    def make(cls, target: Target) -> _Room:
-        """Make the temporary directory of ``target``."""
-        parent = target.path.parent
-        try:
-            directory = target.make_temporary()
-        except OSError as error:
-            if error.errno not in _IS_FULL:
-                raise
-            return cls(None, parent, disk.free_bytes(parent), f"rank 0: {error}")
-        try:
-            return cls(directory, parent, disk.free_bytes(parent))
-        except BaseException:
+def _make_room(target: Target) -> dict[str, Any]:
+    """Make the temporary directory of ``target``; return, as JSON, what every rank must know."""
+    parent, full, directory = target.path.parent, "", None
+    try:
+        directory = target.make_temporary()
+        free = disk.free_bytes(parent)
+    except OSError as error:
+        if directory is not None:
             disk.remove_tree(directory)
+        if error.errno not in _IS_FULL:
             raise
+        # The error follows when the ranks have said how many bytes they need.
+        full, directory, free = f"rank 0: {error}", None, disk.free_bytes(parent)
+    return {
+        "directory": path_text(directory), "parent": path_text(parent), "free": free, "full": full,
+    }  # fmt: skip
 
-    def to_json(self) -> list[Any]:
-        return [path_text(self.directory), path_text(self.parent), self.free, self.full]
 
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> _Room:
-        directory, parent, free, full = value
-        place = path_from(parent)
-        assert place is not None
-        return cls(path_from(directory), place, free, full)
-
-    def require(self, needed: int) -> Path:
-        """Return the directory; refuse to write ``needed`` bytes if fewer are free."""
-        if self.directory is None or needed > self.free:
-            raise _no_room(self.full or _NO_ROOM, needed, self.free, self.parent)
-        return self.directory
+def _require_room(room: Mapping[str, Any], needed: int) -> Path:
+    """Return rank 0's temporary directory; refuse to write ``needed`` bytes if fewer are free."""
+    directory, parent = path_from(room["directory"]), path_from(room["parent"])
+    assert parent is not None
+    if directory is None or needed > room["free"]:
+        raise _no_room(room["full"] or _NO_ROOM, needed, room["free"], parent)
+    return directory
 
 
 def require_room(directory: Path, needed: int) -> None:

@@ -36,29 +36,29 @@ def save(
     training: CheckpointState | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a model, with its optimizer if given. Collective.
+    """Save a model, and its optimizer if given. Collective.
 
     Parameters
     ----------
     path : path
         The directory to make or replace, on a file system that all ranks see.
     model : Checkpointable
-        Whose parameters to save.
+        The model whose parameters are saved.
     optimizer : CheckpointableOptimizer, optional
-        Whose state to save beside them.
+        The optimizer whose state is saved, too.
     training : CheckpointState, optional
-        What a training loop holds of each parameter; its kinds are ``"training/<name>"``.
+        Arrays of a training loop for each parameter; their kinds are ``"training/<name>"``.
     metadata : mapping, optional
-        Names -> anything that JSON can hold, with strings for keys, NaN and infinities, too;
-        `load` returns it. Rank 0's counts.
+        Names -> anything that JSON can hold, with strings as keys; NaN and infinities are allowed.
+        `load` returns it. Rank 0's is saved.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no path, or a blank one, and for another model or optimizer, before anything
-        is communicated.
+        For a path that is none, or blank, and for another model or optimizer, before anything is
+        communicated.
     ValueError, TypeError, CheckpointError
-        As `write_checkpoint`, on every rank; what was at ``path`` is then as it was.
+        As `write_checkpoint`, on every rank; the checkpoint at ``path`` is then unchanged.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer)
@@ -76,16 +76,15 @@ def save_async(
 ) -> PendingSave:
     """As `save`, but only copy now, and write while training goes on. Collective.
 
-    Every rank calls ``poll`` of what is returned once a step, which raises on all ranks where one
-    could not write, and ``wait`` at the end. What is not waited for may never become a checkpoint.
+    Every rank calls `PendingSave.poll` once a step, which raises on all ranks if one could not
+    write, and `PendingSave.wait` at the end. Without `wait` there may never be a checkpoint.
 
     Parameters
     ----------
     path, model, optimizer, training, metadata
         As for `save`.
     staging : StagingBuffer, optional
-        Host memory for the copy, kept from save to save by whoever saves often. Only one save at a
-        time may use it.
+        Host memory for the copy, to be kept from save to save. Only one save at a time may use it.
 
     Returns
     -------
@@ -95,7 +94,7 @@ def save_async(
     Raises
     ------
     ValueError, TypeError, CheckpointError
-        As `save`, for what is known before anything is written.
+        As `save`, for errors that are found before anything is written.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer)
@@ -112,24 +111,24 @@ def reserve(
     *,
     kept: int = 0,
 ) -> None:
-    """Take now, and not in the first `save_async`, the memory that its copies need. Collective.
+    """Take the memory for the copies of `save_async` before the first of them. Collective.
 
     Parameters
     ----------
     staging : StagingBuffer
-        Which will be given to `save_async`.
+        The buffer that `save_async` will be given.
     model, optimizer
         As for `save`.
     kept : int
-        How many more arrays of each parameter's shape and dtype a save will hold, such as the
-        best parameters of a training loop.
+        Number of further arrays of each parameter's shape and dtype that a save will hold, such
+        as the best parameters of a training loop.
 
     Raises
     ------
     TypeError, ValueError
         For another model or optimizer; for a buffer that a save is still written from.
     OSError
-        Where there is not enough memory. All ranks raise what one of them raises.
+        If there is not enough memory. All ranks raise what one of them raises.
     """
     require_checkpointable(model, optimizer)
     with together(model.checkpoint_backend):
@@ -148,9 +147,9 @@ def begin_save(
     metadata: Mapping[str, Any] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
-    """Begin to save where ``make_target``, called on rank 0, says. Collective.
+    """Begin to save to the target that ``make_target`` returns on rank 0. Collective.
 
-    Without ``staging`` nothing may change before the save is done.
+    Without ``staging`` no array may change before the save is done.
     """
     return _begin(
         make_target, model, lambda: states_of(model, optimizer, training), metadata, staging
@@ -164,16 +163,16 @@ def save_states(
     *,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """As `save`, for some of what there is of ``model``. Collective.
+    """As `save`, for some of the states of ``model``. Collective.
 
     Parameters
     ----------
     path : path
         The directory to make or replace.
     model : Checkpointable
-        Whose parameters the states belong to; they are saved only as one of ``states``.
+        The model of the states; its parameters are saved only as one of ``states``.
     states : mapping of str to CheckpointState
-        "model", "optimizer", "training" -> what to save.
+        "model", "optimizer", "training" -> the state to save.
     metadata : mapping, optional
         As for `save`.
     """
@@ -210,9 +209,9 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint ``path``, or leave what was there as it was. Collective.
 
-    At every moment ``path``, or ``<path>.previous`` between two renames, is a whole checkpoint;
-    `CheckpointReader` knows where to look. What a killed save left behind is removed by the next
-    one, so only one job may save to a path at a time.
+    At every moment ``path``, or ``<path>.previous`` between two renames, is a complete checkpoint;
+    `CheckpointReader` looks at both. The next save removes what a killed one left behind, so only
+    one job may save to a path at a time.
 
     Parameters
     ----------
@@ -228,7 +227,7 @@ def write_checkpoint(
     ValueError, TypeError
         For a blank path, or arrays that cannot be written.
     CheckpointError
-        Where ``path`` holds something else, there is not enough room, a file cannot be written, or
+        If ``path`` holds something else, there is not enough room, a file cannot be written, or
         the pieces of all ranks do not make up each parameter exactly once. All ranks raise it, and
         it lists those that failed.
     """

@@ -33,24 +33,22 @@ HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
 
 
 def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
-    """The pieces in host memory, without the empty ones, and apart from what training changes."""
+    """Return the pieces in host memory, without empty ones; copies, if there is a buffer."""
     pieces: HostPieces = {}
     shared: list[tuple[str, int]] = []
     for kind, given in arrays.items():
         pieces[kind] = []
         for region, array in given:
-            if array.shape != (region.length,):
+            length = region.stop - region.start
+            if array.shape != (length,):
                 raise ValueError(
-                    f"{kind}: the piece {region} has shape ({region.length},), got {array.shape}"
+                    f"{kind}: the piece {region} has shape ({length},), got {array.shape}"
                 )
             if array.size:
-                host = np.ascontiguousarray(to_host(array))
+                is_host = isinstance(array, np.ndarray)
+                host = np.ascontiguousarray(array if is_host else to_host(array))
                 # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
-                if (
-                    staging is not None
-                    and isinstance(array, np.ndarray)
-                    and np.may_share_memory(host, array)
-                ):
+                if staging is not None and is_host and np.may_share_memory(host, array):
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
     if staging is not None:
@@ -63,9 +61,9 @@ def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
 class StagingBuffer:
     """Host memory that a save copies into, so that training goes on while it is written.
 
-    It grows to what a save needs and is kept for the next. The first save waits while the system
-    gives the memory, unless it was reserved before; what was reserved is also copied into faster,
-    where numba is.
+    The buffer grows to the size that a save needs, and is kept for the next one. The first save
+    waits while the system provides the memory, unless `reserve` took it earlier. Copies into
+    reserved memory are faster if numba is installed.
     """
 
     def __init__(self) -> None:
@@ -75,29 +73,29 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Number of bytes kept."""
         return int(self._memory.nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for copies of ``nbytes`` bytes, where there is less, and make them fast.
+        """Take memory for copies of ``nbytes`` bytes if there is less, and prepare fast copies.
 
         Raises
         ------
         ValueError
-            Where a save is still being written from it.
+            If a save is still being written from it.
         OSError
-            Where the system has no such memory.
+            If the system has no such memory.
         """
         self._grow(nbytes)
         self._copy = streaming_copy()  # it may have to be compiled
 
     def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """Copies of 1-D arrays, valid until they are given back.
+        """Return copies of 1-D arrays, valid until `give_back`.
 
         Raises
         ------
         ValueError
-            Where a save is still being written from it.
+            If a save is still being written from it.
         """
         self._require_own()
         runs = _runs(arrays)
@@ -106,7 +104,9 @@ class StagingBuffer:
         self._is_lent = True
         copied = []
         for run, start in zip(runs, starts, strict=True):
-            whole = _end_to_end(run)
+            # The run's arrays lie end to end: one array that begins as the first spans them all.
+            length = sum(array.size for array in run)
+            whole = np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
             copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
             if self._copy is None:
                 copy[...] = whole
@@ -116,7 +116,7 @@ class StagingBuffer:
         return copied
 
     def give_back(self) -> None:
-        """Hear that nothing reads the copies any more."""
+        """Allow the next save to use the memory: nothing reads the copies any more."""
         self._is_lent = False
 
     def _grow(self, nbytes: int) -> None:
@@ -134,7 +134,7 @@ class StagingBuffer:
 
 
 def staged_bytes(arrays: Pieces) -> int:
-    """Bytes of a staging buffer that holds copies of the pieces, as `on_host` makes them."""
+    """Return the number of bytes that `on_host` copies into a staging buffer."""
     return sum(
         _aligned(array.nbytes)
         for given in arrays.values()
@@ -144,9 +144,9 @@ def staged_bytes(arrays: Pieces) -> int:
 
 
 def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
-    """``arrays`` in their order, together as far as they lie end to end in memory.
+    """Group ``arrays``, in their order, into runs that lie end to end in memory.
 
-    A vector's pieces do. To copy them at once takes two thirds of the time of one by one.
+    The pieces of one vector do. Copying a run at once takes two thirds of the time of its arrays.
     """
     runs: list[list[np.ndarray[Any, Any]]] = []
     end: tuple[int, np.dtype[Any]] | None = None
@@ -160,21 +160,15 @@ def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, A
     return runs
 
 
-def _end_to_end(run: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """One array of all of a run: it ends where the last one does."""
-    length = sum(array.size for array in run)
-    return np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """New memory, whose pages the system has given already, where it can be asked to.
+    """Return new memory whose pages the system has provided already, if it can be asked to.
 
-    NumPy would ask for huge pages, page by page as they are written to; to make room for those
-    the system moves others about, and the first save would wait for it.
+    NumPy would request huge pages, one at a time as they are written. The system makes room for
+    those by moving others, and the first save would wait for that.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
@@ -188,7 +182,7 @@ class StreamingCopy(Protocol):
 
 
 def streaming_copy() -> StreamingCopy | None:
-    """The compiled copy; None without numba. Compiles it at the first call in a process."""
+    """Return the compiled copy; None without numba. The first call in a process compiles it."""
     with _lock:  # thread-ranks come here at the same time, and one of them compiles
         return _compile()
 
@@ -217,13 +211,13 @@ def _compile() -> StreamingCopy | None:
 
 
 def _copy_words(source: Any, target: Any) -> None:
-    """Compiled. What other threads are told of later, under a lock, they see complete."""
+    """Compiled. A thread that takes a lock after the copy sees all of it."""
     for index in range(source.size):
         _store_past_caches(target, index, source[index])  # type: ignore[name-defined]  # noqa: F821
 
 
 def _make_store(numba: Any) -> Any:
-    """What stands for ``array[index] = value`` in compiled code, with LLVM's hint for the store."""
+    """Return what compiles to ``array[index] = value`` with LLVM's hint for the store."""
     ir = importlib.import_module("llvmlite.ir")
 
     def store(_context: Any, array: Any, _index: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``mpishard bench checkpoint``: saving, saving while training, and loading, beside the disk."""
+"""``mpishard bench checkpoint``: time of saving, saving beside training, and loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,33 +31,44 @@ _WIDTH = 1024
 _STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
 _KINDS = 3  # parameters, and AdamW's two moments
 _ITEM = 4  # bytes
-_PART = 8 << 20  # bytes that are written and read at once, where nothing else is done
+_PART = 8 << 20  # bytes of one plain write or read
+
+_WAYS = {
+    "write + fsync": (True, ""),
+    "save": (True, "write + fsync"),
+    "memory for copies": (False, ""),
+    "save_async, call": (False, "save"),
+    "save_async, polls": (False, "save"),
+    "save_async, stall": (False, "save"),
+    "save_async, until it is done": (True, "save"),
+    "step alone": (False, ""),
+    "step beside a save": (False, "step alone"),
+    "read": (True, ""),
+    "load": (True, "read"),
+}
+"""Way -> whether it moves the bytes of all files, and the way that it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointResult:
-    """What was measured in one way.
+    """Measurements of one way.
 
     Parameters
     ----------
     way : str
-        What was timed.
+        Name of what was timed.
     seconds : tuple of float
-        Of each repeat, those of the slowest rank.
+        Time of each repeat, on the slowest rank.
     nbytes : int
-        Of all ranks' files; 0 where the time is of something else.
+        Size of all ranks' files; 0 if the time is of something else.
     other : str
-        The way that it is compared with, in the same repeat; empty: with none.
+        The way that it is compared with, in the same repeat; empty if there is none.
     """
 
     way: str
     seconds: tuple[float, ...]
     nbytes: int = 0
     other: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class CheckpointBenchmark:
     Parameters
     ----------
     nbytes : int
-        Of one rank's file, about.
+        Size of one rank's file, about.
     repeats : int
         How often each is timed.
     folder : Path
@@ -79,7 +90,7 @@ class CheckpointBenchmark:
     folder: Path
 
     def layers(self, world_size: int) -> int:
-        """Layers of 1024 x 1024 that make up the size."""
+        """Return the number of layers of 1024 x 1024 that make up the size."""
         elements = self.nbytes * world_size // (_KINDS * _ITEM)
         return max(1, round(elements / (_WIDTH * _WIDTH + _WIDTH)))
 
@@ -89,7 +100,7 @@ class CheckpointBenchmark:
         Raises
         ------
         CheckpointError
-            Where there is not enough room.
+            If there is not enough room.
         """
         made = None
         with together(backend):
@@ -106,7 +117,7 @@ class CheckpointBenchmark:
 
 
 class _Run:
-    """The model, and what is done with it, on one rank."""
+    """The model on one rank, and its measurements."""
 
     def __init__(
         self, benchmark: CheckpointBenchmark, backend: CommunicationBackend, folder: Path
@@ -125,45 +136,26 @@ class _Run:
 
     def results(self) -> list[CheckpointResult]:
         saved = self._folder / "saved"
-        self._save(saved)  # memory is touched, and files are there to be read
+        checkpoint.save(saved, self._model, self._optimizer)  # touches memory, and is read below
         file = saved / file_name(self._backend.rank)
         content = np.fromfile(file, np.uint8)
-        sizes = self._backend.all_gather(np.array([content.size]))
-        total = int(sizes.sum())
+        total = int(self._backend.all_gather(np.array([content.size])).sum())
         plain = self._folder / f"plain{self._backend.rank}"
-        self._timed("memory for copies", self._reserve)
+        trained = (self._model, self._optimizer)
+        self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *trained))
         for repeat in range(self._benchmark.repeats):
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
-            self._timed("save", partial(self._save, path))
+            self._timed("save", partial(checkpoint.save, path, *trained))
             self._remove(path)
             self._save_beside_steps(self._folder / f"async{repeat}")
             self._timed("read", lambda: _read(file, content))
-            self._timed("load", lambda: checkpoint.load(saved, self._model, self._optimizer))
-        others = {
-            "write + fsync": (total, ""),
-            "save": (total, "write + fsync"),
-            "memory for copies": (0, ""),
-            "save_async, call": (0, "save"),
-            "save_async, polls": (0, "save"),
-            "save_async, stall": (0, "save"),
-            "save_async, until it is done": (total, "save"),
-            "step alone": (0, ""),
-            "step beside a save": (0, "step alone"),
-            "read": (total, ""),
-            "load": (total, "read"),
-        }
+            self._timed("load", lambda: checkpoint.load(saved, *trained))
         return [
-            CheckpointResult(way, tuple(self._seconds[way]), *about)
-            for way, about in others.items()
+            CheckpointResult(way, tuple(self._seconds[way]), total if moves else 0, other)
+            for way, (moves, other) in _WAYS.items()
         ]
-
-    def _reserve(self) -> None:
-        checkpoint.reserve(self._staging, self._model, self._optimizer)
-
-    def _save(self, path: Path) -> None:
-        checkpoint.save(path, self._model, self._optimizer)
 
     def _save_beside_steps(self, path: Path) -> None:
         self._backend.barrier()
@@ -180,15 +172,18 @@ class _Run:
             polled += time.perf_counter() - before
         took = time.perf_counter() - begun
         self._remove(path)
-        self._note("save_async, call", called)
-        self._note("save_async, polls", polled)
-        self._note("save_async, stall", called + polled)
-        self._note("save_async, until it is done", took)
-        self._note("step alone", alone)
-        self._note("step beside a save", float(np.median(steps)))
+        for way, seconds in (
+            ("save_async, call", called),
+            ("save_async, polls", polled),
+            ("save_async, stall", called + polled),
+            ("save_async, until it is done", took),
+            ("step alone", alone),
+            ("step beside a save", float(np.median(steps))),
+        ):
+            self._note(way, seconds)
 
     def _step(self) -> float:
-        """What a layer computes, and the small reduction that ends each step; timed. Collective."""
+        """Time a layer's product, and the small reduction that ends each step. Collective."""
         begun = time.perf_counter()
         np.matmul(self._square, self._square, out=self._product)
         np.maximum(self._product, 0.0, out=self._product)
@@ -227,29 +222,22 @@ def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
 def checkpoint_table(
     benchmark: CheckpointBenchmark, results: list[CheckpointResult], world_size: int
 ) -> Table:
-    """The results as a table; a ratio is the median over repeats, in each of which both were."""
+    """Return the results as a table; a ratio is the median over repeats, each of which has both."""
     total = next(result.nbytes for result in results if result.nbytes)
     title = (
         f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
         f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
     )
-    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"))
+    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"), 1)
     seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
     for result in results:
-        timing = Timing(result.seconds)
+        timing, way, other = Timing(result.seconds), result.way, result.other
         table.add_row(
-            result.way,
+            way,
             *timing_cells(timing),
             f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
-            _ratio(result, seconds),
-            result.other,
+            f"{np.median(seconds[way] / seconds[other]):.2f}" if other else "",
+            other,
         )
-    table.caption = "read and load: from the system's cache. stall: what training waits, in all"
-    table.caption_justify = "left"
+    table.caption = "read and load: from the system's cache. stall: time that training waits in all"
     return table
-
-
-def _ratio(result: CheckpointResult, seconds: Mapping[str, np.ndarray[Any, Any]]) -> str:
-    if not result.other:
-        return ""
-    return f"{np.median(seconds[result.way] / seconds[result.other]):.2f}"

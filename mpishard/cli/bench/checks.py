@@ -1,4 +1,4 @@
-"""``mpishard bench checks``: what a step of the GPT example pays for checked and logged calls."""
+"""``mpishard bench checks``: cost of checked and logged calls in a step of the GPT example."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from mpishard import nn
+from mpishard.cli.bench.workload import gpt, tokens, training_step
 from mpishard.cli.tables import figures_table
 from mpishard.cli.wording import counted, milliseconds
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.call import Call
-from mpishard.distributed import as_distributed
 from mpishard.observe import Timing, time_alternately, time_chain
 from mpishard.optimizers import AdamW
 from mpishard.sharding import ShardingConfiguration
@@ -24,15 +23,14 @@ from mpishard.sharding import ShardingConfiguration
 __all__ = ["LIMIT", "ChecksBenchmark", "ChecksResult", "checks_table"]
 
 LIMIT = 0.02
-"""The part of a step that checks and call log may take."""
+"""Share of a step that checks and call log may take."""
 
-_VOCABULARY = 256
 _AS_IS, _NO_CHECKS, _NO_LOG = "as it is", "without checks", "without call log"
 
 
 @dataclass(frozen=True, slots=True)
 class ChecksResult:
-    """What was measured, in seconds of rank 0 where nothing else is said.
+    """Measurements, in seconds of rank 0 unless something else is said.
 
     Parameters
     ----------
@@ -41,9 +39,9 @@ class ChecksResult:
     collectives : int
         Number of collectives in a step.
     record_seconds : tuple of float
-        What the call log took of each step, measured in the step.
+        Time that the call log took in each step.
     header_seconds : tuple of float
-        Of a collective that is a header and nothing else, by the slowest rank. That is more than
+        Time of a collective that is only a header, on the slowest rank. It includes more than
         the check: the header goes there and back, and the call is logged.
     """
 
@@ -59,21 +57,21 @@ class ChecksResult:
 
     @property
     def record_share(self) -> float:
-        """The part of a step that the call log takes."""
+        """Share of a step that the call log takes."""
         return Timing(self.record_seconds).median / self.step
 
     @property
     def header_share(self) -> float:
-        """The part of a step that headers would take if each were waited for: a bound."""
+        """Share of a step that headers would take if each were waited for: an upper bound."""
         return self.collectives * Timing(self.header_seconds).median / self.step
 
     def difference(self, without: str) -> float:
-        """What a step takes more than ``without``: median over pairs that follow each other."""
+        """Return how much longer a step is than ``without``: the median over consecutive pairs."""
         ratios = np.array(self.steps[_AS_IS]) / np.array(self.steps[without])
         return float(np.median(ratios)) - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return everything for JSON."""
         shares = {"record_share": self.record_share, "header_share": self.header_share}
         differences = {f"step / {w} - 1": self.difference(w) for w in (_NO_CHECKS, _NO_LOG)}
         return asdict(self) | shares | differences | {"limit": LIMIT}
@@ -92,7 +90,7 @@ class ChecksBenchmark:
     batch : int
         Sequences of a step, of all ranks together.
     steps : int
-        How often each way is stepped.
+        Steps of each way.
     """
 
     strategy: str = "fsdp"
@@ -105,7 +103,11 @@ class ChecksBenchmark:
 
     def run(self, backend: CommunicationBackend) -> ChecksResult:
         """Measure. Collective; ends with the backend as it was."""
-        step = self._stepper(backend)
+        config = ShardingConfiguration(backend)
+        model = gpt(self.width, self.layers, self.heads, self.context)
+        rule = AdamW(3e-3, beta2=0.99, weight_decay=0.1, clip_global_norm=1.0)
+        x, y = tokens(backend.rank, -(-self.batch // backend.world_size), self.context)
+        _, step = training_step(config, model, self.strategy, x, y, rule)
         time_chain(step, 1, warmup=2)
         page, checks = backend.status, backend.check_collectives
         record = page.record
@@ -125,7 +127,7 @@ class ChecksBenchmark:
                 step()
                 recorded.append(clocked.seconds)
         finally:
-            vars(page).pop("record", None)  # the method of its class is back
+            vars(page).pop("record", None)  # restores the method of its class
             backend.check_collectives = checks
         (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
         return ChecksResult(
@@ -134,27 +136,6 @@ class ChecksBenchmark:
             tuple(recorded),
             header.seconds,
         )
-
-    def build_model(self) -> nn.Model:
-        """The model, as yet without arrays."""
-        return nn.GPT(
-            vocabulary_size=_VOCABULARY,
-            context_length=self.context,
-            width=self.width,
-            heads=self.heads,
-            layers=self.layers,
-        )
-
-    def _stepper(self, backend: CommunicationBackend) -> Callable[[], object]:
-        config = ShardingConfiguration(backend)
-        sharded = as_distributed(self.build_model(), config, self.strategy)
-        rule = AdamW(3e-3, beta2=0.99, weight_decay=0.1, clip_global_norm=1.0)
-        optimizer = as_distributed(rule, config, self.strategy)
-        rows = -(-self.batch // backend.world_size)
-        generator = np.random.default_rng(backend.rank)
-        tokens = generator.integers(0, _VOCABULARY, (rows, self.context + 1))
-        x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        return lambda: optimizer.step(sharded, x, y)
 
 
 def _ignore(call: Call, group: str, frame: FrameType | None) -> None:
@@ -177,14 +158,13 @@ class _Clocked:
 
 
 def checks_table(benchmark: ChecksBenchmark, result: ChecksResult, world_size: int) -> Table:
-    """The result as a table; percentages are of the step."""
+    """Return the result as a table; percentages are of the step."""
     title = (
         f"GPT, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
         f"{benchmark.strategy}, {counted(world_size, 'rank')}: {milliseconds(result.step)} a step, "
         f"{result.collectives} collectives in it"
     )
     table = figures_table(title, ("", "a collective", "a step", "of the step", "limit"), ("",))
-    table.min_width = len(title) + 2
     record, header = Timing(result.record_seconds).median, Timing(result.header_seconds).median
     count = max(1, result.collectives)
     for name, seconds, share in (

@@ -1,9 +1,9 @@
-"""``mpishard bench collectives``: what each collective costs, beside what bounds it."""
+"""``mpishard bench collectives``: time of each collective, beside what bounds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,15 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
 
 Way = Callable[[], object]
+Ways = dict[str, tuple[Way, Any]]
+"""Name -> what does the collective once, and the array that it leaves its result in, or None."""
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveResult:
-    """What was measured of one collective, at one size, done in one way.
+    """Measurements of one collective, at one size, done in one way.
 
     Parameters
     ----------
@@ -46,9 +48,9 @@ class CollectiveResult:
         ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``MPI, in place``, with
         ``MPI_IN_PLACE``; ``memcpy``, a copy of as many bytes by every rank.
     nbytes : int
-        Of the whole array: an all-gather's result, the others' input.
+        Size of the whole array: the result of an all-gather, the input of the others.
     seconds : tuple of float
-        Of one call, for each repeat.
+        Time of one call, for each repeat.
     """
 
     collective: str
@@ -56,14 +58,10 @@ class CollectiveResult:
     nbytes: int
     seconds: tuple[float, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBenchmark:
-    """Which collectives are measured, at which sizes.
+    """Collectives that are measured, and their sizes.
 
     Parameters
     ----------
@@ -99,7 +97,7 @@ class CollectiveBenchmark:
 
 
 class _Ways:
-    """The ways to do a collective on arrays of one size; results that they leave are checked."""
+    """Ways to do a collective on arrays of one size; the results that they leave are checked."""
 
     def __init__(
         self,
@@ -117,15 +115,22 @@ class _Ways:
         self.layout = ShardLayout(self.length, backend.world_size)
 
     def of(self, kind: str) -> dict[str, Way]:
-        """Way -> what does it once."""
-        ways: Mapping[str, Way] = getattr(self, f"_{kind}")()
-        return dict(ways)
+        """Return what does the collective once, for each way, after a look at its result."""
+        ways, expected = getattr(self, f"_{kind}")()
+        for way, (call, result) in ways.items():
+            if result is None:
+                continue
+            call()
+            self.backend.barrier()
+            if not (result == expected).all():
+                raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
+        return {way: call for way, (call, _) in ways.items()}
 
     def _input(self, length: int) -> np.ndarray[Any, Any]:
         return np.full(length, self.backend.rank + 1, self.dtype)
 
     def _own_part_of_shared(self) -> Any:
-        """Input of this rank in memory that its peers can read, or None."""
+        """Return an input of this rank in memory that its peers can read, or None."""
         buffer = self.backend.allocate_shared(self.backend.world_size * self.length, self.dtype)
         if buffer is None:
             return None
@@ -133,102 +138,75 @@ class _Ways:
         mine[...] = self.backend.rank + 1
         return mine
 
-    def _sums(self, ways: dict[str, Way], results: Mapping[str, Any]) -> dict[str, Way]:
-        """``ways``, each of which fills its result with the sum over ranks."""
-        return self._checked(ways, results, np.array([sum(self._of_each_rank())]))
+    def _sum(self) -> np.ndarray[Any, Any]:
+        """Return the sum of the ranks' inputs."""
+        return np.array([sum(range(1, self.backend.world_size + 1))])
 
-    def _of_each_rank(self) -> range:
-        """What the inputs of the ranks are full of."""
-        return range(1, self.backend.world_size + 1)
-
-    def _checked(
-        self, ways: dict[str, Way], results: Mapping[str, Any], expected: np.ndarray[Any, Any]
-    ) -> dict[str, Way]:
-        """``ways``, each of which fills its result with what is expected."""
-        for way, result in results.items():
-            ways[way]()
-            self.backend.barrier()
-            if not (result == expected).all():
-                raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
-        return ways
-
-    def _all_reduce(self) -> dict[str, Way]:
+    def _all_reduce(self) -> tuple[Ways, Any]:
         backend, array = self.backend, self._input(self.length)
         out, mpi_out, copy = (np.empty_like(array) for _ in range(3))
         zeros = np.zeros_like(array)  # which stay zeros, however often they are added up
-        ways: dict[str, Way] = {
-            "ours": lambda: backend.all_reduce(array, out=out),
-            _IN_PLACE: lambda: backend.all_reduce(zeros),
+        ways: Ways = {
+            "ours": (lambda: backend.all_reduce(array, out=out), out),
+            _IN_PLACE: (lambda: backend.all_reduce(zeros), None),
         }
-        results = {"ours": out}
         mine = self._own_part_of_shared()
         shared = backend.allocate_shared(self.length, self.dtype)
         if mine is not None and shared is not None:
-            ways["ours, shared"] = lambda: backend.all_reduce(mine, out=shared)
-            results["ours, shared"] = shared
+            ways["ours, shared"] = (lambda: backend.all_reduce(mine, out=shared), shared)
         if self.mpi is not None:
             mpi_zeros, in_place = np.zeros_like(array), load_mpi().IN_PLACE
-            ways["MPI"] = lambda: self.mpi.Allreduce(array, mpi_out)
-            ways[_MPI_IN_PLACE] = lambda: self.mpi.Allreduce(in_place, mpi_zeros)
-            results["MPI"] = mpi_out
+            ways["MPI"] = (lambda: self.mpi.Allreduce(array, mpi_out), mpi_out)
+            ways[_MPI_IN_PLACE] = (lambda: self.mpi.Allreduce(in_place, mpi_zeros), None)
         if self.gloo is not None:
-            ways["gloo"] = self.gloo.all_reduce(array)
-        ways["memcpy"] = lambda: np.copyto(copy, array)
-        return self._sums(ways, results)
+            ways["gloo"] = (self.gloo.all_reduce(array), None)
+        ways["memcpy"] = (lambda: np.copyto(copy, array), None)
+        return ways, self._sum()
 
-    def _reduce_scatter(self) -> dict[str, Way]:
-        backend, array = self.backend, self._input(self.length)
-        out, mpi_out, shared_out = (
-            np.empty(self.layout.size(backend.rank), self.dtype) for _ in range(3)
-        )
+    def _reduce_scatter(self) -> tuple[Ways, Any]:
+        backend, array, counts = self.backend, self._input(self.length), list(self.layout.sizes)
+        out, mpi_out, shared = (np.empty(counts[backend.rank], self.dtype) for _ in range(3))
         copy = np.empty_like(array)
-        ways: dict[str, Way] = {"ours": lambda: backend.reduce_scatter(array, out=out)}
-        results = {"ours": out}
+        ways: Ways = {"ours": (lambda: backend.reduce_scatter(array, out=out), out)}
         mine = self._own_part_of_shared()
         if mine is not None:
-            ways["ours, shared"] = lambda: backend.reduce_scatter(mine, out=shared_out)
-            results["ours, shared"] = shared_out
+            ways["ours, shared"] = (lambda: backend.reduce_scatter(mine, out=shared), shared)
         if self.mpi is not None:
-            counts = list(self.layout.sizes)
-            ways["MPI"] = lambda: self.mpi.Reduce_scatter(array, mpi_out, counts)
-            results["MPI"] = mpi_out
-        if self.gloo is not None and self.length % self.backend.world_size == 0:
-            ways["gloo"] = self.gloo.reduce_scatter(array)
-        ways["memcpy"] = lambda: np.copyto(copy, array)
-        return self._sums(ways, results)
+            ways["MPI"] = (lambda: self.mpi.Reduce_scatter(array, mpi_out, counts), mpi_out)
+        if self.gloo is not None and self.length % backend.world_size == 0:
+            ways["gloo"] = (self.gloo.reduce_scatter(array), None)
+        ways["memcpy"] = (lambda: np.copyto(copy, array), None)
+        return ways, self._sum()
 
-    def _all_gather(self) -> dict[str, Way]:
-        backend = self.backend
-        piece = self._input(self.layout.size(backend.rank))
+    def _all_gather(self) -> tuple[Ways, Any]:
+        backend, counts = self.backend, list(self.layout.sizes)
+        piece = self._input(counts[backend.rank])
         out, mpi_out, copy = (np.empty(self.length, self.dtype) for _ in range(3))
-        ways: dict[str, Way] = {"ours": lambda: backend.all_gather(piece, out=out)}
-        results = {"ours": out}
+        ways: Ways = {"ours": (lambda: backend.all_gather(piece, out=out), out)}
         if self.mpi is not None:
-            counts = list(self.layout.sizes)
-            ways["MPI"] = lambda: self.mpi.Allgatherv(piece, [mpi_out, counts])
-            results["MPI"] = mpi_out
-        if self.gloo is not None and self.length % self.backend.world_size == 0:
-            ways["gloo"] = self.gloo.all_gather(piece, self.length)
-        ways["memcpy"] = lambda: np.copyto(copy, out)
-        return self._checked(ways, results, np.repeat(self._of_each_rank(), self.layout.sizes))
+            ways["MPI"] = (lambda: self.mpi.Allgatherv(piece, [mpi_out, counts]), mpi_out)
+        if self.gloo is not None and self.length % backend.world_size == 0:
+            ways["gloo"] = (self.gloo.all_gather(piece, self.length), None)
+        ways["memcpy"] = (lambda: np.copyto(copy, out), None)
+        return ways, np.repeat(range(1, backend.world_size + 1), counts)
 
-    def _barrier(self) -> dict[str, Way]:
-        ways: dict[str, Way] = {"ours": self.backend.barrier}
+    def _barrier(self) -> tuple[Ways, Any]:
+        ways: Ways = {"ours": (self.backend.barrier, None)}
         if self.mpi is not None:
-            ways["MPI"] = self.mpi.Barrier
+            ways["MPI"] = (self.mpi.Barrier, None)
         if self.gloo is not None:
-            ways["gloo"] = self.gloo.barrier
-        return ways
+            ways["gloo"] = (self.gloo.barrier, None)
+        return ways, None
 
 
 def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Table:
-    """The results as a table; ratios are to the same collective at the same size.
+    """Return the results as a table; ratios are to the same collective at the same size.
 
-    A ratio is the median over the repeats, in each of which the ways took turns; what is done in
-    place is compared with what the library does in place.
+    A ratio is the median over the repeats, in each of which the ways took turns. Collectives in
+    place are compared with the library's in place.
     """
-    columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ memcpy")
-    table = figures_table(f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""))
+    columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ copy")
+    table = figures_table(f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""), 1)
     seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
     seen = None
     for result in results:
@@ -252,7 +230,7 @@ def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Ta
 
 
 def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
-    """A panel of time against size for each collective that has sizes."""
+    """Return a panel of time against size for each collective that has sizes."""
     panels = []
     for kind in dict.fromkeys(r.collective for r in results if r.nbytes):
         mine = [r for r in results if r.collective == kind]

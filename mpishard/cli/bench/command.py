@@ -1,16 +1,17 @@
-"""``mpishard bench``: measure collectives, training steps and checkpoints on this machine."""
+"""The command ``mpishard bench``: its subcommands, the ranks that measure, and what is shown."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.table import Table
 
 from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark, checkpoint_table
@@ -18,6 +19,7 @@ from mpishard.cli.bench.checks import ChecksBenchmark, checks_table
 from mpishard.cli.bench.collectives import (
     KINDS,
     CollectiveBenchmark,
+    CollectiveResult,
     collective_panels,
     collective_table,
 )
@@ -25,11 +27,12 @@ from mpishard.cli.bench.report import write_json
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark, speedup_table
 from mpishard.cli.bench.step import ALONE, StepBenchmark, step_panel, step_table
 from mpishard.cli.tables import show
+from mpishard.cli.usage import check_choice, refuse
 from mpishard.cli.wording import parse_bytes
 from mpishard.communication import CommunicationBackend
-from mpishard.distributed import DistributedStrategy, launch
+from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
-from mpishard.observe import plot_panels
+from mpishard.observe import Panel, plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
@@ -40,11 +43,15 @@ bench = typer.Typer(
     help="Measure collectives, training steps and checkpoints on this machine.",
 )
 
+
+def _count(help_text: str, minimum: int = 1) -> Any:
+    """Return an option that takes a number; its default is shown unless the minimum is 0."""
+    return typer.Option(min=minimum, show_default=minimum > 0, help=help_text)
+
+
 RanksOption = Annotated[
     int,
-    typer.Option(
-        "-n", min=0, metavar="N", show_default=False, help="Start N MPI ranks and measure on them."
-    ),
+    typer.Option("-n", "-np", min=0, metavar="N", show_default=False, help="Start N MPI ranks."),
 ]
 ThreadsOption = Annotated[
     int,
@@ -52,42 +59,16 @@ ThreadsOption = Annotated[
         "--world-size", min=0, metavar="N", show_default=False, help="Measure on N thread-ranks."
     ),
 ]
-JSONOption = Annotated[Path | None, typer.Option("--json", help="Write every time to this file.")]
+JSONOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write every time to this file.")
+]
+PlotOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times as a PNG.")]
 
-
-class _Model(StrEnum):
-    MLP = "mlp"
-    GPT = "gpt"
-
-
-class _Sharded(StrEnum):
-    DDP = "ddp"
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    FSDP = "fsdp"
-
-
-class _Checks(StrEnum):
-    ON = "on"
-    OFF = "off"
-    BOTH = "both"
-
-
-_SIZES = {_Model.MLP: (1024, 8, 64), _Model.GPT: (256, 4, 8)}
+_SIZES = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
 
-_ALL = "all"
-_BYTES = "8B,1KiB,64KiB,1MiB,16MiB,64MiB"
-
-# Where ranks compute samples of their own; `speedup` is for those that share them.
+# Strategies whose ranks compute samples of their own; `speedup` is for those that share them.
 _STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
-
-
-class _Type(StrEnum):
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-    INT32 = "int32"
-    INT64 = "int64"
 
 
 @bench.command()
@@ -97,135 +78,103 @@ def collectives(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(KINDS)}; may be repeated. Default: all."),
     ] = None,
-    sizes: Annotated[str, typer.Option(help="Bytes of the whole array.")] = _BYTES,
-    dtype: Annotated[_Type, typer.Option(help="Of its elements.")] = _Type.FLOAT32,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 15,
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of the whole array.")
+    ] = "8B,1KiB,64KiB,1MiB,16MiB,64MiB",
+    dtype: Annotated[
+        Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")
+    ] = "float32",
+    repeats: Annotated[int, _count("Number of times of each.")] = 15,
     json: JSONOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time against size as a PNG.")] = None,
+    plot: PlotOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time collectives beside the MPI library's own, gloo's where PyTorch is, and a copy."""
+    """Time collectives, beside those of the MPI library and of gloo, and a copy.
+
+    gloo is measured if PyTorch is installed.
+    """
     chosen = collective or list(KINDS)
     for name in chosen:
-        if name not in KINDS:
-            _refuse(f"--collective must be one of {', '.join(KINDS)}; got {name!r}")
+        check_choice("bench", "--collective", name, KINDS)
     try:
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     except ValueError as error:
-        _refuse(f"--sizes: {error}")
-    _check_plot(plot)
-    benchmark = CollectiveBenchmark(chosen, lengths, str(dtype), repeats)
+        refuse("bench", f"--sizes: {error}")
+    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats)
 
-    def measure(backend: CommunicationBackend) -> None:
-        results = [result for rows in benchmark.run(backend) for result in rows]
-        if backend.rank > 0:
-            return
-        show(collective_table(results, backend.world_size))
-        if backend.world_size == 1:
-            typer.echo("One rank has nobody to talk to: -n 2 starts two.")
+    def table(results: Sequence[CollectiveResult], size: int) -> Table:
+        made = collective_table(results, size)
+        if size == 1:
+            made.caption = "One rank has no other to communicate with: -n 2 starts two."
         elif not any("shared" in result.way for result in results):
-            typer.echo("No rows of shared memory: these ranks have none, or MPISHARD_ARENA is off.")
-        if json is not None:
-            rows = [result.as_dict() for result in results]
-            write_json(json, {"world_size": backend.world_size, "collectives": rows})
-        if plot is not None:
-            plot_panels(plot, collective_panels(results))
+            made.caption = "No rows of shared memory: there is none, or MPISHARD_ARENA is off."
+        return made
 
-    _on_ranks(context, measure, ranks, world_size)
+    _Job(context, ranks, world_size, json, plot).measure(
+        "collectives",
+        lambda backend: [result for rows in benchmark.run(backend) for result in rows],
+        table,
+        lambda results, _: collective_panels(results),
+    )
 
 
 @bench.command()
 def checks(
     context: typer.Context,
-    strategy: Annotated[_Sharded, typer.Option(help="How it is trained.")] = _Sharded.FSDP,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each way that count.")] = 30,
+    strategy: Annotated[
+        Literal["ddp", "zero1", "zero2", "fsdp"], typer.Option(help="Strategy of the training.")
+    ] = "fsdp",
+    steps: Annotated[int, _count("Steps of each way that count.")] = 30,
     json: JSONOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """What comparing and logging calls costs of a step of examples/train_gpt.py's model."""
-    benchmark = ChecksBenchmark(str(strategy), steps=steps)
-
-    def measure(backend: CommunicationBackend) -> None:
-        result = benchmark.run(backend)
-        if backend.rank == 0:
-            show(checks_table(benchmark, result, backend.world_size))
-            if json is not None:
-                write_json(json, {"world_size": backend.world_size, "checks": result.as_dict()})
-
-    _on_ranks(context, measure, ranks, world_size)
+    """Measure the cost of checked and logged calls in a step of examples/train_gpt.py."""
+    benchmark = ChecksBenchmark(strategy, steps=steps)
+    _Job(context, ranks, world_size, json).measure(
+        "checks", benchmark.run, lambda result, size: checks_table(benchmark, result, size)
+    )
 
 
 @bench.command()
 def step(
     context: typer.Context,
-    model: Annotated[_Model, typer.Option(help="What is trained.")] = _Model.MLP,
+    model: Annotated[Literal["mlp", "gpt"], typer.Option(help="Model that is trained.")] = "mlp",
     strategy: Annotated[
         list[str] | None,
         typer.Option(help=f"One of {', '.join(_STRATEGIES)}; may be repeated. Default: all."),
     ] = None,
-    width: Annotated[
-        int, typer.Option(min=0, show_default=False, help="Default 1024 for mlp, 256 for gpt.")
-    ] = 0,
-    layers: Annotated[
-        int, typer.Option(min=0, show_default=False, help="Default 8 for mlp, 4 for gpt.")
-    ] = 0,
-    batch: Annotated[
-        int,
-        typer.Option(
-            min=0, show_default=False, help="Samples of each rank; default 64 for mlp, 8 for gpt."
-        ),
-    ] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 5,
-    unit_size: Annotated[
-        int, typer.Option(min=1, help="Least elements of a unit of the sharded model.")
-    ] = 1024,
+    width: Annotated[int, _count("Default 1024 for mlp, 256 for gpt.", 0)] = 0,
+    layers: Annotated[int, _count("Default 8 for mlp, 4 for gpt.", 0)] = 0,
+    batch: Annotated[int, _count("Samples of each rank; default 64 for mlp, 8 for gpt.", 0)] = 0,
+    steps: Annotated[int, _count("Steps that count.")] = 20,
+    warmup: Annotated[int, _count("Steps before them.")] = 5,
+    unit_size: Annotated[int, _count("Least elements of a unit of the sharded model.")] = 1024,
     checks: Annotated[
-        _Checks, typer.Option(help="Compare the ranks' calls; both: in every other step.")
-    ] = _Checks.ON,
-    memory: Annotated[bool, typer.Option(help="Take resident memory too.")] = False,
+        Literal["on", "off", "both"],
+        typer.Option(help="Compare the ranks' calls; both: in every other step."),
+    ] = "on",
+    memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
     json: JSONOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the time of each step as a PNG.")] = None,
+    plot: PlotOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time training steps; ``alone`` is the same step without communication."""
-    # zero3 is fsdp by another name.
-    chosen = strategy or [s for s in _STRATEGIES if s != DistributedStrategy.ZERO3]
+    """Time training steps; the strategy alone is the same step without communication."""
+    chosen = strategy or [s for s in _STRATEGIES if s != "zero3"]  # which is fsdp
     for name in chosen:
-        if name not in _STRATEGIES:
-            _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}")
-    _check_plot(plot)
+        check_choice("bench", "--strategy", name, _STRATEGIES)
     usual = _SIZES[model]
-    benchmark = StepBenchmark(
-        str(model),
-        width or usual[0],
-        layers or usual[1],
-        batch or usual[2],
-        steps=steps,
-        warmup=warmup,
-        unit_size=unit_size,
-        checks=str(checks),
-        memory=memory,
+    sizes = (width or usual[0], layers or usual[1], batch or usual[2])
+    benchmark = StepBenchmark(model, *sizes, steps, warmup, unit_size, checks, memory)
+    _check_model(benchmark)
+    _Job(context, ranks, world_size, json, plot).measure(
+        "steps",
+        lambda backend: [result for name in chosen for result in benchmark.run(backend, name)],
+        lambda results, size: step_table(benchmark, results, size),
+        lambda results, size: [step_panel(benchmark, results, size)],
     )
-    try:
-        benchmark.build_model()
-    except ValueError as error:
-        _refuse(str(error))
-
-    def measure(backend: CommunicationBackend) -> None:
-        results = [result for name in chosen for result in benchmark.run(backend, name)]
-        if backend.rank == 0:
-            show(step_table(benchmark, results, backend.world_size))
-            if json is not None:
-                rows = [result.as_dict() for result in results]
-                write_json(json, {"world_size": backend.world_size, "steps": rows})
-            if plot is not None:
-                plot_panels(plot, [step_panel(benchmark, results, backend.world_size)])
-
-    _on_ranks(context, measure, ranks, world_size)
 
 
 @bench.command()
@@ -238,49 +187,40 @@ def speedup(
             "repeated. Default: tensor, 1f1b, zb-h1."
         ),
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="Of the GPT.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Its blocks.")] = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, of all ranks.")] = 32,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of pipelines.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 7,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 1,
+    width: Annotated[int, _count("Width of the GPT.")] = 512,
+    layers: Annotated[int, _count("Number of its blocks.")] = 4,
+    batch: Annotated[int, _count("Sequences of a step, of all ranks together.")] = 32,
+    micro_batches: Annotated[int, _count("Micro-batches of pipelines.")] = 8,
+    steps: Annotated[int, _count("Steps that count.")] = 7,
+    warmup: Annotated[int, _count("Steps before them.")] = 1,
     json: JSONOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time a step that all ranks share, tensor-parallel and as a pipeline, against one rank's."""
-    chosen = way or [TENSOR, "1f1b", "zb-h1"]
+    """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
     every = [TENSOR, *SCHEDULE_NAMES]
+    chosen = way or [TENSOR, "1f1b", "zb-h1"]
     for name in chosen:
-        if name not in (*every, _ALL):
-            _refuse(f"--way must be one of {', '.join(every)}, or {_ALL}; got {name!r}")
-    if _ALL in chosen:
+        check_choice("bench", "--way", name, [*every, "all"])
+    if "all" in chosen:
         chosen = every
     size = ranks or world_size or settings.launched_world_size()
     if size == 1 or (not size and settings.launcher_variable() is None):
-        _refuse("speedup compares ranks that share a step with one alone: -n 2 starts two")
+        refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")
     benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup)
-    try:
-        benchmark.build_model()
-    except ValueError as error:
-        _refuse(str(error))
-
-    def measure(backend: CommunicationBackend) -> None:
-        results = benchmark.run(backend, chosen)
-        if backend.rank == 0:
-            show(speedup_table(benchmark, results, backend.world_size))
-            if json is not None:
-                rows = [result.as_dict() for result in results]
-                write_json(json, {"world_size": backend.world_size, "speedup": rows})
-
-    _on_ranks(context, measure, ranks, world_size)
+    _check_model(benchmark)
+    _Job(context, ranks, world_size, json).measure(
+        "speedup",
+        lambda backend: benchmark.run(backend, chosen),
+        lambda results, size: speedup_table(benchmark, results, size),
+    )
 
 
 @bench.command()
 def checkpoint(
     context: typer.Context,
     size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
-    repeats: Annotated[int, typer.Option(min=2, help="How often each is timed.")] = 7,
+    repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
     folder: Annotated[
         Path, typer.Option(help="Where files are written, and removed; all ranks see it.")
     ] = Path(),
@@ -288,58 +228,84 @@ def checkpoint(
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time saving, saving while training goes on, and loading, beside plain writing and reading."""
+    """Time saving, saving beside training, and loading, against plain writing and reading."""
     try:
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
     except ValueError as error:
-        _refuse(f"--size: {error}")
-
-    def measure(backend: CommunicationBackend) -> None:
-        results = benchmark.run(backend)
-        if backend.rank == 0:
-            show(checkpoint_table(benchmark, results, backend.world_size))
-            if json is not None:
-                rows = [result.as_dict() for result in results]
-                write_json(json, {"world_size": backend.world_size, "checkpoint": rows})
-
+        refuse("bench", f"--size: {error}")
     try:
-        _on_ranks(context, measure, ranks, world_size)
-    except OSError as error:
-        _refuse(str(error))
-
-
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        _refuse("--plot needs matplotlib: pip install 'mpishard[plot]'")
-
-
-def _on_ranks(
-    context: typer.Context,
-    measure: Callable[[CommunicationBackend], None],
-    ranks: int,
-    world_size: int,
-) -> None:
-    """Run ``measure`` on this process's ranks, or start MPI ranks that do."""
-    if ranks and world_size:
-        _refuse("-n starts MPI ranks and --world-size threads: give one of them")
-    launcher = settings.launcher_variable()
-    if launcher is not None and (ranks or world_size):
-        _refuse(
-            f"this process is a rank already ({launcher} is set): leave out -n and --world-size"
+        _Job(context, ranks, world_size, json).measure(
+            "checkpoint",
+            benchmark.run,
+            lambda results, count: checkpoint_table(benchmark, results, count),
         )
-    if ranks:
-        worker = Path(__file__).with_name("rank.py")
-        command = [sys.executable, "-m", "mpishard", "run", "-n", str(ranks), str(worker)]
-        # In place of this process, so that signals and the exit code are those of the job.
-        os.execv(sys.executable, [*command, "bench", context.command.name or "", *_given(context)])  # noqa: S606
+    except OSError as error:
+        refuse("bench", error)
+
+
+def _check_model(benchmark: StepBenchmark | SpeedupBenchmark) -> None:
     try:
-        launch(measure, world_size=world_size or None)
-    except MPIUnavailableError as error:
-        _refuse(str(error))
+        benchmark.build_model()
+    except ValueError as error:
+        refuse("bench", error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Ranks that measure, and files for what they find.
+
+    ``ranks`` are MPI ranks that are started for it, ``world_size`` is a number of threads; if
+    both are 0 the ranks are those of this process.
+    """
+
+    context: typer.Context
+    ranks: int
+    world_size: int
+    json: Path | None
+    plot: Path | None = None
+
+    def measure(
+        self,
+        key: str,
+        run: Callable[[CommunicationBackend], Any],
+        table: Callable[[Any, int], Table],
+        panels: Callable[[Any, int], list[Panel]] = lambda *_: [],
+    ) -> None:
+        """Run a benchmark; rank 0 shows its table and writes the files."""
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            refuse("bench", "--plot needs matplotlib: pip install 'mpishard[plot]'")
+        if self.ranks and self.world_size:
+            refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
+        launcher = settings.launcher_variable()
+        if launcher is not None and (self.ranks or self.world_size):
+            text = f"this process is a rank already ({launcher} is set): leave out -n and "
+            refuse("bench", f"{text}--world-size")
+        if self.ranks:
+            words = ["run", "-n", str(self.ranks), "-m", "mpishard.cli.bench.rank", "bench"]
+            words += [self.context.command.name or "", *_given(self.context)]
+            # In place of this process, so that signals and the exit code are those of the job.
+            os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
+
+        def body(backend: CommunicationBackend) -> None:
+            results = run(backend)
+            if backend.rank > 0:
+                return
+            show(table(results, backend.world_size))
+            if self.json is not None:
+                is_one = not isinstance(results, list)
+                rows = results.as_dict() if is_one else [asdict(result) for result in results]
+                write_json(self.json, {"world_size": backend.world_size, key: rows})
+            if self.plot is not None:
+                plot_panels(self.plot, panels(results, backend.world_size))
+
+        try:
+            launch(body, world_size=self.world_size or None)
+        except MPIUnavailableError as error:
+            refuse("bench", error)
 
 
 def _given(context: typer.Context) -> list[str]:
-    """The options that the user gave, but for -n, as they can be given again."""
+    """Return the options that the user gave, except -n, as they can be given again."""
     words = []
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -352,8 +318,3 @@ def _given(context: typer.Context) -> list[str]:
             for each in value if isinstance(value, list) else [value]:
                 words += [option.opts[0], str(each)]
     return words
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"mpishard bench: {message}", err=True)
-    raise typer.Exit(2)

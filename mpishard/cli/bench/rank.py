@@ -1,4 +1,4 @@
-"""What `mpishard bench -n N` lets `mpishard run` start on each rank: the command line again."""
+"""Program of the ranks that ``mpishard bench -n N`` starts: the command line again."""
 
 from mpishard.cli import main
 

@@ -1,37 +1,33 @@
-"""``mpishard bench step``: what a training step costs on these ranks."""
+"""``mpishard bench step``: time of a training step on these ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from rich.table import Table
 
 from mpishard import nn
+from mpishard.cli.bench.workload import alone, gpt, tokens, training_step
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
-from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_chain
-from mpishard.optimizers import AdamW
 from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ALONE", "StepBenchmark", "StepResult", "step_panel", "step_table"]
 
 ALONE = "alone"
-"""The step that communicates with nobody: what bounds the others from below."""
+"""The step that communicates with nobody: a lower bound of the others."""
 
-_VOCABULARY = 256
-_CONTEXT = 128
 _HEADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What was measured of one strategy.
+    """Measurements of one strategy.
 
     Parameters
     ----------
@@ -40,9 +36,9 @@ class StepResult:
     parameters : int
         Number of the model's parameters.
     seconds : tuple of float
-        Of each step, on rank 0.
+        Time of each step, on rank 0.
     bytes_sent : int
-        In one step, all ranks together.
+        By all ranks together in one step.
     resting_bytes, peak_bytes : int or None
         Resident memory of all ranks together, between steps and at most.
     """
@@ -53,10 +49,6 @@ class StepResult:
     bytes_sent: int
     resting_bytes: int | None = None
     peak_bytes: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class StepBenchmark:
     checks : {"on", "off", "both"}
         Whether the ranks' calls are compared; ``both`` takes turns from step to step.
     memory : bool
-        Whether resident memory is taken too, in steps of their own.
+        Whether resident memory is measured too, in steps of their own.
     """
 
     model: str
@@ -92,11 +84,33 @@ class StepBenchmark:
     checks: str = "on"
     memory: bool = False
 
+    def build_model(self) -> nn.Model:
+        """Return the model, without arrays yet.
+
+        Raises
+        ------
+        ValueError
+            For sizes that do not fit each other.
+        """
+        if self.model == "mlp":
+            return nn.MLP([self.width] * (self.layers + 1), dtype="float32")
+        return gpt(self.width, self.layers, _HEADS)
+
     def run(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
         """Measure one strategy. Collective; a result for each setting of the checks."""
         model = self.build_model()
-        x, y = self._batch(backend.rank)
-        step, own = self._stepper(backend, strategy, model, x, y)
+        if self.model == "mlp":
+            generator = np.random.default_rng(backend.rank)
+            x = y = generator.standard_normal((self.batch, self.width), dtype=np.float32)
+        else:
+            x, y = tokens(backend.rank, self.batch)
+        own = alone() if strategy == ALONE else backend
+        config = ShardingConfiguration(
+            own,
+            minimum_parameter_group_size=self.unit_size,
+            check_collectives=self.checks != "off",
+        )
+        _, step = training_step(config, model, "ddp" if own is not backend else strategy, x, y)
         time_chain(step, 1, self.warmup - 1)
         if self.checks == "both":
             timings = _in_turn(step, own, self.steps)
@@ -111,75 +125,20 @@ class StepBenchmark:
             own.shutdown()
         if isinstance(backend, InMemoryCommunicationBackend) and backend.rank > 0:
             memory = (0, 0)  # the ranks are one process
-        known = self.memory and memory is not None
         row = np.array([[sent, *(memory or (0, 0))]], np.int64)
-        sent, resting, peak = (int(total) for total in backend.all_gather(row).sum(axis=0))
+        sent, *totals = (int(total) for total in backend.all_gather(row).sum(axis=0))
+        resting, peak = totals if self.memory and memory is not None else (None, None)
+        count = model.parameter_count
         return [
-            StepResult(
-                strategy + suffix,
-                model.parameter_count,
-                timing.seconds,
-                sent,
-                resting if known else None,
-                peak if known else None,
-            )
+            StepResult(strategy + suffix, count, timing.seconds, sent, resting, peak)
             for suffix, timing in timings.items()
         ]
-
-    def _stepper(
-        self,
-        backend: CommunicationBackend,
-        strategy: str,
-        model: nn.Model,
-        x: np.ndarray[Any, Any],
-        y: np.ndarray[Any, Any],
-    ) -> tuple[Callable[[], object], CommunicationBackend]:
-        """The step, and the backend over which it goes."""
-        if strategy == ALONE:
-            backend = InMemoryCommunicationBackend(0, 1, f"alone-{id(model)}")
-            backend.initialize()
-            strategy = "ddp"
-        config = ShardingConfiguration(
-            backend,
-            minimum_parameter_group_size=self.unit_size,
-            check_collectives=self.checks != "off",
-        )
-        sharded = as_distributed(model, config, strategy)
-        optimizer = as_distributed(AdamW(1e-3, weight_decay=0.01), config, strategy)
-        return lambda: optimizer.step(sharded, x, y), backend
-
-    def build_model(self) -> nn.Model:
-        """The model, as yet without arrays.
-
-        Raises
-        ------
-        ValueError
-            For sizes that do not fit each other.
-        """
-        if self.model == "mlp":
-            return nn.MLP([self.width] * (self.layers + 1), dtype="float32")
-        return nn.GPT(
-            vocabulary_size=_VOCABULARY,
-            context_length=_CONTEXT,
-            width=self.width,
-            heads=_HEADS,
-            layers=self.layers,
-        )
-
-    def _batch(self, rank: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Inputs and targets of one rank."""
-        generator = np.random.default_rng(rank)
-        if self.model == "mlp":
-            x = generator.standard_normal((self.batch, self.width), dtype=np.float32)
-            return x, x
-        tokens = generator.integers(0, _VOCABULARY, (self.batch, _CONTEXT + 1))
-        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
 def _in_turn(
     step: Callable[[], object], backend: CommunicationBackend, repeats: int
 ) -> dict[str, Timing]:
-    """The step with checks and without, one after the other."""
+    """Time the step with checks and without, one after the other."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):
         for checked, times in seconds.items():
@@ -193,7 +152,7 @@ def _in_turn(
 
 
 def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:
-    """The results as a table; ratios are to the step alone, where it was measured."""
+    """Return the results as a table; ratios are to the step alone, if it was measured."""
     title = (
         f"{benchmark.model}, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
         f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, "
@@ -202,14 +161,13 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
     )
     columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
     table = figures_table(title, columns, ("strategy",))
-    table.min_width = len(title) + 2
-    alone = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
+    bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
     for result in results:
         timing = Timing(result.seconds)
         table.add_row(
             result.strategy,
             *timing_cells(timing),
-            "" if alone is None else f"{timing.median / alone:.2f}",
+            "" if bound is None else f"{timing.median / bound:.2f}",
             bytes_text(result.bytes_sent),
             bytes_text(result.resting_bytes),
             bytes_text(result.peak_bytes),
@@ -218,7 +176,7 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
 
 
 def step_panel(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Panel:
-    """The time of each step, one curve for each strategy."""
+    """Return the time of each step, one curve for each strategy."""
     curves = [
         Curve(
             f"{result.strategy}, median {milliseconds(Timing(result.seconds).median)}",

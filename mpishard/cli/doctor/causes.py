@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpishard.cli.doctor.finding import pip_install, shortened
-from mpishard.cli.doctor.probe import Answer
 from mpishard.cli.doctor.shm import NEEDED_BYTES, free_bytes, larger_folder
+from mpishard.cli.probe import Answer
 
 __all__ = ["Cause", "why_it_failed"]
 

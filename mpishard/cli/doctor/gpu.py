@@ -12,7 +12,7 @@ from mpishard import settings
 from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
 from mpishard.cli.doctor.mpi import MPIInstallation
-from mpishard.cli.doctor.probe import ask, python_command
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["look_at_gpus"]

@@ -14,8 +14,8 @@ from pathlib import Path
 import mpishard
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.doctor.probe import ask, python_command
 from mpishard.cli.machine import available_memory, core_quota, usable_cores
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["look_at_host", "look_at_packages"]

@@ -10,8 +10,8 @@ from mpishard import settings
 from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
 from mpishard.cli.doctor.mpi import MPIInstallation
-from mpishard.cli.doctor.probe import ask
 from mpishard.cli.doctor.shm import larger_folder
+from mpishard.cli.probe import ask
 from mpishard.cli.wording import bytes_text, milliseconds
 
 __all__ = ["SIZES", "SOURCES", "look_at_a_job"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.doctor.probe import ask, python_command
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.run.launcher import (
     Launcher,
     MPIFamily,

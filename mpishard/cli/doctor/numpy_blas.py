@@ -9,8 +9,8 @@ from typing import Any
 from mpishard import settings
 from mpishard.blas import better_kernel
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem
-from mpishard.cli.doctor.probe import ask, python_command
 from mpishard.cli.machine import core_quota, usable_cores
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import counted
 
 __all__ = ["look_at_numpy"]

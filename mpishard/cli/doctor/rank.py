@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.cli.doctor.job import SIZES, SOURCES
-from mpishard.cli.doctor.probe import answer_line
+from mpishard.cli.probe import answer_line
 from mpishard.communication import CommunicationBackend, init
 from mpishard.devices import load_cupy
 from mpishard.observe import time_alternately

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
-from mpishard.cli.doctor.probe import ask, python_command
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.run.leftovers import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 

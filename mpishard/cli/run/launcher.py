@@ -6,11 +6,9 @@ So the library is asked first, and every candidate on the machine has to say who
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from mpishard import settings
+from mpishard.cli.probe import ask, python_command
 from mpishard.cli.run.hosts import Host, slots_are_even
 from mpishard.errors import MPIUnavailableError
 
@@ -35,7 +34,7 @@ _PROBE_SECONDS = 60.0
 # Runs in a process of its own: what a broken MPI library does on loading stays there. Nothing is
 # initialised. The memory map tells which of the machine's libraries it was.
 _PROBE = """
-import json, mpi4py
+import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 try:
@@ -43,7 +42,7 @@ try:
         files = sorted({line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line})
 except OSError:
     files = []
-print(json.dumps({"version": MPI.Get_library_version(), "files": files}))
+answer({"version": MPI.Get_library_version(), "files": files})
 """
 
 _LIBRARY_FILE = re.compile(r"libmpi(ch|_abi)?\.(so|dylib)")
@@ -239,28 +238,19 @@ def loaded_library() -> MPILibrary:
     MPIUnavailableError
         Where mpi4py is missing, or cannot load an MPI library.
     """
-    try:
-        probe = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    answer = ask(python_command(_PROBE), _PROBE_SECONDS)
+    if answer.code is None:
         raise MPIUnavailableError(
             f"loading the MPI library took more than {_PROBE_SECONDS:g} s: `{sys.executable} "
             "-c 'import mpi4py.MPI'` shows where it hangs"
-        ) from None
-    if probe.returncode != 0:
-        reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        )
+    if answer.code != 0:
         raise MPIUnavailableError(
-            f"mpi4py cannot be used here: {reason}\n"
+            f"mpi4py cannot be used here: {answer.reason}\n"
             "`pip install 'mpishard[mpi]'` brings it together with an MPI library."
         )
-    answer = json.loads(probe.stdout.strip().splitlines()[-1])
-    files = [Path(name) for name in answer["files"] if _LIBRARY_FILE.match(Path(name).name)]
-    return MPILibrary(answer["version"], files[0] if files else None)
+    files = [Path(name) for name in answer.found["files"] if _LIBRARY_FILE.match(Path(name).name)]
+    return MPILibrary(answer.found["version"], files[0] if files else None)
 
 
 def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
@@ -280,13 +270,7 @@ def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
 def launcher_family(program: Path) -> MPIFamily | None:
     """The family that ``program`` says it belongs to; None where it does not run or is unknown."""
     try:
-        answer = subprocess.run(
-            [program, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        answer = ask([str(program), "--version"], _PROBE_SECONDS)
+    except OSError:
         return None
-    return MPIFamily.of(answer.stdout + answer.stderr)
+    return None if answer.code is None else MPIFamily.of(answer.out + answer.err)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["python_arguments"]
@@ -33,8 +34,8 @@ def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]
     path = Path(script)
     if is_module:
         name = script.partition(".")[0]
-        # Only looked for: importing it here could start anything.
-        if PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is None:
+        # Only looked for, because importing it could start anything. Python adds this folder.
+        if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
             raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
         return ["-m", script, *arguments]
     if re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():

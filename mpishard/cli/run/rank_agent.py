@@ -138,7 +138,8 @@ class _Agent:
                 os._exit(1)
             if (
                 received is not None
-                and received.si_signo not in (signal.SIGCHLD, self._parent_gone)
+                # Of an agent that was suspended Python may return an undefined one.
+                and received.si_signo in awaited - {signal.SIGCHLD, self._parent_gone}
                 and received.si_code <= 0  # sent by a process
                 and received.si_pid != self._launcher
             ):

@@ -275,8 +275,8 @@ class Supervisor:
 
     def _not_started(self, count: int, why: str) -> None:
         self._reason = (
-            f"{count} of {counted(self.world_size, 'rank')} were started: {why}. Does `ulimit -u` "
-            "allow as many processes and threads as the job needs?"
+            f"{count} of {counted(self.world_size, 'rank')} were started: {why}. Do `ulimit -u` "
+            "and `ulimit -n` allow as many processes, threads and open files as the job needs?"
         )
 
     def _suspect(self, processes: RankProcesses) -> RankProcess | None:

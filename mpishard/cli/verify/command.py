@@ -1,169 +1,178 @@
-"""``mpishard verify``: whether a model's sharded training is its training in one process."""
+"""The command ``mpishard verify``: train alone, train on ranks, and compare."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 
 from mpishard import settings
 from mpishard.cli.run.launcher import find_launcher, loaded_library
 from mpishard.cli.tables import show
-from mpishard.cli.verify import flags
-from mpishard.cli.verify import rank as verify_rank
-from mpishard.cli.verify import reference as verify_reference
-from mpishard.cli.verify.job import VerifyJob
-from mpishard.cli.verify.mesh import MESH_FLAGS, MeshChoice, UsageError
+from mpishard.cli.usage import check_choice, refuse
+from mpishard.cli.verify.job import (
+    DATA_STRATEGIES,
+    MESH_FLAGS,
+    STRATEGIES,
+    MeshChoice,
+    UsageError,
+    VerifyJob,
+)
 from mpishard.cli.verify.rank import Comparison
+from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.report import Verdict, default_tolerance
-from mpishard.cli.verify.rules import RULES
 from mpishard.cli.wording import counted
-from mpishard.distributed import DistributedStrategy
 from mpishard.errors import MPIUnavailableError
+from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["verify"]
 
+Backend = Literal["auto", "mpi", "memory"]
+
+
+def _flag(help_text: str, minimum: int | None = None) -> Any:
+    """Return an option whose help tells its default."""
+    return typer.Option(help=help_text, min=minimum, show_default=False)
+
+
+_SIZE = _flag("For hybrid; default 1.", 1)
+_TARGET = (
+    "package.module:factory or file.py:factory. factory(seed) returns (model, x, y) or "
+    "(model, x, y, loss); it may take dtype too."
+)
+_SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
+_DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+
 
 def verify(
-    target: flags.TargetArgument,
-    strategy: flags.StrategyOption = DistributedStrategy.FSDP.value,
-    ranks: flags.RanksOption = 2,
-    backend: flags.BackendOption = flags.BackendChoice.AUTO,
-    optimizer: flags.OptimizerOption = "sgd",
-    learning_rate: flags.LearningRateOption = 1e-3,
-    steps: flags.StepsOption = 5,
-    batch_size: flags.BatchSizeOption = 0,
-    tolerance: flags.ToleranceOption = None,
-    dtype: flags.TypeOption = None,
-    seed: flags.SeedOption = 0,
-    pipeline_parallel_size: flags.MeshSizeOption = None,
-    tensor_parallel_size: flags.MeshSizeOption = None,
-    data_parallel_size: flags.DataSizeOption = None,
-    micro_batches: flags.MicroBatchesOption = None,
-    schedule: flags.ScheduleOption = None,
-    sequence_parallel: flags.SequenceParallelOption = False,
-    recompute: flags.RecomputeOption = None,
-    data_parallel_strategy: flags.DataStrategyOption = None,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)],
+    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "fsdp",
+    ranks: Annotated[
+        int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
+    ] = 2,
+    backend: Annotated[
+        Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
+    ] = "auto",
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 1e-3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
+    batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
+    tolerance: Annotated[
+        float | None, _flag("Largest relative error; default 1e-10, for float32 1e-4.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
+    pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
+    tensor_parallel_size: Annotated[int | None, _SIZE] = None,
+    data_parallel_size: Annotated[
+        int | None, _flag("For hybrid; default N over the other two.")
+    ] = None,
+    micro_batches: Annotated[int | None, _flag("For pipeline and hybrid; default 4.", 1)] = None,
+    schedule: Annotated[str | None, _flag(_SCHEDULES)] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
+    ] = False,
+    recompute: Annotated[
+        Literal["full", "selective"] | None,
+        _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
+    ] = None,
+    data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
 ) -> None:
-    """Train TARGET's model on N ranks and alone, and compare every rank's parameters.
+    """Compare sharded training of TARGET's model with training it in one process.
 
-    Exit code 0 where all agree, 1 where they do not, 2 where nothing can be compared.
+    Trains on N ranks and alone, and compares every rank's parameters after each step.
+
+    Exit codes: 0, all agree; 1, they differ; 2, nothing can be compared.
     """
-    _check(strategy, optimizer, learning_rate, tolerance)
-    given = (
-        pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
-        sequence_parallel or None, recompute and recompute.value, data_parallel_strategy,
-    )  # fmt: skip
-    mesh = _mesh(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
-    way = _way(backend)
-    with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
-        job = _train_alone(VerifyJob(
-            Path(folder), target, strategy.lower(), optimizer, ranks, steps,
-            batch_size or 8 * ranks, seed, learning_rate, dtype and dtype.value, mesh,
-        ))  # fmt: skip
-        code = _train_on_ranks(job, way)
-        found = {name: Comparison.read(job.folder, name) for name in job.mesh.schedules}
-    raise typer.Exit(0 if _are_equal(job, way, code, found, tolerance) else 1)
-
-
-def _check(strategy: str, optimizer: str, learning_rate: float, tolerance: float | None) -> None:
-    if strategy.lower() not in flags.STRATEGIES:
-        _refuse(f"--strategy must be one of {', '.join(flags.STRATEGIES)}; got {strategy!r}")
-    if optimizer not in RULES:
-        _refuse(f"--optimizer must be one of {', '.join(RULES)}; got {optimizer!r}")
-    if not 0 < learning_rate < float("inf"):
-        _refuse(f"--learning-rate must be above 0, got {learning_rate}")
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        _refuse(f"--tolerance must be above 0, got {tolerance}")
+    strategy = strategy.lower()
+    check_choice("verify", "--strategy", strategy, STRATEGIES)
+    check_choice("verify", "--optimizer", optimizer, RULES)
+    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
+        if number is not None and not 0 < number < float("inf"):
+            refuse("verify", f"{flag} must be above 0, got {number}")
     launcher = settings.launcher_variable()
     if launcher is not None:
-        _refuse(f"this process is a rank already ({launcher} is set): start verify without mpirun")
-
-
-def _mesh(strategy: str, ranks: int, given: Mapping[str, Any]) -> MeshChoice:
+        text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
+        refuse("verify", text)
+    given = (
+        pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
+        sequence_parallel or None, recompute, data_parallel_strategy,
+    )  # fmt: skip
     try:
-        return MeshChoice.of(strategy.lower(), ranks, given)
+        mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
     except UsageError as error:
-        _refuse(str(error))
+        refuse("verify", error)
+    is_mpi = _can_start_mpi(backend)
+    with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
+        job = VerifyJob(
+            Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
+            learning_rate, dtype, mesh,
+        )  # fmt: skip
+        is_equal = _are_equal(job, is_mpi, tolerance)
+    raise typer.Exit(0 if is_equal else 1)
 
 
-def _way(backend: flags.BackendChoice) -> str:
-    """Where ranks are: ``mpi`` or ``memory``."""
-    if backend is flags.BackendChoice.MEMORY:
-        return "memory"
+def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
+    """Train alone and on the ranks, print each comparison, and tell whether all agree."""
+    job.write()
+    folder, ranks = str(job.folder), job.world_size
+    if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
+        raise typer.Exit(2)
+    job = VerifyJob.read(job.folder)  # which the reference has settled
+    launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
+    code = _run(*launch, "-m", "mpishard.cli.verify.rank", folder, "mpi" if is_mpi else "memory")
+    whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
+    are_equal = True
+    for name in job.mesh.schedules:
+        comparison = Comparison.read(job.folder, name)
+        where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
+        if comparison is None:
+            code = code or 1
+            break
+        are_equal &= _show(job, where, comparison, tolerance)
+    if code:
+        text = f"alone the model trains, and {where} ended with exit code {code}: see above"
+        typer.echo(f"mpishard verify: {text}", err=True)
+    return are_equal and code == 0
+
+
+def _can_start_mpi(backend: Backend) -> bool:
+    if backend == "memory":
+        return False
     try:
         find_launcher(loaded_library())
     except MPIUnavailableError as error:
-        if backend is flags.BackendChoice.MPI:
-            _refuse(f"--backend mpi: {error}")
-        typer.echo(f"mpishard verify: threads, for MPI cannot be started here: {error}", err=True)
-        return "memory"
-    return "mpi"
+        if backend == "mpi":
+            refuse("verify", f"--backend mpi: {error}")
+        text = f"uses threads, because MPI cannot be started here: {error}"
+        typer.echo(f"mpishard verify: {text}", err=True)
+        return False
+    return True
 
 
-def _train_alone(job: VerifyJob) -> VerifyJob:
-    """Train in a process of its own, which settles what the job compares."""
-    job.write()
-    program = f"from {verify_reference.__name__} import main; main()"
-    if _run([sys.executable, "-c", program, str(job.folder)]) != 0:
-        raise typer.Exit(2)
-    return VerifyJob.read(job.folder)
-
-
-def _train_on_ranks(job: VerifyJob, way: str) -> int:
-    """Train on the job's ranks, which leave a `Comparison` for each schedule; the exit code."""
-    launcher = ["-m", "mpishard", "run", "-n", str(job.world_size)] if way == "mpi" else []
-    return _run([sys.executable, *launcher, verify_rank.__file__, str(job.folder), way])
-
-
-def _are_equal(
-    job: VerifyJob,
-    way: str,
-    code: int,
-    found: Mapping[str, Comparison | None],
-    tolerance: float | None,
-) -> bool:
-    """Whether each schedule's comparison was made, and found no difference; shown as it is."""
-    whom = counted(job.world_size, "MPI rank" if way == "mpi" else "thread-rank")
-    are_equal = True
-    for schedule, comparison in found.items():
-        where = f"{job.strategy}{job.mesh.describe(schedule)} on {whom}"
-        if comparison is None:
-            break
-        verdict = Verdict(comparison, tolerance or default_tolerance(str(comparison.dtype)))
-        typer.echo(
-            f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-            f"{job.optimizer}, {comparison.dtype}"
-        )
-        show(verdict.table())
-        for line in verdict.lines():
-            typer.echo(line)
-        are_equal &= verdict.is_equal
-    if code == 0 and None not in found.values():
-        return are_equal
+def _show(job: VerifyJob, where: str, found: Comparison, tolerance: float | None) -> bool:
+    """Print the comparison of one schedule, and tell whether all agree."""
+    verdict = Verdict(found, tolerance or default_tolerance(str(found.dtype)))
     typer.echo(
-        f"mpishard verify: alone the model trains, and {where} ended with exit code {code}: see "
-        "above",
-        err=True,
+        f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
+        f"{job.optimizer}, {found.dtype}"
     )
-    return False
+    show(verdict.table())
+    typer.echo("\n".join(verdict.lines()))
+    return verdict.is_equal
 
 
-def _run(command: list[str]) -> int:
-    """The exit code of a command that has this process's output. Ctrl-C reaches it too."""
-    with subprocess.Popen(command) as process:
+def _run(*arguments: str) -> int:
+    """Return the exit code of Python with this process's output. Ctrl-C reaches it too."""
+    with subprocess.Popen([sys.executable, *arguments]) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
             process.wait()  # it ends its own ranks first
             raise typer.Exit(settings.EXIT_INTERRUPT) from None
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"mpishard verify: {message}", err=True)
-    raise typer.Exit(2)

@@ -1,28 +1,135 @@
-"""What ``mpishard verify`` does, said once for all processes that take part."""
+"""Settings of a verification, which all processes that take part read."""
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import nearest
 from mpishard.arrays import Array, to_host
-from mpishard.cli.verify.mesh import MeshChoice
+from mpishard.cli.wording import counted
+from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.data import take
+from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
+from mpishard.pipeline import SCHEDULE_NAMES
 
-__all__ = ["VerifyJob", "checksum", "relative_error"]
+__all__ = [
+    "DATA_STRATEGIES", "MESH_FLAGS", "STRATEGIES", "MeshChoice", "UsageError", "VerifyJob",
+    "checksum", "relative_error",
+]  # fmt: skip
 
 _SETTINGS = "job.json"
 _GRADIENT_BYTES = 256 * 2**20
+_MICRO_BATCHES = 4
+
+MESH_FLAGS = {
+    "--pipeline-parallel-size": "pipeline_parallel_size",
+    "--tensor-parallel-size": "tensor_parallel_size",
+    "--data-parallel-size": "data_parallel_size",
+    "--micro-batches": "micro_batch_count",
+    "--schedule": "schedule",
+    "--sequence-parallel": "sequence_parallel",
+    "--recompute": "checkpoint_config",
+    "--data-parallel-strategy": "data_parallel_strategy",
+}
+"""Flags of the command, and the option of `as_distributed` that each of them sets."""
+
+STRATEGIES = tuple(s.value for s in DistributedStrategy if s != DistributedStrategy.NONE)
+"""Choices of ``--strategy``."""
+
+DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTIONS)
+"""Choices of ``--data-parallel-strategy``."""
+
+
+class UsageError(ValueError):
+    """Raised for flags that do not go together; says which, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshChoice:
+    """The mesh of the ranks, and the schedules that are compared.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        Of the pipeline, tensor and data axes.
+    options : mapping
+        Of `as_distributed`, except the schedule; ``recompute`` is the name of a strategy.
+    schedules : tuple of str
+        One comparison each; the one name "" if there is none to choose.
+    """
+
+    sizes: tuple[int, int, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    schedules: tuple[str, ...] = ("",)
+
+    @classmethod
+    def of(cls, strategy: str, ranks: int, flags: Mapping[str, Any]) -> MeshChoice:
+        """Return what the flags ask for; those that were not given are None or missing.
+
+        Raises
+        ------
+        UsageError
+            For a flag that the strategy does not take, sizes that do not make up the ranks, and
+            unknown names.
+        """
+        given = {flag: value for flag, value in flags.items() if value is not None}
+        for flag in given:
+            takers = [s for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
+            if strategy not in takers:
+                raise UsageError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
+        if "--data-parallel-strategy" in given:
+            _check("--data-parallel-strategy", given["--data-parallel-strategy"], DATA_STRATEGIES)
+        schedules: tuple[str, ...] = ("",)
+        if "schedule" in STRATEGY_OPTIONS.get(strategy, ()):
+            name = given.pop("--schedule", "gpipe").lower()
+            _check("--schedule", name, ("all", *SCHEDULE_NAMES))
+            schedules = SCHEDULE_NAMES if name == "all" else (name,)
+            given.setdefault("--micro-batches", _MICRO_BATCHES)
+        options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
+        if "--recompute" in given:
+            options["recompute"] = options.pop("checkpoint_config")
+        pipeline = ranks if strategy == "pipeline" else options.get("pipeline_parallel_size", 1)
+        tensor = ranks if strategy == "tensor" else options.get("tensor_parallel_size", 1)
+        try:
+            mesh = mesh_sizes(ranks, pipeline, tensor, options.get("data_parallel_size", -1))
+        except ValueError as error:
+            raise UsageError(f"-n {ranks}: {error}") from None
+        return cls(mesh, options, schedules)
+
+    def describe(self, schedule: str) -> str:
+        """Return mesh and schedule, in words; nothing if all ranks are replicas."""
+        if not self.options and self.sizes[:2] == (1, 1):
+            return ""
+        words = [" x ".join(f"{size} {axis}" for axis, size in zip(AXES, self.sizes, strict=True))]
+        if schedule:
+            words += [schedule, counted(self.options["micro_batch_count"], "micro-batch")]
+        for option, text in (
+            ("data_parallel_strategy", "{} over data"),
+            ("sequence_parallel", "sequence parallel"),
+            ("recompute", "{} recomputation"),
+        ):
+            if option in self.options:
+                words.append(text.format(self.options[option]))
+        return f" ({', '.join(words)})"
+
+
+def _check(flag: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise UsageError(
+            f"{flag} must be one of {', '.join(names)}; got {name!r}{nearest(name, names)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """Which training is done twice, and what is exchanged in ``folder``.
+    """Training that is done twice; what is exchanged lies in ``folder``.
 
     Parameters
     ----------
@@ -39,7 +146,7 @@ class VerifyJob:
     dtype : str, optional
         What the model's must be.
     mesh : MeshChoice, optional
-        Where the ranks stand; by default each has samples of its own.
+        The mesh of the ranks; by default each has samples of its own.
     """
 
     folder: Path
@@ -56,7 +163,7 @@ class VerifyJob:
 
     @property
     def data_size(self) -> int:
-        """Among how many ranks, or groups of ranks, a batch is dealt."""
+        """Number of ranks, or groups of ranks, among which a batch is dealt."""
         pipeline, tensor, _ = self.mesh.sizes
         return self.world_size // (pipeline * tensor)
 
@@ -67,19 +174,19 @@ class VerifyJob:
 
     @classmethod
     def read(cls, folder: Path) -> VerifyJob:
-        """The job that was written to ``folder``."""
+        """Return the job that was written to ``folder``."""
         settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
         mesh = settings["mesh"]
         choice = MeshChoice(tuple(mesh["sizes"]), mesh["options"], tuple(mesh["schedules"]))
         return cls(**settings | {"folder": folder, "mesh": choice})
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The samples of a step's global batch."""
+        """Return the samples of a step's global batch."""
         generator = np.random.default_rng([self.seed, step])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
     def share(self, step: int, size: int, data_rank: int) -> slice:
-        """A part of a batch of ``size``: no two alike, and every third step one is empty."""
+        """Return a part of a batch: no two parts alike, and every third step one is empty."""
         weights = 1.0 + (np.arange(self.data_size) + step) % self.data_size
         if step % 3 == 2 and self.data_size > 1:
             weights[step % self.data_size] = 0
@@ -87,19 +194,19 @@ class VerifyJob:
         return slice(int(ends[data_rank]), int(ends[data_rank + 1]))
 
     def read_share(self, problem: Any, step: int, data_rank: int) -> tuple[Array, Array, int]:
-        """A data rank's inputs and targets, and where in the batch they begin."""
-        indices = self.batch(step, problem.samples)
+        """Return a data rank's inputs and targets, and where in the batch they begin."""
+        indices = self.batch(step, len(problem.x))
         mine = self.share(step, len(indices), data_rank)
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
 
     def gradient_steps(self, parameters: Array) -> int:
-        """Steps whose gradients of single parts are compared: as many as files may be large."""
+        """Return the number of steps whose gradients of single parts fit into the files."""
         one = self.data_size * parameters.nbytes
         return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
 
 
 def checksum(*arrays: Array) -> int:
-    """A number that differs where the arrays do."""
+    """Return a number that differs if the arrays do."""
     value = 0
     for array in arrays:
         host = np.ascontiguousarray(to_host(array))
@@ -109,16 +216,15 @@ def checksum(*arrays: Array) -> int:
 
 
 def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
-    """Largest difference, relative to the largest expected element where that is above ``floor``.
+    """Return the largest difference, relative to the largest expected element or ``floor``.
 
-    Infinite where the shapes differ, or one is not finite.
+    Infinite if the shapes differ, or one is not finite.
     """
     if np.shape(actual) != np.shape(expected):
         return np.inf
     if np.size(expected) == 0:
         return 0.0
     difference = np.max(np.abs(np.subtract(actual, expected, dtype=np.float64)))
-    scale = max(floor, float(np.max(np.abs(expected))))
-    if scale == 0:  # of a gradient that is 0
-        scale = 1.0
+    # A gradient may be 0, and its floor with it.
+    scale = max(floor, float(np.max(np.abs(expected)))) or 1.0
     return float(difference / scale) if np.isfinite(difference) else np.inf

@@ -1,4 +1,4 @@
-"""What every rank does for ``mpishard verify``: train sharded, and compare with the reference."""
+"""Program of the ranks of ``mpishard verify``: train sharded, and compare with the reference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.verify.job import VerifyJob, checksum, relative_error
-from mpishard.cli.verify.reference import Reference
-from mpishard.cli.verify.rules import RULES
+from mpishard.cli.verify.reference import RULES, Reference
 from mpishard.cli.verify.target import Problem, build_problem, load_factory
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
@@ -28,7 +27,7 @@ _FILE = "comparison-{}.npz"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Relative errors of every rank against the reference; ``inf`` where something is not finite.
+    """Relative errors of every rank against the reference; ``inf`` if something is not finite.
 
     Parameters
     ----------
@@ -37,19 +36,19 @@ class Comparison:
     dtype : Array
         Name of their dtype, of shape ().
     built, parameters : Array
-        As the factory made them, shape (ranks, parameters); after each step, shape
+        Built by the factory, shape (ranks, parameters); after each step, shape
         (ranks, steps, parameters).
     losses : Array
         Shape (ranks, steps).
     gradients : Array
         Of the rank's own samples alone, shape (ranks, steps compared, parameters).
     inputs : Array
-        Whether the rank's samples are others, shape (ranks, steps).
+        Whether the rank got other samples, shape (ranks, steps).
     predictions : Array
-        Shape (ranks,); NaN where there are none.
+        Shape (ranks,); NaN if there are none.
     computed : Array
-        How a batch was: "alone", by one rank; "together", by several; or "repeated" by each of
-        several. Text, of shape ().
+        Who computed a batch: "alone", one rank; "together", several; "repeated", each of several
+        all of it. Text, of shape ().
     """
 
     names: Array
@@ -69,7 +68,7 @@ class Comparison:
 
     @classmethod
     def read(cls, folder: Path, schedule: str) -> Comparison | None:
-        """What was written to ``folder``; None where the ranks did not come so far."""
+        """Return what was written to ``folder``; None if the ranks did not get so far."""
         path = folder / _FILE.format(schedule)
         if not path.is_file():
             return None
@@ -96,84 +95,68 @@ def compare(
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer].make(job.learning_rate)
     optimizer = as_distributed(rule, config, job.strategy, **options)
-    parameters, losses, gradients, inputs = [], [], [], []
+    rows: dict[str, list[Any]] = {"parameters": [], "losses": [], "gradients": [], "inputs": []}
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
-        inputs.append(checksum(x, y) != reference.inputs[step, model.data_rank])
+        rows["inputs"].append(checksum(x, y) != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
+            expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            gradients.append(
-                _gradient_errors(entries, own, reference.gradients[step, model.data_rank])
-            )
+            # Relative to the largest element of the whole gradient.
+            floor = float(np.max(np.abs(expected)))
+            rows["gradients"].append(_errors(entries, own, expected, floor))
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
-        losses.append(relative_error(loss, reference.losses[step]) if known else 0.0)
+        rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
         full = model.gather_full_parameters()
-        parameters.append(_errors(entries, full, reference.parameters[step + 1]))
-    last = take(problem.x, job.batch(job.steps - 1, problem.samples))
+        rows["parameters"].append(_errors(entries, full, reference.parameters[step + 1]))
+    last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
     predicted = np.nan
     if reference.predictions.size:
         predicted = relative_error(model.predict(last), reference.predictions)
-    mine = {
-        "built": _errors(entries, start, reference.parameters[0]), "parameters": parameters,
-        "losses": losses, "gradients": gradients, "inputs": inputs, "predictions": predicted,
-    }  # fmt: skip
+    computed = "alone"
+    if model.data_size < model.world_size:
+        computed = "together" if model.is_compute_partitioned else "repeated"
+    mine = {"built": _errors(entries, start, reference.parameters[0]), "predictions": predicted}
     return Comparison(
         names=np.array([e.name for e in entries]),
         shapes=np.array([str(e.shape) for e in entries]),
         dtype=np.array(start.dtype.name),
-        computed=np.array(_manner(model)),
-        **{name: backend.all_gather(np.array([value])) for name, value in mine.items()},
+        computed=np.array(computed),
+        **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
     )
 
 
-def _manner(model: Any) -> str:
-    if model.data_size == model.world_size:
-        return "alone"
-    return "together" if model.is_compute_partitioned else "repeated"
-
-
 def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
-    """What `as_distributed` is given for one comparison."""
+    """Return the options of `as_distributed` for one comparison."""
     options = dict(job.mesh.options)
     if "recompute" in options:
+        strategy = RecomputeStrategy(options.pop("recompute"))
         options["checkpoint_config"] = ActivationCheckpointConfig(
-            enabled=True,
-            checkpoint_every_n_layers=_SEGMENT,
-            recompute_strategy=RecomputeStrategy(options.pop("recompute")),
+            enabled=True, checkpoint_every_n_layers=_SEGMENT, recompute_strategy=strategy
         )
-    if schedule:
-        options["schedule"] = schedule
-    return options
+    return options | ({"schedule": schedule} if schedule else {})
 
 
-def _errors(entries: tuple[ParameterEntry, ...], actual: Array, expected: Array) -> list[float]:
+def _errors(
+    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array, floor: float = 1.0
+) -> list[float]:
     if actual.shape != expected.shape:
         return [np.inf] * len(entries)
-    return [relative_error(actual[e.start : e.stop], expected[e.start : e.stop]) for e in entries]
-
-
-def _gradient_errors(
-    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array
-) -> list[float]:
-    """Relative to the largest element of the whole gradient."""
-    floor = float(np.max(np.abs(expected)))
-    return [
-        relative_error(actual[e.start : e.stop], expected[e.start : e.stop], floor)
-        for e in entries
-    ]  # fmt: skip
+    ranges = [slice(e.start, e.stop) for e in entries]
+    return [relative_error(actual[each], expected[each], floor) for each in ranges]
 
 
 def _run(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
     for schedule in job.mesh.schedules:
-        problem = build_problem(factory, job.seed, job.dtype)  # what is wrapped gives it all up
+        problem = build_problem(factory, job.seed, job.dtype)  # wrapping took the last one's arrays
         comparison = compare(backend, job, problem, Reference.read(job.folder), schedule)
         if backend.rank == 0:
             comparison.write(job.folder, schedule)
 
 
 def main() -> None:
-    """Be one rank of a job, or all of them as threads: ``rank.py FOLDER mpi|memory``."""
+    """Be one rank of a job, or all of them as threads: ``FOLDER mpi|memory``."""
     job = VerifyJob.read(Path(sys.argv[1]))
     launch(_run, job, load_factory(job.target), backend=sys.argv[2], world_size=job.world_size)
 

@@ -1,13 +1,15 @@
 """Sequential training that ``mpishard verify`` compares with, in a process of its own.
 
 Nothing here comes from mpishard's engine, stores or update rules: the user's model computes its
-gradient on the whole batch, and the textbook's rule moves the whole vector.
+gradient on the whole batch, and the textbook's rule, written here once more, moves the whole
+vector. The papers are cited in `mpishard.optimizers`.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,34 +17,132 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.verify.job import VerifyJob, checksum
-from mpishard.cli.verify.rules import RULES, TextbookStep
 from mpishard.cli.verify.target import Problem, TargetError, build_problem, load_factory
 from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
+from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
 from mpishard.tensor import check_sequence
 
-__all__ = ["Reference", "main", "require_layers", "settle_schedules", "train_alone"]
+__all__ = ["RULES", "Reference", "require_layers", "settle_schedules", "train_alone"]
 
-_FILES = ("parameters", "losses", "gradients", "inputs", "predictions")
+_MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
+
+
+@dataclass
+class TextbookStep:
+    """One step of a rule, on whole vectors.
+
+    Parameters
+    ----------
+    theta, gradient : Array
+        Shape (length,).
+    state : dict
+        Values that the rule keeps from step to step.
+    number : int
+        Counts from 1.
+    parts : sequence of slice
+        The range of each parameter.
+    """
+
+    theta: Array
+    gradient: Array
+    state: dict[str, Array]
+    number: int
+    parts: Sequence[slice]
+
+    def average(self, name: str, value: Array, beta: float) -> Array:
+        """Update the running mean ``name`` with ``value``; it starts at 0."""
+        self.state[name] = beta * self.state.get(name, 0) + (1 - beta) * value
+        return self.state[name]
+
+    def total(self, name: str, value: Array, factor: float = 1.0) -> Array:
+        """Add ``value`` to ``factor`` times the sum ``name``; it starts at 0."""
+        self.state[name] = factor * self.state.get(name, 0) + value
+        return self.state[name]
+
+
+def _rmsprop(step: TextbookStep) -> Array:
+    return step.gradient / (np.sqrt(step.average("v", step.gradient**2, _BETA2)) + _EPSILON)
+
+
+def _adagrad(step: TextbookStep) -> Array:
+    return step.gradient / (np.sqrt(step.total("s", step.gradient**2)) + _EPSILON)
+
+
+def _adam(step: TextbookStep) -> Array:
+    m = step.average("m", step.gradient, _BETA1) / (1 - _BETA1**step.number)
+    v = step.average("v", step.gradient**2, _BETA2) / (1 - _BETA2**step.number)
+    return m / (np.sqrt(v) + _EPSILON)
+
+
+def _adamw(step: TextbookStep) -> Array:
+    return _adam(step) + _DECAY * step.theta
+
+
+def _lion(step: TextbookStep) -> Array:
+    before = step.state.get("m", 0)
+    step.average("m", step.gradient, _BETA2)
+    return np.sign(_BETA1 * before + (1 - _BETA1) * step.gradient) + _DECAY * step.theta
+
+
+def _lamb(step: TextbookStep) -> Array:
+    direction = _adamw(step)
+    for part in step.parts:
+        length, own = np.linalg.norm(step.theta[part]), np.linalg.norm(direction[part])
+        if length > 0 and own > 0:
+            direction[part] *= length / own
+    return direction
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRule:
+    """An update rule twice: mpishard's, and as a function that knows nothing of it.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(learning_rate)`` returns the optimizer.
+    direction : callable
+        ``direction(step)`` returns what is subtracted from theta, over the learning rate.
+    """
+
+    make: Callable[[float], Optimizer]
+    direction: Callable[[TextbookStep], Array]
+
+
+_ADAM = (_BETA1, _BETA2, _EPSILON)
+
+RULES = {
+    "sgd": VerifiedRule(
+        lambda rate: SGD(rate, _MOMENTUM), lambda step: step.total("v", step.gradient, _MOMENTUM)
+    ),
+    "adagrad": VerifiedRule(lambda rate: Adagrad(rate, _EPSILON), _adagrad),
+    "rmsprop": VerifiedRule(lambda rate: RMSprop(rate, _BETA2, _EPSILON), _rmsprop),
+    "adam": VerifiedRule(lambda rate: Adam(rate, *_ADAM), _adam),
+    "adamw": VerifiedRule(lambda rate: AdamW(rate, *_ADAM, weight_decay=_DECAY), _adamw),
+    "lion": VerifiedRule(lambda rate: Lion(rate, _BETA1, _BETA2, weight_decay=_DECAY), _lion),
+    "lamb": VerifiedRule(lambda rate: LAMB(rate, *_ADAM, weight_decay=_DECAY), _lamb),
+}
+"""Choices of ``--optimizer``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What sequential training gave.
+    """Results of sequential training.
 
     Parameters
     ----------
     parameters : Array
         Before the first step and after each, shape (steps + 1, length).
     losses : Array
-        Mean over the batch before each update, shape (steps,); NaN where the model tells none.
+        Mean over the batch before each update, shape (steps,); NaN if the model tells none.
     gradients : Array
         Of each data rank's part of a batch alone, shape (steps compared, data ranks, length).
     inputs : Array
         Checksums of each data rank's samples, shape (steps, data ranks).
     predictions : Array
-        For the last batch, after training; of size 0 where the model has no ``predict``.
+        For the last batch, after training; of size 0 if the model has no ``predict``.
     """
 
     parameters: Array
@@ -53,13 +153,13 @@ class Reference:
 
     def write(self, folder: Path) -> None:
         """Leave it for `read`."""
-        for name in _FILES:
+        for name in self.__slots__:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def read(cls, folder: Path) -> Reference:
-        """What was written to ``folder``; nothing is loaded before it is looked at."""
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in _FILES))
+        """Return what was written to ``folder``; arrays are loaded when they are used."""
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in cls.__slots__))
 
 
 def train_alone(job: VerifyJob, problem: Problem) -> Reference:
@@ -68,11 +168,10 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     Raises
     ------
     TargetError
-        Where the loss or a gradient is not finite, or a gradient is no vector of that length.
+        If the loss or a gradient is not finite, or a gradient is no vector of that length.
     """
     model = problem.model
     theta = model.get_parameters().copy()
-    rule = RULES[job.optimizer]
     entries = problem.entries(theta.size)
     parts = [slice(entry.start, entry.stop) for entry in entries]
     trained = np.concatenate([np.full(entry.size, entry.trainable) for entry in entries])
@@ -83,7 +182,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
         inputs.append([checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
-        indices = job.batch(step, problem.samples)
+        indices = job.batch(step, len(problem.x))
         x, y = take(problem.x, indices), take(problem.y, indices)
         loss, g = _gradient(problem, step, x, y)
         if not np.isfinite(g).all() or math.isinf(loss):
@@ -91,12 +190,12 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
                 "lower --learning-rate, or look at the data"
             )
-        direction = rule.direction(TextbookStep(theta, g, state, step + 1, parts))
+        direction = RULES[job.optimizer].direction(TextbookStep(theta, g, state, step + 1, parts))
         theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
         model.set_parameters(theta.copy())
         parameters.append(theta)
         losses.append(loss)
-    last = take(problem.x, job.batch(job.steps - 1, problem.samples))
+    last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
 
 
@@ -106,7 +205,7 @@ def require_layers(job: VerifyJob, problem: Problem) -> None:
     Raises
     ------
     TargetError
-        Where ``--recompute`` or ``--sequence-parallel`` is asked of such a model, or sequences
+        If ``--recompute`` or ``--sequence-parallel`` is asked of such a model, or sequences
         cannot be cut into equal parts.
     """
     model, options = problem.model, job.mesh.options
@@ -118,19 +217,15 @@ def require_layers(job: VerifyJob, problem: Problem) -> None:
                 "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
             )
     ranks = job.mesh.sizes[1]
-    if "sequence_parallel" in options and ranks > 1:
-        _require_sequences(problem, ranks)
-
-
-def _require_sequences(problem: Problem, ranks: int) -> None:
-    infos = problem.model.get_all_layer_info()
-    layers = {i.name: layer for i, layer in zip(infos, problem.model.layers, strict=True)}
+    if "sequence_parallel" not in options or ranks == 1:
+        return
+    infos = model.get_all_layer_info()
+    layers = {i.name: layer for i, layer in zip(infos, model.layers, strict=True)}
     try:
         check_sequence(layers, infos[0].input_shape)
     except ValueError as error:
-        raise TargetError(
-            f"--sequence-parallel is for models of sequences: leave it out\n{error}"
-        ) from None
+        text = f"--sequence-parallel is for models of sequences: leave it out\n{error}"
+        raise TargetError(text) from None
     for length in problem.x.shape[1:2]:  # training alone refuses an x without
         if length % ranks:
             raise TargetError(
@@ -141,14 +236,14 @@ def _require_sequences(problem: Problem, ranks: int) -> None:
 
 
 def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
-    """The job, with one comparison and no schedule for a black box: nothing is scheduled of it."""
+    """Return the job, with one comparison and no schedule for a black box, which has no stages."""
     if isinstance(problem.model, ILayeredModel):
         return job
     return replace(job, mesh=replace(job.mesh, schedules=("",)))
 
 
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
-    """Mean loss, NaN where it is not told, and its gradient; 0 without samples."""
+    """Return the mean loss, NaN if it is not told, and its gradient; 0 without samples."""
     model = problem.model
     length = model.get_parameters().size
     if len(x) == 0:
@@ -191,10 +286,14 @@ def main() -> None:
             name = type(problem.model).__name__
             sys.stderr.write(
                 f"mpishard verify: once for all {len(job.mesh.schedules)} schedules: {name} is a "
-                "black box, of which nothing is scheduled\n"
+                "black box, which has no stages to schedule\n"
             )
         settled.write()
         train_alone(settled, problem).write(job.folder)
     except TargetError as error:
         sys.stderr.write(f"mpishard verify: {error}\n")
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""How ``mpishard verify`` shows what it found, and what it concludes."""
+"""Conclusion of ``mpishard verify``, and how it is shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from mpishard.arrays import Array
 from mpishard.cli.verify.rank import Comparison
@@ -15,7 +15,7 @@ __all__ = ["Verdict", "default_tolerance"]
 
 
 def default_tolerance(dtype: str) -> float:
-    """Relative errors that rounding explains over some steps."""
+    """Return the relative error that rounding explains over some steps."""
     return 1e-10 if dtype == "float64" else 1e-4
 
 
@@ -26,7 +26,7 @@ class Verdict:
     Parameters
     ----------
     comparison : Comparison
-        What the ranks found.
+        Errors that the ranks found.
     tolerance : float
         Largest relative error.
     """
@@ -36,7 +36,7 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all that was compared is within the tolerance, on every rank."""
+        """Whether everything that was compared is within the tolerance, on every rank."""
         c = self.comparison
         errors = (c.built, c.parameters, c.losses, c.gradients, np.nan_to_num(c.predictions))
         return not c.inputs.any() and all(self._within(e) for e in errors)
@@ -45,33 +45,25 @@ class Verdict:
         return bool((errors <= self.tolerance).all())
 
     def table(self) -> Table:
-        """Each parameter's error, the worst first."""
-        table = Table(box=None, pad_edge=False)
-        for name, justify in (
-            ("parameter", "left"),
-            ("shape", "left"),
-            ("error", "right"),
-            ("on rank", "right"),
-            ("above from step", "right"),
-        ):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        """Return each parameter's error, the worst first."""
+        figures = [
+            Column(name, justify="right") for name in ("error", "on rank", "above from step")
+        ]
+        texts = [Column(name, overflow="fold") for name in ("parameter", "shape")]
+        table = Table(*texts, *figures, box=None, pad_edge=False)
         c = self.comparison
-        # Step 0 is what the factory built.
+        # Step 0 is before training.
         errors = np.concatenate([c.built[:, None], c.parameters], axis=1)
         worst = errors.max(axis=(0, 1))
-        for index in np.argsort(-worst, kind="stable"):
-            found = errors[:, :, index]
-            steps = np.flatnonzero((found > self.tolerance).any(axis=0))
-            rank = int(found.max(axis=1).argmax())
-            table.add_row(
-                str(c.names[index]), str(c.shapes[index]), f"{worst[index]:.1e}", str(rank),
-                str(steps[0]) if steps.size else "",
-                style="bold red" if steps.size else None,
-            )  # fmt: skip
+        for i in np.argsort(-worst, kind="stable"):
+            steps = np.flatnonzero((errors[:, :, i] > self.tolerance).any(axis=0))
+            rank, first = errors[:, :, i].max(axis=1).argmax(), f"{steps[0]}" if steps.size else ""
+            row = c.names[i], c.shapes[i], f"{worst[i]:.1e}", rank, first
+            table.add_row(*map(str, row), style="bold red" if steps.size else None)
         return table
 
     def lines(self) -> list[str]:
-        """What else was compared, what it means, and the verdict last."""
+        """Return what else was compared, what it means, and the verdict last."""
         c = self.comparison
         others = [f"losses {c.losses.max():.1e}", f"own gradients {c.gradients.max():.1e}"]
         if not np.isnan(c.predictions).any():
@@ -79,8 +71,8 @@ class Verdict:
         lines = [f"worst error of {', '.join(others)}"]
         if c.computed == "repeated":
             lines.append(
-                "the computation was not partitioned, for the model is a black box: every rank "
-                "computed all of its batch. One that implements ILayeredModel (mpishard.nn) is "
+                "the computation was not partitioned, because the model is a black box: every rank "
+                "computed all of its batch. A model that implements ILayeredModel (mpishard.nn) is "
                 "computed in parts"
             )
         errors = np.maximum(c.built, c.parameters.max(axis=1))
@@ -92,7 +84,7 @@ class Verdict:
         return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]
 
     def _reason(self) -> str:
-        """The first thing that went another way, and what may cause it."""
+        """Return the first thing that differs, and what may cause it."""
         c = self.comparison
         if not self._within(c.built) or c.inputs.any():
             what = "other data" if self._within(c.built) else "other first parameters"

@@ -1,4 +1,4 @@
-"""What ``mpishard verify`` is pointed at: a factory of a model and data."""
+"""Target of ``mpishard verify``: a factory of a model and data, which the user wrote."""
 
 from __future__ import annotations
 
@@ -26,37 +26,32 @@ Factory = Callable[..., Any]
 
 
 class TargetError(ValueError):
-    """Raised where the target is no factory of a model and data; says what it should be."""
+    """Raised if the target is no factory of a model and data; says what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A plain model, the same data on every rank, and a loss where it is not the model's own."""
+    """A plain model, the same data on every rank, and a loss if the model has none of its own."""
 
     model: Any
     x: Any
     y: Any
     loss: ILossFunction | None = None
 
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return len(self.x)
-
     def entries(self, length: int) -> tuple[ParameterEntry, ...]:
-        """Names, shapes and places of the parameters, where the model knows them."""
+        """Return names, shapes and places of the parameters, if the model knows them."""
         table = getattr(self.model, "parameter_table", None)
         named = getattr(self.model, "parameter_entries", getattr(table, "entries", None))
         return tuple(named) if named else (ParameterEntry("parameters", (length,), 0),)
 
 
 def load_factory(target: str) -> Factory:
-    """The factory that ``package.module:factory`` or ``path/file.py:factory`` names.
+    """Return the factory that ``package.module:factory`` or ``path/file.py:factory`` names.
 
     Raises
     ------
     TargetError
-        Where there is none.
+        If there is none.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -107,12 +102,12 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
-    """What ``factory(seed)`` gives; ``factory(seed, dtype=dtype)`` where it takes one.
+    """Return the result of ``factory(seed)``, or of ``factory(seed, dtype=dtype)`` if it takes one.
 
     Raises
     ------
     TargetError
-        Where that is no model with data, or a model of another dtype.
+        If that is no model with data, or a model of another dtype.
     """
     takes_dtype = "dtype" in inspect.signature(factory).parameters
     given = factory(seed, dtype=dtype) if dtype and takes_dtype else factory(seed)

@@ -1180,7 +1180,8 @@ class CommunicationBackend(ABC):
         out_rows: int = -1,
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
-        self._ready()
+        if not self._initialized:
+            raise self._not_ready_error()
         with self._session as session:
             if session.broken is not None:
                 self._tell_of_break()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["READ_EVERY", "Backoff", "RunningClock", "yield_processor"]
+__all__ = ["LONG_POLL", "READ_EVERY", "Backoff", "RunningClock", "yield_processor"]
 
 READ_EVERY = 0.5
 """Seconds between two readings of a `RunningClock` by those who wait with it."""
@@ -18,6 +18,9 @@ _LOOK_EVERY = 8
 _LOOK_SECONDS = 0.05
 _CROWDED_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
+LONG_POLL = 1e-3
+"""Seconds of a poll or a yield that show that other programs run on this core."""
+
 _DOZE_SECONDS = 1e-4
 _SUSPENDED_SECONDS = 2 * READ_EVERY
 
@@ -76,7 +79,8 @@ class Backoff:
 
     Polling without yielding is ruinous where more ranks than cores run, and yielding costs
     nothing where they do not. Where they do, a rank that has waited for long enough to show that
-    the others compute dozes, and leaves them the core.
+    the others compute dozes, and leaves them the core. So does a rank whose yields take long,
+    because other programs run on its core: a process that has slept gets the core back sooner.
 
     Parameters
     ----------
@@ -84,17 +88,20 @@ class Backoff:
         Whether the node has more ranks than cores.
     look : callable
         Called about 20 times a second. It may raise. For how long is the watchdog's business.
+    is_slow : bool
+        Whether polls before the first pause took long, for the same reason as long yields.
     """
 
-    __slots__ = ("_crowded", "_doze", "_look", "_looked", "_polls", "_start")
+    __slots__ = ("_clocked", "_crowded", "_doze", "_look", "_looked", "_polls", "_start")
 
-    def __init__(self, crowded: bool, look: Callable[[], None]) -> None:
+    def __init__(self, crowded: bool, look: Callable[[], None], *, is_slow: bool = False) -> None:
         self._crowded = crowded
         self._look = look
         self._polls = 0
         self._start = 0.0
         self._looked = 0.0
-        self._doze = False
+        self._clocked = 0.0
+        self._doze = is_slow
 
     def pause(self) -> None:
         """Let a little time pass. Call after each poll that found nothing."""
@@ -110,9 +117,10 @@ class Backoff:
     def _clock(self) -> None:
         now = time.monotonic()
         if not self._start:
-            self._start = self._looked = now
-        waited = now - self._start
-        self._doze = waited > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
+            self._start = self._looked = self._clocked = now
+        is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
+        self._doze |= is_long or now - self._clocked > _LOOK_EVERY * LONG_POLL
+        self._clocked = now
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
             self._look()

@@ -72,7 +72,8 @@ class TimeLimit:
         """Say that the rank ``name`` has ``waited`` seconds ``where``, and what comes ``then``."""
         finished = "finished, and has " if self.is_at_end else ""
         stop = " The job ends" if where.endswith(".") else "; the job ends"
-        text = f"mpishard: {name} has {finished}waited {waited:.0f} s {where}"
+        seconds = int(waited + 1e-3)  # whole ones that have passed: 1.6 s are no 2 s
+        text = f"mpishard: {name} has {finished}waited {seconds} s {where}"
         return text + (f"{stop}{then} ({self.variable})" if self.seconds() else "")
 
 

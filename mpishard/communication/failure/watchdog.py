@@ -248,12 +248,12 @@ class Watchdog:
 
     def pause(self, now: float) -> float:
         """Seconds from ``now`` until there may be something to say."""
-        left = [
-            wait.since + wait.slack + seconds - now
-            for wait in self.waits
-            for seconds in (settings.mpi_warning(), wait.limit.seconds())
-        ]
-        return min([READ_EVERY, *(seconds for seconds in left if seconds > 0)])
+        left = [READ_EVERY]
+        for wait in tuple(self.waits):
+            limits = (0.0 if wait.is_warned else settings.mpi_warning(), wait.limit.seconds())
+            # A time that has passed since the last look is due now, and not with the next.
+            left += [max(0.0, wait.since + wait.slack + limit - now) for limit in limits if limit]
+        return min(left)
 
     def look(self, now: float) -> None:
         """Check time limits, the launcher and the other ranks of the node, at the time ``now``."""
@@ -271,9 +271,9 @@ class Watchdog:
         warn_after = settings.mpi_warning()
         for wait in tuple(self.waits):
             waited, give_up_after = now - wait.since, wait.limit.seconds()
-            if give_up_after and waited > give_up_after + wait.slack:
+            if give_up_after and waited >= give_up_after + wait.slack:
                 wait.ending.give_up(waited, wait.where(), wait.limit)
-            if warn_after and waited > warn_after + wait.slack and not wait.is_warned:
+            if warn_after and waited >= warn_after + wait.slack and not wait.is_warned:
                 wait.is_warned = True
                 wait.ending.warn(waited, wait.where(), wait.limit)
 

@@ -7,6 +7,7 @@ headers, channels), `Collectives` on it, the same for GPU arrays, and the user's
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.backoff import Backoff
+from mpishard.communication.contract.backoff import LONG_POLL, Backoff
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.contract.work import (
@@ -32,7 +33,7 @@ from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
-from mpishard.communication.mpi.collectives import Collectives, in_turn
+from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import DeviceCollectives
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.headers import NO_RING, Ring
@@ -52,8 +53,8 @@ from mpishard.errors import CommunicationError, PeerError
 
 __all__ = ["MPICommunicationBackend"]
 
-_QUICK_POLLS = 64
-"""Polls before a rank prepares for a longer wait: most short messages have come by then."""
+_QUICK_ROUNDS, _QUICK_POLLS = 8, 8
+"""Rounds of polls before a rank prepares for a longer wait: most short messages come by then."""
 
 _STIR_EVERY = 8
 _IN_SHRINK = "in shrink() for the other ranks that are left"
@@ -152,21 +153,25 @@ class MPICommunicationBackend(CommunicationBackend):
     def _on_initialize(self) -> None:
         if self._is_forked:
             raise self._not_ready_error()
+        is_new = self._job is None
         if self._job is None:
             self._job = Job(self._mpi, self._comm, survives=self._on_failure == "shrink")
-            self._nodes = self._job.nodes
         job = self._job
         if self._group is None or self._group.is_leaving:
             if not self._is_root:
                 raise CommunicationError("a world that was split off cannot be entered again")
-            job.guard()
-            with job.wait(lambda: IN_INIT):
-                rings = self._comm.allgather(job.take_ring())
-                with job.making_group():
-                    self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
+            try:
+                job.guard()
+                with job.wait(lambda: IN_INIT):
+                    call_uninterrupted(self._mpi, lambda: self._enter(is_new=is_new))
+            finally:
+                if is_new and self._group is None:
+                    job.retire()
+                    self._job = None
             self._sequence = 0
             self._pending.clear()
         group = self._group
+        assert group is not None
         self._messages = Messages(group, self.world_ranks)
         self._collectives = Collectives(self, group)
         job.join(group, self)
@@ -176,6 +181,22 @@ class MPICommunicationBackend(CommunicationBackend):
                 self._session.status = job.statuses.page
                 self.status.note_shared_memory(library_files())
             hooks.install(self)
+
+    def _enter(self, *, is_new: bool) -> None:
+        """The collective part of `initialize`."""
+        job = self._job
+        assert job is not None
+        if is_new:
+            job.meet()
+            self._nodes = job.nodes
+        rings = self._comm.allgather(job.take_ring())
+        with job.making_group():
+            self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception struck in `initialize` when this rank was in the world."""
+        return not (self._initialized or self._group is None or self._group.is_leaving)
 
     def _make_group(self, comm: Any, data: Any, rings: Sequence[Ring]) -> Group:
         assert self._job is not None
@@ -264,12 +285,20 @@ class MPICommunicationBackend(CommunicationBackend):
         try:
             # Nothing is issued while this rank waits: what is alone now stays so.
             advance = work.advance if job.count_pending() == 1 else job.progress
-            for _ in range(1 if job.crowded else _QUICK_POLLS):
-                advance()
-                if work.done:
-                    self._forget_done()
-                    return
-            backoff = Backoff(job.crowded, lambda: self._look_round(work))
+            polled, took = 0.0, 0.0
+            for _ in range(1 if job.crowded else _QUICK_ROUNDS):
+                for _ in range(1 if job.crowded else _QUICK_POLLS):
+                    advance()
+                    if work.done:
+                        self._forget_done()
+                        return
+                # Open MPI may yield in each poll, which takes long on a busy machine.
+                now = time.monotonic()
+                polled, took = now, now - (polled or now)
+                if took > _QUICK_POLLS * LONG_POLL:
+                    break
+            is_slow = took > _QUICK_POLLS * LONG_POLL
+            backoff = Backoff(job.crowded, lambda: self._look_round(work), is_slow=is_slow)
             polls = 0
             self.status.wait(work.awaited)
             try:
@@ -377,7 +406,6 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
 
-    @in_turn
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
         ring = NO_RING if color is None else job.take_ring()
@@ -423,7 +451,6 @@ class MPICommunicationBackend(CommunicationBackend):
             backoff.pause()
         return group.comm.Split(color, place)
 
-    @in_turn
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         _, group = self._joined()
         yield from self._collectives.open(call)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,21 +38,6 @@ from mpishard.layout import ShardLayout, even_sizes
 __all__ = ["Collectives"]
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
-
-
-def in_turn(steps: Callable[..., Steps]) -> Callable[..., Steps]:
-    """Give a collective its place among those that were issued, until it ends."""
-
-    @functools.wraps(steps)
-    def run(self: Collectives, call: Call, *arguments: Any) -> Steps:
-        turns = self._group.turns
-        turns.append(call)
-        try:
-            return (yield from steps(self, call, *arguments))
-        finally:
-            turns.remove(call)
-
-    return run
 
 
 class Collectives:
@@ -80,9 +65,10 @@ class Collectives:
 
     def turn(self, call: Call) -> Steps:
         """Wait until all collectives that were issued before ``call`` have ended."""
-        turns = self._group.turns
-        if turns[0] is not call:
-            yield Condition(lambda: turns[0] is call)
+        pending = self._backend._pending
+
+        if pending[0].call is not call:
+            yield Condition(lambda: next(w.call is call for w in pending if not w.done))
 
     def open(
         self,
@@ -163,7 +149,6 @@ class Collectives:
 
     # --------------------------------------------------------------------------------- reductions
 
-    @in_turn
     def all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         """See `CommunicationBackend._steps_all_reduce`; so for all collectives here."""
         assert call.operation is not None
@@ -206,6 +191,10 @@ class Collectives:
 
         ``pieces`` holds the start and the size of each rank's; the first is the longest.
         """
+        # The time of small arrays is that of waiting: a round has two waits, this has one.
+        if array.nbytes <= channel.bytes_whole:
+            yield from channel.reduce_whole(array, operation, result)
+            return
         step = channel.bytes_each // array.itemsize
         for low in range(0, pieces[0][1], step):
             parts, targets = [], []
@@ -216,7 +205,6 @@ class Collectives:
             yield from channel.reduce(parts, operation, targets[self._rank])
             yield from channel.spread(targets)
 
-    @in_turn
     def reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
@@ -268,7 +256,6 @@ class Collectives:
 
     # ----------------------------------------------------------------------------------- movement
 
-    @in_turn
     def all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
         """All ranks' rows in ``out``, or in a new array."""
         headers = yield from self.open(
@@ -306,7 +293,6 @@ class Collectives:
         self._traffic.count_all_gather(array)
         return out
 
-    @in_turn
     def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
         """The root's array on all ranks."""
         payload = array if self._rank == root else None
@@ -328,47 +314,18 @@ class Collectives:
         self._traffic.count_broadcast(array, root)
         return array
 
-    @in_turn
     def scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
         """A new array of this rank's rows of the root's."""
-        is_root = self._rank == root
-        longest = np.array([max(counts) if is_root and counts else 0], np.int64)
-        headers = yield from self.open(call, longest)
-        sent = headers.calls[root]
-        assert sent.dtype is not None
-        assert sent.shape is not None
-        row = math.prod(sent.shape[1:])
-        if self._world_size == 1:
-            assert array is not None
-            piece = array.copy()
-        else:
-            yield from self.turn(call)
-            nothing = np.empty(0, sent.dtype)
-            outgoing: list[Array] = [nothing] * self._world_size
-            lengths = [np.empty(0, np.int64)] * self._world_size
-            length = np.array([counts[root] if is_root and counts else 0])
-            if is_root:
-                assert array is not None
-                assert counts is not None
-                outgoing = split_up(array.reshape(-1), [count * row for count in counts])
-                lengths = [np.array([count]) for count in counts]
-            incoming = [np.empty(0, np.int64)] * self._world_size
-            if not is_root:
-                incoming[root] = length
-            yield from self._group.channel.move(lengths, incoming)
-            piece = np.empty((int(length[0]), *sent.shape[1:]), sent.dtype)
-            arriving: list[Array] = [nothing] * self._world_size
-            if is_root:
-                piece.reshape(-1)[...] = outgoing[root]
-            else:
-                arriving[root] = piece.reshape(-1)
-            yield from self._move(outgoing, arriving, headers.integers(1)[root][0] * row)
-        self._traffic.count_scatter(array if is_root else None, piece)
-        return piece
+        parts: Sequence[Array] = ()
+        if array is not None and counts is not None:
+            starts = starts_of(counts)
+            parts = [array[low : low + n] for low, n in zip(starts, counts, strict=True)]
+        received = yield from self._exchange(call, parts, [root])
+        self._traffic.count_scatter(array, received[root])
+        return received[root]
 
-    @in_turn
     def gather(self, call: Call, array: Array, root: int) -> Steps:
         """All ranks' rows, a new array, on the root."""
         headers = yield from self.open(call, array)
@@ -394,28 +351,45 @@ class Collectives:
         self._traffic.count_gather(array, root)
         return result
 
-    @in_turn
     def all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         """A list of new arrays, one from each rank."""
-        longest = np.array([max(part.size for part in parts)], np.int64)
-        headers = yield from self.open(call, longest)
-        received = [parts[0].copy()]
-        if self._world_size > 1:
-            yield from self.turn(call)
-            shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
-            for shape, part in zip(shapes[0], parts, strict=True):
-                shape[: 1 + part.ndim] = part.ndim, *part.shape
-            shapes[1, self._rank] = shapes[0, self._rank]
-            yield from self._group.channel.move(list(shapes[0]), list(shapes[1]))
-            received = [
-                np.empty(tuple(dims[:ndim]), parts[0].dtype) for ndim, *dims in shapes[1].tolist()
-            ]
-            received[self._rank][...] = parts[self._rank]
-            outgoing = [part.reshape(-1) for part in parts]
-            incoming = [array.reshape(-1) for array in received]
-            length = max(longest for (longest,) in headers.integers(1))
-            yield from self._move(outgoing, incoming, length)
+        received = yield from self._exchange(call, parts, range(self._world_size))
         self._traffic.count_all_to_all(parts)
+        return [received[rank] for rank in range(self._world_size)]
+
+    def _exchange(self, call: Call, parts: Sequence[Array], senders: Sequence[int]) -> Steps:
+        """Send ``parts[r]`` to rank r; return the new arrays that came, by their senders.
+
+        Only ``senders`` have parts. Nobody else knows their shapes, which travel first.
+        """
+        world = range(self._world_size)
+        longest = np.array([max((part.size for part in parts), default=0)], np.int64)
+        headers = yield from self.open(call, longest)
+        if self._world_size == 1:
+            return {0: parts[0].copy()}
+        yield from self.turn(call)
+        dtype = headers.calls[senders[0]].dtype
+        shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
+        for shape, part in zip(shapes[0], parts, strict=False):
+            shape[: 1 + part.ndim] = part.ndim, *part.shape
+        is_sender = self._rank in senders
+        outgoing = [shape if is_sender else shape[:0] for shape in shapes[0]]
+        incoming = [shapes[1, r] if r in senders else shapes[1, r, :0] for r in world]
+        shapes[1, self._rank] = shapes[0, self._rank]
+        yield from self._group.channel.move(outgoing, incoming)
+        received = {
+            rank: np.empty(tuple(dims[:ndim]), dtype)
+            for rank, (ndim, *dims) in enumerate(shapes[1].tolist())
+            if rank in senders
+        }
+        if is_sender:
+            received[self._rank][...] = parts[self._rank]
+        nothing = np.empty(0, dtype)
+        yield from self._move(
+            [part.reshape(-1) for part in parts] or [nothing] * self._world_size,
+            [received[r].reshape(-1) if r in senders else nothing for r in world],
+            max(length for (length,) in headers.integers(1)),
+        )
         return received
 
     def _move(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> Steps:
@@ -432,7 +406,6 @@ class Collectives:
                 [part[low : low + step] for part in incoming],
             )
 
-    @in_turn
     def barrier(self, call: Call) -> Steps:
         """End when every rank has called it: the headers say so."""
         yield from self.open(call)

@@ -8,7 +8,6 @@ told by a *notice*: a message that the leaving rank sends if the others do not l
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -93,8 +92,6 @@ class Group:
         """The channel of data."""
         if rings is not None and rows is not None:
             self.channel = RowChannel(*rows, self.rank, reducer, rings.fence)
-        self.turns: deque[object] = deque()
-        """The collectives that were issued and have not ended, oldest first."""
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""

@@ -45,12 +45,13 @@ class Job:
     mpi : module
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
-        The root world. The constructor is collective over it.
+        The root world. `meet` is collective over it.
     survives : bool
         Whether its ranks go on where another is gone.
     """
 
     def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
+        self._comm, self._survives = comm, survives
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.mpi = mpi
@@ -61,13 +62,6 @@ class Job:
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
         """The part that lets this rank outlive others; None if it ends with them."""
-        self.guard()
-        try:
-            with self.wait(lambda: IN_INIT):
-                self._meet(comm, survives=survives)
-        except (mpi.Exception, CollectiveMismatchError):
-            self.retire()
-            raise
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
@@ -75,9 +69,15 @@ class Job:
             self.statuses.page.end(RankState.STARTED)
             watchdog.guard(self.ending)
 
-    def _meet(self, comm: Any, *, survives: bool) -> None:
-        """Learn where the other ranks run, and set up what they share."""
-        mpi = self.mpi
+    def meet(self) -> None:
+        """Learn where the other ranks run, and set up what they share.
+
+        Raises
+        ------
+        CollectiveMismatchError
+            On every rank, if settings differ between ranks.
+        """
+        mpi, comm, survives = self.mpi, self._comm, self._survives
         node = comm.Split_type(mpi.COMM_TYPE_SHARED, self.rank)
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())

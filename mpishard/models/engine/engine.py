@@ -9,14 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
-from mpishard.models.engine.policy import Policy
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
-from mpishard.models.engine.step import StepReport, Update
-from mpishard.models.engine.update_pieces import UpdatePieces
+from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
@@ -25,11 +23,11 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span, step_span
+from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration, pieces_within
 
 __all__ = ["Engine"]
 
-Rule = Callable[[list[Update], StepReport], None]
 Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 
@@ -39,19 +37,19 @@ class Engine:
     Parameters
     ----------
     program : Program
-        What is computed.
+        The computation.
     parameters : ParameterStore
-        Who holds parameters.
+        Store of parameters.
     make_gradients : callable
-        ``make_gradients(layout)`` makes the store of gradients, anew where units are frozen.
+        ``make_gradients(layout)`` makes the store of gradients, anew if units are frozen.
     state_layout : StoreLayout
         Of the optimizer's state.
     stage : UpdateStage, optional
-        Brings what is updated to the state and back; None where all lies in host memory.
+        Brings what is updated to the state and back; None if all lies in host memory.
     policy : Policy
-        What the strategy shards.
+        Vectors that the strategy shards.
     loss : ILossFunction or None
-        What is minimised; None where a black box knows.
+        Loss to minimise; None if a black box has its own.
     config : ShardingConfiguration
         Choices that may change between steps.
 
@@ -59,6 +57,8 @@ class Engine:
     ----------
     layout : StoreLayout
         Units, ranks, and where memory is booked.
+    own_pieces : tuple of Piece
+        What this rank owns of the parameters.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -88,6 +88,7 @@ class Engine:
         self.version = 0
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
+        self.own_pieces = parameters.layout.pieces()
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
@@ -105,15 +106,15 @@ class Engine:
     def freeze(self, names: frozenset[str]) -> None:
         """Train what is not among ``names``, which are names of parameters. Collective.
 
-        What is frozen has no optimizer state, counts for no norm, and where a whole unit is, it
-        has no gradient and nothing of it is sent but what must be gathered.
+        Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
+        whole has no gradient, and is sent only if it must be gathered.
 
         Raises
         ------
         ShardingError
             In the middle of a round of accumulation.
         ValueError
-            Where nothing would be left to train.
+            If nothing would be left to train.
         """
         self.round.require_none("what is trained cannot change")
         whole = self.placement.entries
@@ -159,7 +160,7 @@ class Engine:
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
 
-        Nothing has changed where it raises; only an exception of ``rule`` itself may come late.
+        Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
         Raises
         ------
@@ -168,13 +169,14 @@ class Engine:
             rank where no rank has a sample that counts, and where ranks of a mesh that compute one
             batch together were given several.
         ShardingError
-            On every rank, where the ranks accumulated different numbers of batches; where
+            On every rank, if the ranks accumulated different numbers of batches; if
             replicas have drifted apart and the step is to be synchronised; on every rank, where
             ``settings`` differ.
         NonFiniteLossError
-            On every rank, where the loss or the gradient is not finite.
+            On every rank, if the loss or the gradient is not finite.
         """
         self.layout.device.use()  # of the thread that calls
+        # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         if is_local:
@@ -195,7 +197,7 @@ class Engine:
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
     ) -> list[Part]:
-        """What this rank computes, one after the other. Collective, where ranks must be asked."""
+        """The parts of a batch that this rank computes. Collective if ranks must be asked."""
         if self.leaves is not None:
             return self.leaves.cut(x, y, sample_start)
         if sample_start is None:
@@ -251,14 +253,14 @@ class Engine:
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
 
-        ``gradient`` is the full vector, the same on every rank. Collective where state is sharded.
+        ``gradient`` is the full vector, the same on every rank. Collective if state is sharded.
 
         Raises
         ------
         ShardingError
-            Where replicas have drifted apart; in the middle of a round of accumulation.
+            If replicas have drifted apart; in the middle of a round of accumulation.
         NonFiniteLossError
-            On every rank, where the gradient is not finite.
+            On every rank, if the gradient is not finite.
         """
         self.replicas.require_equal("apply_gradients")
         self.round.require_none("apply_gradients()")
@@ -293,6 +295,25 @@ class Engine:
         watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
         with watched, span("update"):
             rule(updates, report)
+
+    def descend(self, gradient: Array, rate: float) -> None:
+        """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
+        pieces = self.pieces.updated
+        # In place: the arrays are views of the store.
+        for piece, owned in zip(pieces, self.parameters.owned(pieces), strict=True):
+            target = owned
+            part = self.placement.part(gradient, piece.start, piece.stop)
+            target -= rate * beside(part, target)
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self.changed()
+
+    def zeros_for_state(self) -> Array:
+        """A vector of an optimizer's state, as long as what this rank updates."""
+        length = sum(piece.length for piece in self.pieces.updated)
+        vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+        vector.fill(0)
+        return vector
 
     def _end_round(self) -> None:
         self.changed()
@@ -343,7 +364,7 @@ class Engine:
         return total, weight
 
     def _mean(self, total: float, weight: float) -> float:
-        """The mean loss; NaN where a black box does not tell its loss, or nothing was weighed."""
+        """The mean loss; NaN if a black box does not tell its loss, or nothing was weighed."""
         known = self.program.knows_loss(self.loss) and weight > 0
         return total / weight if known else math.nan
 
@@ -394,7 +415,7 @@ class Engine:
         return total, full
 
     def predict(self, x: Array) -> Array:
-        """Outputs for this rank's inputs. Collective where parameters are sharded."""
+        """Outputs for this rank's inputs. Collective if parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
         self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
@@ -411,7 +432,7 @@ class Engine:
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of the loss over this rank's batch.
 
-        Without a gradient, but where a black box tells its loss only together with one.
+        Without a gradient, unless a black box tells its loss only together with one.
         """
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, self.loss)
@@ -423,12 +444,12 @@ class Engine:
         return self.program.measure(self.loss, self.predict(x), targets)
 
     def synchronize_replicas(self) -> None:
-        """Give every rank the mean of all replicas; a barrier where nothing drifts. Collective."""
+        """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
             self.changed()
 
     def changed(self) -> None:
-        """Hear that parameters have changed."""
+        """Note a change of the parameters, and tell the program."""
         self.version += 1
         self.program.changed(self.parameters)
 
@@ -441,7 +462,7 @@ class Engine:
         self.changed()
 
     def read(self) -> None:
-        """Hear that every rank has written what it holds, as from a file. Collective."""
+        """Go on with the values that every rank has written, as from a file. Collective."""
         self.parameters.refresh()
         self.replicas.are_equal()
         self.changed()
@@ -464,6 +485,18 @@ class Engine:
             return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters
             )
+
+    def gather_chunks(self) -> Iterator[Array]:
+        """All parameters unit by unit; all at once on a mesh, whose ranks have own units."""
+        if self.replica.is_on_mesh:
+            yield self.gather()
+            return
+        for unit in self.program.units:
+            try:
+                chunk = self.parameters.unshard(unit).copy()
+            finally:
+                self.parameters.reshard(unit)
+            yield chunk
 
     @contextmanager
     def _leaving_no_unit(self) -> Iterator[None]:

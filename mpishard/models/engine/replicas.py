@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpishard.errors import ShardingError
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.stores.parameter_store import ParameterStore
 
 __all__ = ["ALONE_ON_A_MESH", "Replicas"]
@@ -18,14 +18,14 @@ ALONE_ON_A_MESH = (
 
 
 class Replicas:
-    """How far the ranks' replicas may differ, and how they become equal again.
+    """Replicas that ranks may update alone, and that become equal again.
 
     Parameters
     ----------
     parameters : ParameterStore
-        Who holds them.
+        Store of the parameters.
     policy : Policy
-        Where it shards anything, there is nothing that could drift.
+        If it shards anything, nothing can drift.
     is_on_mesh : bool
         Whether a replica is several ranks', none of which can update it alone.
     """
@@ -44,7 +44,7 @@ class Replicas:
         Raises
         ------
         ValueError
-            Where gradients, state or parameters are sharded, or ranks of a mesh hold parts.
+            If gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
         if self._is_on_mesh:
             raise ValueError(ALONE_ON_A_MESH)
@@ -62,7 +62,7 @@ class Replicas:
         Raises
         ------
         ShardingError
-            Where this rank has made updates of its own since the last synchronisation.
+            If this rank has made updates of its own since the last synchronisation.
         """
         if self._weight:
             raise ShardingError(
@@ -72,15 +72,15 @@ class Replicas:
             )
 
     def drift(self, weight: float) -> None:
-        """Hear that this rank has updated its replica alone, with samples of this weight."""
+        """Count an update that this rank made alone, with samples of this weight."""
         self._weight += weight
 
     def drift_as(self, other: Replicas) -> None:
-        """Hear that this is a copy of ``other``."""
+        """Continue as a copy of ``other``."""
         self._weight = other._weight
 
     def are_equal(self) -> None:
-        """Hear that every rank has taken the same parameters from elsewhere."""
+        """Begin anew: every rank has taken the same parameters from elsewhere."""
         self._weight = 0.0
 
     def synchronize(self) -> bool:

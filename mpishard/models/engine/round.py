@@ -1,4 +1,4 @@
-"""What one update uses: one backward pass, or several that accumulate, on all ranks."""
+"""Rounds: the backward passes of one update, and the agreement of all ranks on them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Round:
 
     @property
     def passes(self) -> int:
-        """How many passes this rank has added."""
+        """Number of passes that this rank has added."""
         return len(self.parts)
 
     def end(self) -> None:

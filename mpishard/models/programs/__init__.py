@@ -1,1 +1,10 @@
-"""Programs: what is computed in a step, from black boxes to meshes of layers."""
+"""Programs: the computation of a step.
+
+Begin with `program`, the interface, and `layered_program`, which runs a chain of layers. `chain`
+unshards, computes and reduces unit by unit: the heart of FSDP. `opaque_program` calls a black box,
+`placed_program` a model that computes with the store's own memory. `mesh_program` computes pipeline
+stages and tensor slices, laid out by `stage_layout`; `divided_program` runs a black box on a mesh.
+`replica` is the ranks that compute one batch together, `leaves` the parts of a batch whose sums do
+not depend on the number of ranks.
+Imports `stores`.
+"""

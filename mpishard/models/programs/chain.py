@@ -46,7 +46,7 @@ class HeldLayer:
 
 @dataclass(frozen=True, slots=True)
 class HeldLayers:
-    """The layers that a rank computes, and where their parameters lie in its flat vector.
+    """The layers that a rank computes, and the places of their parameters in its flat vector.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ class LayerChain:
             views: dict[int, Any] = {}
             for index in reversed(group.layers):
                 if index < first:
-                    activations.clear()  # nothing more is needed
+                    activations.clear()  # layers before the first trained one need no gradient
                     break
                 if isinstance(activations[-1], _Forgotten):
                     self._recompute(activations, parameters, first)
@@ -291,7 +291,7 @@ class LayerChain:
                         needs_input_gradient=needs_input_gradient or index > first,
                     )  # fmt: skip
                 targets.pop(index).clear_unwritten()
-                del saved
+                del saved  # before the reduction, which may need the memory
             for unit in group.begun:
                 parameters.reshard(unit)
                 if unit.index not in self._without_gradient:
@@ -399,8 +399,8 @@ class LayerChain:
         buffers = [parameters.unshard(unit) for unit in group.units]
         if following is not None and buffers:
             parameters.prefetch(following)
-        is_new = not group.views or any(map(operator.is_not, buffers, group.buffers))
-        if is_new:
+        # Stores that hold whole units give the same view each time. Pooled buffers change.
+        if not group.views or any(map(operator.is_not, buffers, group.buffers)):
             arrays = group.arrays({u.index: b for u, b in zip(group.units, buffers, strict=True)})
             group.buffers = buffers
             group.views = {

@@ -1,7 +1,7 @@
 """A global batch in leaves, so that worlds of different sizes walk through the same bits.
 
 A world of P ranks has V leaves to compute, P at a time: rank r computes the leaves r, r + P, .. .
-What is summed over leaves is summed in the tree of `mpishard.communication.contract.reduction` over
+Sums over leaves go through the tree of `mpishard.communication.contract.reduction` over
 V slots, whatever P is: gradients in `LeafGradients`, loss and weight here. Norms, which are sums
 over parameters, are made of the same terms in every world: see `mpishard.sharding.cells_of`.
 """
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NUMERICS = "numerics"
-"""Where the metadata of a checkpoint hold `GradientLeaves.numerics`."""
+"""Key of `GradientLeaves.numerics` in the metadata of a checkpoint."""
 
 _log = logging.getLogger("mpishard")
 
@@ -48,13 +48,13 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size
     world_size : int
         Number of ranks.
     replica_size : int
-        How many of them compute one batch together.
+        Number of ranks that compute one batch together.
 
     Raises
     ------
     ValueError
-        Where ``gradient_leaves`` is on, and the data axis is not the only one, the world is no
-        power of two or larger than V, each rank updates alone, or gradients are compressed.
+        If ``gradient_leaves`` is on, and the data axis is not the only one, the world is no power
+        of two or larger than V, each rank updates alone, or gradients are compressed.
     """
     leaves = config.gradient_leaves
     if leaves is None:
@@ -96,7 +96,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
     Raises
     ------
     ValueError
-        For parameters of 16 bits, which are summed in float32 and rounded where they arrive.
+        For parameters of 16 bits, whose sums in float32 are rounded on arrival.
     """
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
 
 
 def say_what_may_differ(config: ShardingConfiguration) -> None:
-    """Warn where ranks compute with different kernels, or with several BLAS threads. Collective."""
+    """Warn if ranks compute with different kernels, or with several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = numerics_fingerprint()
     differing = differences(backend, mine)
@@ -141,7 +141,7 @@ class GradientLeaves:
     count : int
         V.
     micro_steps : int
-        How many leaves each rank computes, one after the other.
+        Number of leaves that each rank computes, one after the other.
     """
 
     def __init__(self, config: ShardingConfiguration, axis: CommunicationBackend) -> None:
@@ -161,7 +161,7 @@ class GradientLeaves:
         Raises
         ------
         ValueError
-            Where each rank is to update alone, or gradients are to be compressed.
+            If each rank is to update alone, or gradients are to be compressed.
         ShardingError
             Inside ``accumulate()``.
         """
@@ -182,14 +182,14 @@ class GradientLeaves:
         x, y : Array
             The samples of this rank's leaves, end to end.
         sample_start : int or None
-            Where the caller takes the first of them to be in the global batch, if it says so.
+            Place of the first of them in the global batch, if the caller says it.
 
         Raises
         ------
         TypeError
             For a batch that cannot be sliced.
         ValueError
-            On every rank, where the ranks' batches are not those of their leaves.
+            On every rank, if the ranks' batches are not those of their leaves.
         """
         # The leaves of a rank shrink by one sample at most, and the first are the larger ones.
         own = ShardLayout(len(x), self.micro_steps)
@@ -227,7 +227,7 @@ class GradientLeaves:
         }
 
     def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Cut what is trained into cells, and remember where each counts in a norm.
+        """Cut the trained pieces into cells, and remember the place of each in a norm.
 
         Parameters
         ----------
@@ -245,7 +245,7 @@ class GradientLeaves:
         return mine
 
     def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
-        """What this rank adds to the totals: zeros, but for its own leaves and cells.
+        """The rank's summands of the totals: zeros, but for its own leaves and cells.
 
         Parameters
         ----------

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
-from mpishard.models.programs.stage_run import StageRun
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
@@ -28,7 +28,9 @@ from mpishard.pipeline import (
     PipelineExecutor,
     PipelineRecord,
 )
+from mpishard.pipeline.executor import IPipelineStage
 from mpishard.pipeline.plan import most_saved
+from mpishard.sharding import Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
 __all__ = ["MeshChoices", "MeshProgram"]
@@ -36,14 +38,14 @@ __all__ = ["MeshChoices", "MeshProgram"]
 
 @dataclass(frozen=True, slots=True)
 class MeshChoices:
-    """How a layered model is computed on a mesh.
+    """The choices by which a layered model is computed on a mesh.
 
     Parameters
     ----------
     mesh : ProcessMesh
-        Where the ranks stand.
+        The ranks.
     schedule : IPipelineSchedule
-        In which order each works.
+        Order of each rank's operations.
     micro_batch_count : int
         M, into how many parts along the batch dim a rank's batch is cut.
     stages : tuple of (int, int)
@@ -51,7 +53,7 @@ class MeshChoices:
     sequence_parallel : bool
         Whether norms and dropout, too, are divided over the tensor axis, along the sequence.
     checkpoint_config : ActivationCheckpointConfig, optional
-        Which activations are computed again.
+        Activations that are computed again.
     """
 
     mesh: ProcessMesh
@@ -81,7 +83,7 @@ class MeshProgram(LayeredProgram):
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
     choices : MeshChoices
-        How it is computed.
+        Mesh, schedule and stages.
     """
 
     def __init__(self, model: ILayeredModel, minimum_unit_size: int, choices: MeshChoices) -> None:
@@ -98,7 +100,7 @@ class MeshProgram(LayeredProgram):
         self._tie_groups = self._meet_in_ties()
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
-        """Of the last training pass: when each operation waited and computed."""
+        """Times at which each operation of the last training pass waited and computed."""
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         if micro_batches not in self._executors:
@@ -156,7 +158,7 @@ class MeshProgram(LayeredProgram):
 
     @property
     def _classes(self) -> int:
-        """Size of the output's last dim, where it is split."""
+        """Size of the output's last dim, if it is split."""
         return self._model.get_all_layer_info()[-1].output_shape[-1]
 
     @property
@@ -262,17 +264,14 @@ class MeshProgram(LayeredProgram):
         if self.mesh.pipeline_size == 1:
             assert y is not None
             return y
-        return self.mesh.pipeline.broadcast(y, root=self._output_rank)
-
-    @property
-    def _output_rank(self) -> int:
         ranks = range(self.mesh.pipeline_size)
-        return next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
+        last = next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
+        return self.mesh.pipeline.broadcast(y, root=last)
 
     # ------------------------------------------------------------------------ shared parameters
 
     def _meet_in_ties(self) -> dict[str, CommunicationBackend]:
-        """The ranks that hold a shared parameter, by its name, where there are several."""
+        """The ranks that hold a shared parameter, by its name, if there are several."""
         groups = {}
         pipeline = self.mesh.pipeline
         for name, ranks in self._shared.items():
@@ -306,3 +305,171 @@ class MeshProgram(LayeredProgram):
         program._hold()
         program.vector = self.vector
         return self._copied(program), program._model
+
+
+class StageRun(IPipelineStage):
+    """The operations of a schedule on this rank, and the saved activations of micro-batches.
+
+    Parameters
+    ----------
+    program : MeshProgram
+        The program of these stages.
+    parameters : ParameterStore
+        Parameters of the stages.
+    x : Array
+        This rank's batch, as the first layer takes it.
+    context : Context
+        Context of the batch's first sample; says whether backward follows.
+    gradients : GradientStore, optional
+        Store to add gradients to; None if only outputs are wanted.
+    y : Array, optional
+        Targets, if backward follows.
+    loss : ILossFunction, optional
+        Loss of the last stage.
+    chains : sequence of LayerChain, optional
+        Stages that work on whole sequences, instead of the program's own.
+    micro_batches : int, optional
+        Number of parts of the batch, if not the program's.
+
+    Attributes
+    ----------
+    total, weight : float
+        Sums of the loss over the micro-batches, in the last stage.
+    outputs : list of Array
+        The last stage's, by micro-batch, if only outputs are wanted.
+    """
+
+    def __init__(
+        self,
+        program: MeshProgram,
+        parameters: ParameterStore,
+        x: Array,
+        context: Context,
+        gradients: GradientStore | None = None,
+        y: Array | None = None,
+        loss: ILossFunction | None = None,
+        *,
+        chains: Sequence[LayerChain] | None = None,
+        micro_batches: int | None = None,
+    ) -> None:
+        self._program = program
+        self._chains = program.chains if chains is None else chains
+        self._whole_sequence = self._chains is not program.chains
+        self._parameters = parameters
+        self._gradients = gradients
+        self._x, self._y = x, y
+        self._loss = loss
+        self._context = context
+        self._rows = ShardLayout(len(x), micro_batches or program.micro_batch_count)
+        self._activations: dict[tuple[int, int], Any] = {}
+        self._pending: dict[tuple[int, int], Any] = {}
+        self._left = [self._rows.world_size] * len(self._chains)
+        self.total = self.weight = 0.0
+        self.outputs: list[Array] = []
+
+    def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
+        stage = self._program.stages_here[virtual_stage]
+        return self._boundary(stage, micro_batch)
+
+    def output_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
+        stage = self._program.stages_here[virtual_stage]
+        return self._boundary(stage + 1, micro_batch)
+
+    def describe(self, virtual_stage: int) -> str:
+        names = self._chain(virtual_stage).names
+        layers = "no layers" if not names else f"layer {names[0]!r}"
+        if len(names) > 1:
+            layers = f"layers {names[0]!r} to {names[-1]!r}"
+        return f"virtual stage {virtual_stage} ({layers})"
+
+    def _boundary(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        shape = self._program.boundary_shape(
+            stage, tuple(self._x.shape[1:]), whole_sequence=self._whole_sequence
+        )
+        return (self._rows.size(micro_batch), *shape)
+
+    def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
+        rows = self._rows.slice(micro_batch)
+        if x is None:
+            x = self._x[rows]
+        context = self._context
+        if context.training:
+            start = context.sample_start + rows.start
+            context = replace(context, sample_start=start)
+        chain = self._chain(virtual_stage)
+        y, activations = chain.forward(self._parameters, x, context)
+        is_last = self._is_last(virtual_stage)
+        if not context.training:
+            chain.let_go(self._parameters)
+            if is_last:
+                self.outputs.append(y)
+            return None if is_last else y
+        key = virtual_stage, micro_batch
+        if not is_last:
+            self._activations[key] = activations
+            return y
+        assert self._loss is not None
+        assert self._y is not None
+        total, weight, saved = self._loss.forward(y, self._y[rows])
+        self.total += total
+        self.weight += weight
+        self._activations[key] = activations
+        self._pending[key] = saved
+        return None
+
+    def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
+        key = virtual_stage, micro_batch
+        dy = self._output_gradient(key, dy)
+        assert self._gradients is not None
+        dx = self._chain(virtual_stage).backward(
+            self._parameters, self._gradients, self._activations.pop(key), dy,
+            self._reducer(virtual_stage), needs_input_gradient=self._needs_dx(virtual_stage),
+        )  # fmt: skip
+        self._left[virtual_stage] -= 1
+        return dx if self._needs_dx(virtual_stage) else None
+
+    def backward_input(
+        self, virtual_stage: int, micro_batch: int, dy: Array | None
+    ) -> Array | None:
+        key = virtual_stage, micro_batch
+        dy = self._output_gradient(key, dy)
+        dx, self._pending[key] = self._chain(virtual_stage).backward_input(
+            self._parameters, self._activations.pop(key), dy,
+            needs_input_gradient=self._needs_dx(virtual_stage),
+        )  # fmt: skip
+        return dx if self._needs_dx(virtual_stage) else None
+
+    def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
+        assert self._gradients is not None
+        pending = self._pending.pop((virtual_stage, micro_batch))
+        reduce = self._reducer(virtual_stage)
+        self._chain(virtual_stage).backward_weight(self._gradients, pending, reduce)
+        self._left[virtual_stage] -= 1
+
+    def _chain(self, virtual_stage: int) -> LayerChain:
+        return self._chains[virtual_stage]
+
+    def _is_last(self, virtual_stage: int) -> bool:
+        return self._program.stages_here[virtual_stage] == self._program.stage_count - 1
+
+    def _needs_dx(self, virtual_stage: int) -> bool:
+        return self._program.stages_here[virtual_stage] > 0
+
+    def _output_gradient(self, key: tuple[int, int], dy: Array | None) -> Array:
+        if dy is not None:
+            return dy
+        assert self._loss is not None
+        return self._loss.backward(self._pending.pop(key))
+
+    def _reducer(self, virtual_stage: int) -> Any:
+        """A function that reduces a unit when a micro-batch's gradient of it is complete."""
+        gradients = self._gradients
+        assert gradients is not None
+        is_last = self._left[virtual_stage] == 1
+        shared = self._program.shared_units
+
+        def reduce(unit: Unit) -> None:
+            if unit.index not in shared and (is_last or gradients.reduces_at_once):
+                gradients.reduce(unit)
+
+        return reduce

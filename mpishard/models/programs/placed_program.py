@@ -13,9 +13,8 @@ from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
-from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.program import Batch, Program, WholeProgram
 from mpishard.models.programs.replica import Replica
-from mpishard.models.programs.whole_program import WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
@@ -66,7 +65,7 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def constants(self) -> Iterator[Array]:
-        """What is no parameter and training does not change: the bytes of each, one at a time."""
+        """The bytes of arrays that are no parameters and never change in training, one by one."""
 
     @abstractmethod
     def set_constant(self, index: int, raw: Array) -> None:
@@ -82,7 +81,7 @@ class IPlaceableModel(ABC):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the model tells a loss where none is given, as `own_loss`."""
+        """Whether the model tells a loss if none is given, as `own_loss`."""
         return False
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:

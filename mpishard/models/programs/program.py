@@ -1,4 +1,4 @@
-"""What is computed in a step."""
+"""Programs: the computation of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpishard.nn.layers.layer import Context, KeyValueCache
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Unit
 
-__all__ = ["Batch", "Program"]
+__all__ = ["Batch", "Program", "WholeProgram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Batch:
     x, y : Array
         Inputs and targets.
     loss : ILossFunction or None
-        What is minimised; None if a black box knows.
+        Loss to minimise; None if a black box has its own.
     context : Context
-        What random layers go by.
+        Seed, step and samples, for random layers.
     """
 
     x: Any
@@ -53,7 +53,7 @@ class Program(ABC):
     replica : Replica
         The ranks that compute one batch together.
     vector : ModelVector
-        How the model's flat vector is laid out over the ranks.
+        Layout of the model's flat vector over the ranks.
     units : tuple of Unit
         Ranges of this rank's flat vector that are gathered and reduced as one.
     kept : frozenset of int
@@ -63,7 +63,7 @@ class Program(ABC):
     entries : tuple of ParameterEntry
         Name, shape and start of each parameter of this rank.
     device : Device
-        Where it computes.
+        Device that computes.
     needs_whole_parameters : bool
         Whether all parameters must be readable at any time, whatever the policy says.
     is_random : bool
@@ -202,3 +202,31 @@ class Program(ABC):
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Complete a gradient that is not reduced over ranks with other samples. Collective."""
+
+
+class WholeProgram(Program):
+    """A program that computes whole gradients with whole parameters, and cannot be cut.
+
+    Attributes
+    ----------
+    computes_in_place : bool
+        Whether the model computes with the array that it is given, whose values may change.
+    """
+
+    needs_whole_parameters = True
+    computes_in_place: ClassVar[bool]
+
+    @abstractmethod
+    def compute_with(self, full: Array, holder: str) -> None:
+        """Compute with ``full``, shape (length,), from now on; the model may keep the array.
+
+        ``holder`` is the name of who owns it.
+        """
+
+    @abstractmethod
+    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
+        """Compute the gradient of the loss's *sum* that belongs to what `forward` saved.
+
+        ``add(start, values, factor)`` is called with ranges of the flat vector, in any order:
+        ``factor * values`` is to be added at ``start``.
+        """

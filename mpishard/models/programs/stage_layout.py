@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds of a layered model: its stages' layers, its slices of them."""
+"""The part of a layered model on one rank of a mesh: its stages' layers, its slices of them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = ["StageLayout", "lay_out"]
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """What a rank computes.
+    """The layers that a rank computes.
 
     Parameters
     ----------
     held : HeldLayers
         Its layers, stage after stage.
     ranges : tuple of (int, int)
-        Of each of its stages, by virtual index: its layers in ``held``, half open.
+        Layers in ``held`` of each of its stages, by virtual index, half open.
     placement : Placement
-        What its own flat vector is of the model's.
+        Places of its own flat vector in the model's.
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
     splits_output : bool
         Whether what comes out of the model's layers is a slice of its last dim.
     log : tuple of str
-        What was done with each layer of this rank's stages on the tensor axis, and why.
+        Decision of the tensor axis on each layer of this rank's stages, and the reason.
     """
 
     held: HeldLayers
@@ -74,9 +74,9 @@ def lay_out(
     Parameters
     ----------
     model : ILayeredModel
-        Whose layers they are.
+        The model.
     mesh : ProcessMesh
-        Where this rank is.
+        The ranks.
     stages : sequence of (int, int)
         The layers of each of the model's stages, half open.
     stages_of_rank : sequence of sequence of int
@@ -184,8 +184,10 @@ class _Builder:
             for name, spec in specs.items():
                 origin = spec.tied_to or name
                 if origin in self._shared and origin not in self.entries:
+                    start = self._position
                     self._hold(origin, spec, part.boxes.get(name))
-                    self._close_unit(index, index)
+                    unit = Unit(len(self.units), start, self._position, index, index)
+                    self.units.append(unit)
         sizes = []
         for _, _, specs in found:
             before = self._position
@@ -221,10 +223,6 @@ class _Builder:
             self._turns += name not in self._shared
         written = written_part(entry.size, turn, holder, holder_count)
         self.slices.append(Slice(entry, tuple(boxes), is_counted, written))
-
-    def _close_unit(self, first_layer: int, last_layer: int) -> None:
-        start = self.units[-1].stop if self.units else 0
-        self.units.append(Unit(len(self.units), start, self._position, first_layer, last_layer))
 
     def _cut(self, sizes: Iterable[int], first: int) -> None:
         sizes = list(sizes)

@@ -1,4 +1,4 @@
-"""Who holds gradients, and when they are reduced."""
+"""Stores of gradients: when each is reduced, and where it lies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, address, array_namespace, chunk_length
+from mpishard.arrays import Array, address, array_namespace, chunk_length, to_host
 from mpishard.communication import Arena, Work
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import ACCUMULATION, CompressionBuffers, encode
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
 __all__ = [
+    "ACCUMULATION",
+    "CompressionBuffers",
     "GradientStore",
     "NodeGradients",
     "ReplicatedGradients",
     "ScatteredGradients",
+    "encode",
     "squared_norm",
 ]
+
+
+ACCUMULATION = np.dtype(np.float32)
+"""In what the ranks' contributions are summed."""
+
+_COMPRESSED = np.dtype(ml_dtypes.bfloat16)
 
 
 class GradientStore(ABC):
@@ -90,14 +99,14 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """As `gradient`, and whether it holds nothing yet, of which it tells once.
+        """As `gradient`, and whether it holds nothing yet, which is told once.
 
         Then whoever asks clears or writes all of it.
         """
 
     @abstractmethod
     def reduce(self, unit: Unit) -> None:
-        """Say that this rank has added all that it will to ``unit`` in this pass."""
+        """Reduce ``unit``: this rank adds nothing more to it in this pass."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -111,13 +120,13 @@ class GradientStore(ABC):
         """
 
     def finish(self) -> None:
-        """Hear that this rank is through with the round's reduced gradients."""
+        """Let the reduced gradients be overwritten: this rank has read them."""
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """The reduced gradients of ``pieces``: sums over ranks and over the round's passes.
 
-        Read-only where other ranks read them too.
+        Read-only if other ranks read them too.
         """
 
 
@@ -219,11 +228,11 @@ class ReplicatedGradients(GradientStore):
         return self.local(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """What this rank's own memory holds of ``pieces``, reduced or not."""
+        """The rank's own gradients of ``pieces``, reduced or not."""
         return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
 
     def _place(self, unit: Unit, start: int, stop: int) -> slice:
-        """Where the flat range ``[start, stop)`` of ``unit`` lies in the vector."""
+        """The place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
         shift = self._shifts[unit.index]
         return slice(start + shift, stop + shift)
 
@@ -245,7 +254,10 @@ class ScatteredGradients(ReplicatedGradients):
         is_direct = carrier is self._slot or (
             isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
         )
-        result = mine if is_direct else self._wide(piece.length)
+        result = mine
+        if not is_direct:
+            allocate = self.layout.ledger.allocate
+            result = allocate(MemoryCategory.SCRATCH, piece.length, ACCUMULATION)
         return _Reduction(carrier.reduce_into(result, part), mine, result)
 
     def own_sums(self) -> list[Array]:
@@ -261,9 +273,6 @@ class ScatteredGradients(ReplicatedGradients):
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
             self.backend.all_gather(own, out=full)
-
-    def _wide(self, length: int) -> Array:
-        return self.layout.ledger.allocate(MemoryCategory.SCRATCH, length, ACCUMULATION)
 
 
 class NodeGradients(ScatteredGradients):
@@ -302,7 +311,7 @@ class NodeGradients(ScatteredGradients):
         self._reading = self._carrier.fence()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """Of each piece, which must be one rank's, what its owner holds. Read-only."""
+        """The owner's view of each piece, which must be one rank's. Read-only."""
         views = []
         for piece in pieces:
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
@@ -315,7 +324,7 @@ class NodeGradients(ScatteredGradients):
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction under way, and where its result goes from where it comes to lie."""
+    """A reduction under way, the array that receives its result, and the target of that."""
 
     work: Work
     target: Array
@@ -337,3 +346,49 @@ def squared_norm(arrays: Sequence[Array]) -> float:
             chunk = array[start : start + step]
             total += float(xp.dot(chunk, chunk))
     return total
+
+
+class CompressionBuffers:
+    """Host buffers in which gradients travel as bfloat16, half or a quarter of their bytes.
+
+    bfloat16 has the range of float32, so that sums over samples need no scaling, and 8 bits of
+    mantissa (Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019). The buffers
+    lie in memory that a node's ranks share, where they can: the same bits are summed there.
+
+    Parameters
+    ----------
+    layout : StoreLayout
+        Units, ranks, and where memory is booked. To make the buffers is collective.
+    length : int
+        Elements of each buffer.
+    count : int
+        Number of buffers.
+    """
+
+    def __init__(self, layout: StoreLayout, length: int, count: int) -> None:
+        slots = layout.on_host.allocate_slots(length, count, _COMPRESSED)
+        if slots is None:
+            book = layout.ledger.allocate
+            arrays = [book(MemoryCategory.SCRATCH, length, _COMPRESSED) for _ in range(count)]
+            self._free = [layout.private_slot(array) for array in arrays]
+            return
+        self._free = slots
+        for compressed in slots:
+            layout.book(MemoryCategory.SCRATCH, compressed.mine, length)
+
+    def take(self) -> Arena | None:
+        """A buffer, until `give`; None if all are in use."""
+        return self._free.pop() if self._free else None
+
+    def give(self, compressed: Arena) -> None:
+        """Let a buffer be used again."""
+        self._free.append(compressed)
+
+
+def encode(gradient: Array, compressed: Array) -> None:
+    """Round ``gradient``, shape (n,), to the nearest bfloat16 into ``compressed``, shape (n,)."""
+    source = to_host(gradient)
+    step = chunk_length(source)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN stay what they are
+        for start in range(0, int(source.size), step):
+            compressed[start : start + step] = source[start : start + step]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from mpishard.arrays import Array
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.models.stores.compression import CompressionBuffers
-from mpishard.models.stores.gradient_store import GradientStore, ScatteredGradients
+from mpishard.models.stores.gradient_store import (
+    CompressionBuffers,
+    GradientStore,
+    ScatteredGradients,
+)
 from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
@@ -83,7 +86,7 @@ class LeafGradients(GradientStore):
             self._inner.spread()
 
     def _combine(self, left: list[Array], right: list[Array], own: list[Array]) -> list[Array]:
-        """Add two sums of as many leaves: where the first waited, at last where ``inner`` looks."""
+        """Add two sums of as many leaves into the first, at last into the arrays of ``inner``."""
         out, spare = (own, left) if self._is_last else (left, right)
         for first, second, result in zip(left, right, out, strict=True):
             self._reducer.reduce([first, second], ReductionOperation.SUM, out=result)

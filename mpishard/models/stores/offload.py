@@ -1,4 +1,4 @@
-"""What a model on a GPU keeps in host memory instead, to have GPU memory left.
+"""Offload: vectors of a GPU model in host memory, to have GPU memory left.
 
 Nothing here runs at the same time as the GPU computes: each copy is waited for.
 """
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
 from mpishard.devices import Device
-from mpishard.models.stores.compression import CompressionBuffers
-from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.stores.gradient_store import (
+    CompressionBuffers,
+    GradientStore,
+    ReplicatedGradients,
+)
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
@@ -32,7 +35,7 @@ _log = logging.getLogger("mpishard")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What goes to host memory."""
+    """The vectors that go to host memory."""
 
     optimizer: bool
     gradients: bool
@@ -40,7 +43,7 @@ class Offload:
 
     @classmethod
     def of(cls, config: ShardingConfiguration, device: Device) -> Offload:
-        """As the configuration says, for a model on a GPU; nothing for one on the host."""
+        """The configuration's choice for a model on a GPU; nothing for one on the host."""
         if not device.is_gpu:
             return cls(optimizer=False, gradients=False, parameters=False)
         return cls(
@@ -199,7 +202,7 @@ class OffloadedGradients(GradientStore):
         return self._inner.owned(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """What this rank's own memory holds of ``pieces`` of a replicated gradient."""
+        """The rank's own part of a replicated gradient: ``pieces``, reduced or not."""
         assert isinstance(self._inner, ReplicatedGradients)
         return self._inner.local(pieces)
 
@@ -212,7 +215,7 @@ class OffloadedGradients(GradientStore):
 class UpdateStage:
     """Brings parameters and gradients to where the optimizer's state lies, and updates back.
 
-    Where all lie there already it copies nothing. Otherwise it keeps buffers as long as what is
+    If all lie there already it copies nothing. Otherwise it keeps buffers as long as what is
     brought: pinned host memory for an update on the host, which is what ZeRO-Offload does (Ren et
     al., USENIX ATC 2021, section 4).
 
@@ -231,9 +234,9 @@ class UpdateStage:
     def staged(
         self, parameters: list[Array], gradients: list[Array]
     ) -> Iterator[tuple[list[Array], list[Array]]]:
-        """Both, where the state lies; what the block did to the parameters is taken back.
+        """Both arrays, beside the state; the block's changes of the parameters are copied back.
 
-        An exception in the block leaves the parameters as they were, where they were copied.
+        An exception in the block leaves the parameters as they were, if they were copied.
         """
         near = self._bring("parameters", parameters)
         yield near, self._bring("gradients", gradients)

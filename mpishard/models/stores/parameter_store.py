@@ -1,4 +1,4 @@
-"""Who holds parameters: every rank all of them, every rank its pieces, or every node."""
+"""Stores of parameters: every rank has all, every rank its pieces, or every node all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParameterStore(ABC):
     Attributes
     ----------
     held : tuple of Piece
-        What this rank writes when parameters come from elsewhere, as from a file.
+        Pieces that this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
         Whether all parameters stand once on every node, where its ranks read them.
     in_flight : mapping
@@ -48,7 +48,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def fill(self, unit: Unit, full: Array | None) -> None:
-        """Take a unit's first values from rank 0, where ``full`` holds them. Collective.
+        """Take a unit's first values from ``full`` on rank 0. Collective.
 
         ``full`` is a host array; None on other ranks.
         """
@@ -63,10 +63,10 @@ class ParameterStore(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Hear that every rank has written what it holds. Collective."""
+        """Make the values known that every rank has written to its pieces. Collective."""
 
     def prefetch(self, unit: Unit) -> None:
-        """Begin to make ``unit`` readable, where that takes messages."""
+        """Begin to make ``unit`` readable, if that takes messages."""
 
     @abstractmethod
     def unshard(self, unit: Unit) -> Array:
@@ -94,6 +94,7 @@ class ReplicatedParameters(ParameterStore):
         super().__init__(layout)
         self.held = layout.pieces(sharded=False)
         self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
+        # Made once: layers keep views of them, and make these again only for another array.
         self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
 
     def fill(self, unit: Unit, full: Array | None) -> None:
@@ -230,7 +231,7 @@ class ShardedParameters(ParameterStore):
         self._allocate_arena()
 
     def _allocate_arena(self) -> None:
-        """Buffers for all that is gathered, where a node's ranks can share them."""
+        """Buffers for gathered units, if a node's ranks can share them."""
         layout = self.layout
         lengths = {index: layout.units[index].length for index in sorted(self.kept)}
         slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)

@@ -9,8 +9,12 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import Arena, Work
-from mpishard.models.stores.compression import ACCUMULATION, CompressionBuffers, encode
-from mpishard.models.stores.gradient_store import GradientStore
+from mpishard.models.stores.gradient_store import (
+    ACCUMULATION,
+    CompressionBuffers,
+    GradientStore,
+    encode,
+)
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit

@@ -1,4 +1,4 @@
-"""What the stores of one model on one rank have in common."""
+"""The layout that the stores of one model on one rank share."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def aligned(length: int, dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """How a flat vector is divided, who takes part, and where memory is booked.
+    """The division of a flat vector, the ranks that take part, and the ledger of memory.
 
     Parameters
     ----------
     units : tuple of Unit
-        What is gathered and reduced as one, in order.
+        Ranges that are gathered and reduced as one, in order.
     kept : frozenset of int
         Indices of the units that stay unsharded from forward to backward.
     dtype : numpy.dtype
         Of parameters, gradients and state.
     backend : CommunicationBackend
-        How the ranks talk.
+        The ranks.
     ledger : MemoryLedger
         Counts what is held.
     arena : bool
@@ -48,7 +48,7 @@ class StoreLayout:
     frozen : frozenset of int
         Indices of the units of which nothing is trained: they have no gradient.
     device : Device
-        Where the model computes.
+        Device that computes the model.
     is_on_host : bool
         Whether what is held lies in host memory all the same.
     """
@@ -65,7 +65,7 @@ class StoreLayout:
 
     @property
     def on_host(self) -> StoreLayout:
-        """The same, held in host memory: pinned where a GPU computes, so that copies are fast."""
+        """The same, held in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
 
     @property
@@ -79,15 +79,15 @@ class StoreLayout:
         return self.units[-1].stop if self.units else 0
 
     def pieces(self, *, sharded: bool = True) -> tuple[Piece, ...]:
-        """What this rank owns of each unit; every unit whole where nothing is sharded."""
+        """The rank's piece of each unit; every unit whole unless ``sharded``."""
         if sharded:
             return owned_pieces(self.units, self.backend.world_size, self.backend.rank)
         return owned_pieces(self.units, 1, 0)
 
     def pieces_of_all(self) -> tuple[Piece, ...]:
-        """What each rank owns of each unit, in flat order: the flat vector, cut by owner.
+        """The flat vector, cut by unit and owner, in flat order.
 
-        Their ``offset`` is where they begin in the flat vector.
+        Their ``offset`` is the place in the flat vector at which they begin.
         """
         return tuple(
             Piece(unit, unit.start + part.start, unit.start + part.stop, unit.start + part.start)
@@ -139,9 +139,6 @@ class StoreLayout:
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""
-        self.ledger.book(category, _owner(array), length * array.dtype.itemsize)
-
-
-def _owner(array: Array) -> Array:
-    """The array whose memory ``array`` is a view of, which lives as long as any of its views."""
-    return array if array.base is None or not hasattr(array.base, "base") else array.base
+        # The array whose memory this is a view of lives as long as any of its views.
+        owner = array if array.base is None or not hasattr(array.base, "base") else array.base
+        self.ledger.book(category, owner, length * array.dtype.itemsize)

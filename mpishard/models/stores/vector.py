@@ -1,4 +1,4 @@
-"""How the model's flat vector is laid out over the ranks: dealt, gathered and put together."""
+"""The layout of a model's flat vector over the ranks: dealt, gathered and put together."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class MeshVector(ModelVector):
 
 
 def _slices_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[Slice]:
-    """What a rank holds of these parameters, in the model's order."""
+    """The rank's slices of these parameters, in the model's order."""
     places = {entry.name: place for place, entry in enumerate(entries)}
     found = [held for held in placement.slices if held.entry.name in places]
     return sorted(found, key=lambda held: places[held.entry.name])
@@ -300,7 +300,7 @@ def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
 
 
 def _exchange(replica: CommunicationBackend, placement: Placement) -> list[Placement]:
-    """What each rank of the replica holds, by rank. Collective."""
+    """The placement of each rank of the replica, by rank. Collective."""
     mine = [
         [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
         for held in placement.slices

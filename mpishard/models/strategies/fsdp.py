@@ -1,10 +1,10 @@
-"""Full sharding: nothing whole on any rank but what is in use."""
+"""Full sharding: no rank holds more of the model than the units in use."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.wrapper.base import ShardedModelBase
 
 __all__ = ["FSDPModel"]

@@ -44,13 +44,13 @@ class HybridShardedModel(MeshModel):
         How layers are dealt: by default so that the largest stage has the fewest FLOPs; or a cost
         of each layer, or a function of its `LayerInfo` that gives it. Rank 0's decides.
     checkpoint_config : ActivationCheckpointConfig, optional
-        Which activations are computed again in backward and not kept.
+        Activations that are computed again in backward and not kept.
     sequence_parallel : bool
         Whether what lies between split layers is divided along the sequence over the tensor axis
         (Korthikanti et al., 2022, arXiv:2205.05198): the same bytes travel, and norms, dropout and
         their activations are 1/N on each rank.
     data_parallel_strategy : {"zero1", "zero2", "fsdp", "ddp"}
-        What the data axis shards. Under "zero2" and "fsdp" each micro-batch's gradient is reduced
+        Strategy of the data axis. Under "zero2" and "fsdp" each micro-batch's gradient is reduced
         at once, and "fsdp" gathers for each.
     order : sequence of str
         The axes, slowest first: see `ProcessMesh`.

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import ProcessMesh
-from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
-from mpishard.models.engine.policy import Policy
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
+from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
-from mpishard.models.programs.program import Program
-from mpishard.models.programs.whole_program import WholeProgram
+from mpishard.models.programs.program import Program, WholeProgram
 from mpishard.models.strategies.ddp import DDPModel
-from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
-from mpishard.models.strategies.mesh_warnings import idle_axes
+from mpishard.models.strategies.mesh_options import (
+    DATA_POLICIES,
+    MeshOptions,
+    axis_sizes,
+    idle_axes,
+)
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_free
 from mpishard.pipeline import (
-    ActivationCheckpointConfig,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
@@ -44,8 +44,8 @@ class MeshModel(ShardedModelBase):
     """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
 
     The ranks with one data coordinate hold one replica together, compute one batch, and must be
-    given the same one; batches are dealt by `data_rank` of `data_size`. What `HybridShardedModel`
-    says of its arguments holds for all of them.
+    given the same one; batches are dealt by `data_rank` of `data_size`. `HybridShardedModel` tells
+    of all options.
     """
 
     policy: Policy = DDPModel.policy
@@ -58,31 +58,10 @@ class MeshModel(ShardedModelBase):
         pipeline: int,
         tensor: int,
         data: int,
-        micro_batch_count: int = 1,
-        schedule: IPipelineSchedule | str | None = None,
-        partition_strategy: Any = None,
-        checkpoint_config: ActivationCheckpointConfig | None = None,
-        sequence_parallel: bool = False,
-        data_parallel_strategy: str = "zero1",
-        order: Sequence[str] = AXES,
+        **options: Any,
     ) -> None:
-        options = checked_mesh_options({
-            "micro_batch_count": micro_batch_count,
-            "schedule": schedule,
-            "partition_strategy": partition_strategy,
-            "checkpoint_config": checkpoint_config,
-            "sequence_parallel": sequence_parallel,
-            "data_parallel_strategy": data_parallel_strategy,
-            "order": order,
-        })  # fmt: skip
         self._sizes = pipeline, tensor, data
-        self._order: tuple[str, ...] = options["order"]
-        self._micro_batch_count: int = options["micro_batch_count"]
-        self._schedule: IPipelineSchedule = options["schedule"]
-        self._partition_strategy = options["partition_strategy"]
-        self._checkpoint_config: ActivationCheckpointConfig | None = options["checkpoint_config"]
-        self._sequence_parallel: bool = options["sequence_parallel"]
-        self._data_parallel_strategy: str = options["data_parallel_strategy"]
+        self._options = MeshOptions.of(**options)
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
@@ -91,7 +70,7 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
-        given = self._partition_strategy
+        given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
             raise ValueError(
                 "partition_strategy gives costs of layers, and "
@@ -108,9 +87,9 @@ class MeshModel(ShardedModelBase):
             raise ValueError(ALONE_ON_A_MESH)
         require_free(self._wrapped_model)
         self._require_same_choices()
-        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._order)
+        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)
         if self.mesh.data_size > 1:
-            self.policy = DATA_POLICIES[self._data_parallel_strategy]
+            self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
 
@@ -123,7 +102,7 @@ class MeshModel(ShardedModelBase):
                 _log.warning("%r: %s", self, "; ".join(found))
 
     def _require_same_choices(self) -> None:
-        """Refuse ranks that would build different meshes, or other parts. Collective.
+        """Refuse ranks that would build different meshes or parts. Collective.
 
         Before the first message whose meaning depends on it.
         """
@@ -132,13 +111,13 @@ class MeshModel(ShardedModelBase):
         mine: dict[str, Any] = {
             "class": type(self).__name__,
             "mesh": " x ".join(map(str, sizes)),
-            "order": self._order,
-            "schedule": self._schedule.name,
-            "virtual_stages_per_rank": self._schedule.virtual_stages_per_rank,
-            "micro_batch_count": self._micro_batch_count,
-            "checkpoint_config": repr(self._checkpoint_config),
-            "sequence_parallel": self._sequence_parallel,
-            "data_parallel_strategy": self._data_parallel_strategy,
+            "order": self._options.order,
+            "schedule": self._options.schedule.name,
+            "virtual_stages_per_rank": self._options.schedule.virtual_stages_per_rank,
+            "micro_batch_count": self._options.micro_batch_count,
+            "checkpoint_config": repr(self._options.checkpoint_config),
+            "sequence_parallel": self._options.sequence_parallel,
+            "data_parallel_strategy": self._options.data_parallel_strategy,
             "minimum_parameter_group_size": self._config.minimum_parameter_group_size,
             "model": type(model).__name__,
         }
@@ -163,7 +142,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def _recomputes(self) -> bool:
-        config = self._checkpoint_config
+        config = self._options.checkpoint_config
         return config is not None and config.strategy is not RecomputeStrategy.NONE
 
     def _program(self) -> Program:
@@ -173,18 +152,18 @@ class MeshModel(ShardedModelBase):
             # Without pipeline and tensor axes it is data parallelism.
             if self.mesh.replica_size == 1:
                 return whole
-            return DividedProgram(whole, self.mesh, self._partition_strategy)
-        if self._sequence_parallel and self.mesh.tensor_size > 1:
+            return DividedProgram(whole, self.mesh, self._options.partition_strategy)
+        if self._options.sequence_parallel and self.mesh.tensor_size > 1:
             infos = model.get_all_layer_info()
             layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
             check_sequence(layers, infos[0].input_shape)
         choices = MeshChoices(
             self.mesh,
-            self._schedule,
-            self._micro_batch_count,
+            self._options.schedule,
+            self._options.micro_batch_count,
             self._deal_layers(model),
-            self._sequence_parallel,
-            self._checkpoint_config,
+            self._options.sequence_parallel,
+            self._options.checkpoint_config,
         )
         return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
 
@@ -200,14 +179,14 @@ class MeshModel(ShardedModelBase):
 
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
         """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
-        count = self.mesh.pipeline_size * self._schedule.virtual_stages_per_rank
+        count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
 
         def can_cut(after: int) -> bool:
-            """Where shapes fit; and what travels between stages is of the model's dtype."""
+            """Whether shapes fit, and the model's dtype travels between the stages."""
             takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
             return model.validate_partition_point(after) and not takes_integers
 
-        given: Any = self._partition_strategy
+        given: Any = self._options.partition_strategy
         is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
         stages = partition_layers(
             model.get_all_layer_info(), count, given if is_strategy else None,
@@ -221,21 +200,21 @@ class MeshModel(ShardedModelBase):
     def _described_ranks(self) -> str:
         if not isinstance(self._wrapped_model, ILayeredModel):
             return f"{self.mesh.describe()}, computed whole"  # in one micro-batch, unscheduled
-        count = self._micro_batch_count
+        count = self._options.micro_batch_count
         micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
         if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
-            micro_batches = f"{self._schedule.name}, {micro_batches}"
+            micro_batches = f"{self._options.schedule.name}, {micro_batches}"
         return f"{self.mesh.describe()}, {micro_batches}"
 
     @property
     def data_parallel_strategy(self) -> str:
-        """What the data axis shards, by name."""
-        return self._data_parallel_strategy
+        """Name of the data axis's strategy."""
+        return self._options.data_parallel_strategy
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether norms and dropout, too, are divided over the tensor axis."""
-        return self._sequence_parallel
+        return self._options.sequence_parallel
 
     def data_rank_of(self, rank: int) -> int:
         return self.mesh.coordinates_of(rank)[2]
@@ -243,12 +222,12 @@ class MeshModel(ShardedModelBase):
     @property
     def micro_batch_count(self) -> int:
         """M, into how many parts along the batch dim a rank's batch is cut."""
-        return self._micro_batch_count
+        return self._options.micro_batch_count
 
     @property
     def schedule(self) -> IPipelineSchedule:
         """In which order the ranks of a pipeline work."""
-        return self._schedule
+        return self._options.schedule
 
     @property
     def estimated_bubble_fraction(self) -> float:
@@ -258,8 +237,8 @@ class MeshModel(ShardedModelBase):
         """
         if not self.is_compute_partitioned:
             return 0.0
-        return self._schedule.estimate_bubble_fraction(
-            self.mesh.pipeline_size, self._micro_batch_count
+        return self._options.schedule.estimate_bubble_fraction(
+            self.mesh.pipeline_size, self._options.micro_batch_count
         )
 
     @property
@@ -270,7 +249,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def partition_log(self) -> tuple[str, ...]:
-        """What the tensor axis made of each layer of this rank's stages, and why."""
+        """The decision of the tensor axis on each layer of this rank's stages, and the reason."""
         program = self.engine.program
         return program.partition_log if isinstance(program, MeshProgram) else ()
 
@@ -289,7 +268,7 @@ class MeshModel(ShardedModelBase):
             "PipelineRank": mesh.pipeline_rank,
             "TensorRank": mesh.tensor_rank,
             "DataRank": mesh.data_rank,
-            "DataParallelStrategy": self._data_parallel_strategy,
+            "DataParallelStrategy": self._options.data_parallel_strategy,
             "ComputePartitioned": self.is_compute_partitioned,
         }
         if mesh.replica_size > 1:
@@ -304,13 +283,13 @@ class MeshModel(ShardedModelBase):
         return metadata
 
     def _pipeline_metadata(self) -> dict[str, Any]:
-        strategy = self._partition_strategy
+        strategy = self._options.partition_strategy
         return {
             "StageId": self.mesh.pipeline_rank,
             "NumStages": self.mesh.pipeline_size,
-            "MicroBatchCount": self._micro_batch_count,
-            "Schedule": self._schedule.name,
-            "VirtualStagesPerRank": self._schedule.virtual_stages_per_rank,
+            "MicroBatchCount": self._options.micro_batch_count,
+            "Schedule": self._options.schedule.name,
+            "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
             "EstimatedBubbleFraction": self.estimated_bubble_fraction,
             "ActivationCheckpointing": self._recomputes,
             "PartitionStrategy": (
@@ -325,6 +304,6 @@ class MeshModel(ShardedModelBase):
 
     def _tensor_metadata(self) -> dict[str, Any]:
         style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
-        if self._sequence_parallel:
+        if self._options.sequence_parallel:
             style += "+Sequence"
         return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}

@@ -1,15 +1,18 @@
-"""What a user may choose on a mesh, checked alike for models and optimizers."""
+"""The options of a mesh, checked alike for models and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import as_flag, as_integer
-from mpishard.communication.mesh import mesh_order, mesh_sizes
-from mpishard.models.engine.policy import Policy
+from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
+from mpishard.contracts import ILayeredModel
+from mpishard.models.engine.update import Policy
+from mpishard.models.programs.mesh_program import MeshChoices
 from mpishard.models.strategies.ddp import DDPModel
 from mpishard.models.strategies.fsdp import FSDPModel
 from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model
@@ -20,8 +23,9 @@ from mpishard.pipeline import (
     IPipelineSchedule,
     schedule_by_name,
 )
+from mpishard.tensor import LayerDecision, SplitKind, partition_chain
 
-__all__ = ["DATA_POLICIES", "axis_sizes", "checked_mesh_options"]
+__all__ = ["DATA_POLICIES", "MeshOptions", "axis_sizes", "checked_mesh_options", "idle_axes"]
 
 DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
@@ -30,6 +34,24 @@ DATA_POLICIES: dict[str, Policy] = {
     "zero3": FSDPModel.policy,
     "fsdp": FSDPModel.policy,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    """The options of a mesh model behind the sizes, checked: see `HybridShardedModel`."""
+
+    micro_batch_count: int
+    schedule: IPipelineSchedule
+    partition_strategy: Any
+    checkpoint_config: ActivationCheckpointConfig | None
+    sequence_parallel: bool
+    data_parallel_strategy: str
+    order: tuple[str, ...]
+
+    @classmethod
+    def of(cls, **given: Any) -> MeshOptions:
+        """The options that are given, and the defaults of the others."""
+        return cls(**checked_mesh_options(_DEFAULTS | given))
 
 
 def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +83,7 @@ def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[
     TypeError
         For what is no integer.
     ValueError
-        Where they do not make up the world.
+        If they do not make up the world.
     """
     for name, size in (("pipeline_parallel_size", pipeline), ("tensor_parallel_size", tensor)):
         if as_integer(name, size) < 1:
@@ -119,11 +141,21 @@ def _data_parallel_strategy(given: Any) -> str:
 
 
 def _but(given: Any) -> str:
-    """What was given in place of what an error asks for."""
+    """The end of an error message: the value that was given instead."""
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"
     return f", got {given!r}"
 
+
+_DEFAULTS: dict[str, Any] = {
+    "micro_batch_count": 1,
+    "schedule": None,
+    "partition_strategy": None,
+    "checkpoint_config": None,
+    "sequence_parallel": False,
+    "data_parallel_strategy": "zero1",
+    "order": AXES,
+}
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "micro_batch_count": _micro_batch_count,
@@ -134,3 +166,62 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "data_parallel_strategy": _data_parallel_strategy,
     "order": mesh_order,
 }
+
+
+def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
+    """In words, axes of which some ranks wait or repeat what others do. Communicates nothing.
+
+    Parameters
+    ----------
+    model : ILayeredModel
+        The model.
+    choices : MeshChoices
+        Mesh, schedule and stages.
+
+    Returns
+    -------
+    list of str
+        A clause for each; none if all is well.
+    """
+    mesh = choices.mesh
+    found = []
+    if mesh.pipeline_size > 1 and choices.micro_batch_count == 1:
+        bubble = choices.schedule.estimate_bubble_fraction(mesh.pipeline_size, 1)
+        found.append(
+            f"with micro_batch_count 1 ranks of the pipeline compute one after the other: bubble "
+            f"{100 * bubble:.0f} %; give micro_batch_count, about {4 * mesh.pipeline_size}"
+        )
+    count, layers = len(choices.stages), len(model.layers)
+    empty = sum(first == stop for first, stop in choices.stages)
+    if empty:
+        uncut = "" if layers < count else ", and cannot be cut behind each of them"
+        found.append(
+            f"{empty} of {count} stages {'has' if empty == 1 else 'have'} no layers: the model "
+            f"has {layers}{uncut}"
+        )
+    if mesh.tensor_size > 1:
+        reasons = []
+        for decision in _decisions(model, choices):
+            if decision.kind is not SplitKind.WHOLE:
+                break
+            reasons.append(str(decision))
+        else:
+            more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+            found.append(
+                f"every layer is whole on every rank of the tensor axis: "
+                f"{'; '.join(reasons[:3])}{more}"
+            )
+    return found
+
+
+def _decisions(model: ILayeredModel, choices: MeshChoices) -> Iterator[LayerDecision]:
+    """The decision of the tensor axis on each leaf layer of the model, stage by stage."""
+    names = [info.name for info in model.get_all_layer_info()]
+    model_layers = dict(zip(names, model.layers, strict=True))
+    for first, stop in choices.stages:
+        if first < stop:
+            yield from partition_chain(
+                {name: model_layers[name] for name in names[first:stop]}, choices.mesh.tensor,
+                model_layers=model_layers, sequence_parallel=choices.sequence_parallel,
+                split_output=stop == len(names),
+            ).decisions  # fmt: skip

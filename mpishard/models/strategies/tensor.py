@@ -54,7 +54,7 @@ class TensorParallelModel(MeshModel):
 
 
 def world_size_of(config: Any) -> int:
-    """The number of ranks; 1 where ``config`` is none, which the base class refuses."""
+    """The number of ranks; 1 if ``config`` is none, which the base class refuses."""
     return (
         config.communication_backend.world_size if isinstance(config, ShardingConfiguration) else 1
     )

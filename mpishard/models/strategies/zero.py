@@ -11,8 +11,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.contracts import ModelMetadata
 from mpishard.errors import ShardingError
-from mpishard.models.engine.policy import Policy
-from mpishard.models.engine.step import Update
+from mpishard.models.engine.update import Policy, Update
 from mpishard.models.strategies.fsdp import FSDPModel
 from mpishard.models.wrapper.base import ShardedModelBase
 
@@ -58,7 +57,7 @@ class ZeRO2Model(ShardedModelBase):
 
     @property
     def parameter_delta_shard(self) -> Array:
-        """What the last update added to the elements that this rank updates, end to end.
+        """The last update's change of the elements that this rank updates, end to end.
 
         Raises
         ------

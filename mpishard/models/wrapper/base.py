@@ -5,33 +5,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
+from mpishard import checkpoint
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, beside, chunk_length
+from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
+    DynamicShapeInfo,
+    ILayeredModel,
     ILossFunction,
     IShardedModel,
     ModelMetadata,
+    PathLike,
 )
-from mpishard.errors import ShardingError
+from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.layout import LeafLayout
 from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.policy import Policy
-from mpishard.models.engine.step import StepReport, Update
+from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.offload import say_what_is_ignored
-from mpishard.models.wrapper.digest import compare_replicas
-from mpishard.models.wrapper.files import ShardedModelFiles
-from mpishard.models.wrapper.full_vector import agreed_vector
-from mpishard.models.wrapper.shards import Shards
-from mpishard.models.wrapper.wrapped import WrappedMembers
+from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
+from mpishard.models.wrapper.files import ModelFiles
+from mpishard.models.wrapper.wrapped import feature_member, generate_tokens, holding, use_features
 from mpishard.models.wrapper.wrapping import (
     build_engine,
     give_up_ownership,
@@ -40,15 +42,17 @@ from mpishard.models.wrapper.wrapping import (
     require_same_on_all_ranks,
     take_ownership,
 )
-from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
 
 __all__ = ["ShardedModelBase"]
 
 _log = logging.getLogger("mpishard")
 
+Answer = TypeVar("Answer")
 
-class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel):
+
+class ShardedModelBase(IShardedModel):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
     Life cycle. Construction is collective: rank 0's first values are dealt to the ranks, unit by
@@ -71,13 +75,14 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     TypeError
         For None, or a configuration of another type.
     ValueError
-        Where the ranks' models differ in length, units or dtype; on every rank.
+        If the ranks' models differ in length, units or dtype; on every rank.
     ShardingError
-        Where another rank of this process, or another wrapper, has wrapped the same object.
+        If another rank of this process, or another wrapper, has wrapped the same object.
     """
 
     policy: Policy
     strategy: ClassVar[str]
+    _remembered: tuple[weakref.ref[Any], int] | None = None
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
         if wrapped_model is None:
@@ -95,7 +100,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         self._initialize_sharding()
 
     def _check_leaves(self) -> None:
-        """Refuse ``gradient_leaves`` where worlds could not reproduce. Communicates nothing."""
+        """Refuse ``gradient_leaves`` if worlds could not reproduce. Communicates nothing."""
         check_leaves(self._config, self.world_size)
 
     def _on_before_initialize_sharding(self) -> None:
@@ -113,26 +118,22 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
         program.deal_constants(self.backend)
-        self._take_over()
+        store = self.engine.parameters
+        reason = program.take_over(store, f"a {type(self).__name__}")
+        self._is_once_per_node = store.once_per_node and reason is None
+        if reason is not None and self.rank == 0:
+            self._say_what_stays_whole(reason)
 
     def _program(self) -> Program:
-        """What is computed, and where."""
+        """The computation of the wrapped model on this rank."""
         return program_of(self._wrapped_model, self._config)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         program.default_loss = self.default_loss_function
         return build_engine(program, self.policy, self._config, arena=arena)
 
-    def _take_over(self) -> None:
-        """The ranks have the parameters: tell the plain model, or the user why it keeps them."""
-        store = self.engine.parameters
-        reason = self.engine.program.take_over(store, f"a {type(self).__name__}")
-        self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.rank == 0:
-            self._say_what_stays_whole(reason)
-
     def _say_what_stays_whole(self, reason: str) -> None:
-        """Warn where the strategy would shard parameters, and does not."""
+        """Warn if the strategy would shard parameters, and does not."""
         if self.policy.shards_parameters:
             _log.warning(
                 "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
@@ -150,7 +151,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     @property
     def backend(self) -> CommunicationBackend:
-        """How the ranks talk."""
+        """The communication backend of all ranks."""
         return self._config.communication_backend
 
     @property
@@ -171,7 +172,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     @property
     def data_rank(self) -> int:
-        """Which samples are this rank's to compute: the part of this number, of `data_size`."""
+        """Number of the part of a batch that this rank computes, of `data_size` parts."""
         return self.engine.backend.rank
 
     @property
@@ -186,14 +187,14 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         return None if leaves is None else leaves.count
 
     def batch_indices(self, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Which of a global batch's samples this rank passes to a step.
+        """Places of the samples of a global batch that this rank passes to a step.
 
         Consecutive ones; with ``gradient_leaves`` those of its leaves, end to end.
 
         Parameters
         ----------
         samples : int
-            Of the global batch.
+            Number in the global batch.
 
         Returns
         -------
@@ -222,7 +223,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered and reduced as one."""
+        """The ranges of parameters that are gathered and reduced as one."""
         return self.engine.program.units
 
     @property
@@ -231,13 +232,19 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         return self.engine.placement.entries
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the flat vector."""
+        return self.engine.layout.dtype
+
+    @property
     def parameter_count(self) -> int:
         return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        """What the wrapped model says, and how it is sharded."""
-        policy = self.engine.policy
-        metadata = super().get_model_metadata()
+        """The wrapped model's metadata, and how it is sharded."""
+        policy, kind = self.engine.policy, type(self._wrapped_model).__name__
+        own: ModelMetadata | None = self._ask("get_model_metadata", None)
+        metadata = own or ModelMetadata(kind, model_type=kind)
         metadata.complexity = self.parameter_count
         metadata.properties |= {
             "IsDistributed": True,
@@ -259,7 +266,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs; the number of rows may differ between ranks.
 
-        Collective where parameters are sharded: every rank calls it, with 0 rows if need be.
+        Collective if parameters are sharded: every rank calls it, with 0 rows if need be.
         """
         return self.engine.predict(x)
 
@@ -279,16 +286,7 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             _log.info("train: plain gradient descent with learning rate %g", rate)
             self._said_train = True
 
-        def descend(updates: list[Update], report: StepReport) -> None:
-            scale = rate / report.weight
-            for update in updates:
-                parameters, gradients = update.parameters, update.gradients
-                length = chunk_length(parameters)
-                for start in range(0, update.piece.length, length):
-                    parameters[start : start + length] -= scale * gradients[start : start + length]
-
-        settings = zlib.crc32(repr(rate).encode())
-        return self.engine.step(x, y, descend, settings=settings).loss
+        return self.engine.step(x, y, descent(rate), settings=zlib.crc32(repr(rate).encode())).loss
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -348,21 +346,12 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
             As `set_parameters`; TypeError for a rate that is no number, ValueError for rates that
             differ between ranks.
         ShardingError
-            Where replicas have drifted apart; in the middle of a round of `accumulate`.
+            If replicas have drifted apart; in the middle of a round of `accumulate`.
         """
         rate = as_number("learning_rate", learning_rate)
-        engine = self.engine
-        engine.replicas.require_equal("apply_gradients")
-        engine.round.require_none("apply_gradients()")
-        vector = agreed_vector(engine, gradients, "apply_gradients", rate)
-        pieces = engine.pieces.updated
-        for piece, owned in zip(pieces, engine.parameters.owned(pieces), strict=True):
-            target = owned
-            part = engine.placement.part(vector, piece.start, piece.stop)
-            target -= rate * beside(part, target)
-        if engine.policy.shards_state:
-            engine.parameters.publish(engine.pieces.published)
-        engine.changed()
+        self.engine.replicas.require_equal("apply_gradients")
+        self.engine.round.require_none("apply_gradients()")
+        self.engine.descend(agreed_vector(self.engine, gradients, "apply_gradients", rate), rate)
 
     def synchronize_gradients(self) -> None:
         """Make all ranks agree after steps that were each rank's own. Collective.
@@ -384,26 +373,130 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
     def check_replicas(self) -> int:
         """Compare what several ranks hold of the same parameters, bit by bit. Collective.
 
-        In a run without faults nothing ever differs: this finds memory that fails, and changes
-        that a script makes on some ranks alone. Each rank takes a checksum of what it holds, one
-        small all-gather compares them. With DDP and ZeRO-1/2 that is every parameter, on a mesh
-        what tensor ranks and data ranks hold alike. Sharded parameters have no replicas, and ranks
+        It detects failing memory, and changes that a script makes on some ranks alone: one small
+        all-gather compares checksums. With DDP and ZeRO-1/2 every parameter has replicas, on a
+        mesh those that tensor ranks and data ranks hold alike. Sharded parameters have none; ranks
         of a node that share one copy in memory are compared with other nodes only.
 
         Returns
         -------
         int
-            How many parameters, or parts of them, were compared; 0 where nothing is replicated.
+            Number of parameters, or parts of them, compared; 0 if nothing is replicated.
 
         Raises
         ------
         ReplicaError
             On every rank, naming the parameters and the ranks that differ.
         ShardingError
-            Where ranks have made updates of their own (``auto_sync_gradients=False``).
+            If ranks have made updates of their own (``auto_sync_gradients=False``).
         """
         self.engine.replicas.require_equal("check_replicas")
         return compare_replicas(self.engine, self.backend)
+
+    # ------------------------------------------------------------------ shards and full parameters
+
+    @property
+    def local_parameter_shard(self) -> Array:
+        """A copy of what this rank holds, its pieces end to end; all if replicated."""
+        owned = self.engine.parameters.owned(self._held_pieces)
+        if not owned:  # a stage without parameters
+            return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
+        return array_namespace(owned[0]).concatenate(owned)
+
+    @property
+    def _held_pieces(self) -> tuple[Piece, ...]:
+        return self.engine.layout.pieces(sharded=self.engine.policy.shards_parameters)
+
+    # The names by which subclasses know a rank's shard.
+
+    _local_shard = local_parameter_shard
+    _shard_start_index = property(lambda self: self._only_range[0])
+    _shard_size = property(lambda self: self._only_range[1] - self._only_range[0])
+
+    @property
+    def _only_range(self) -> tuple[int, int]:
+        ranges = self.owned_ranges
+        if len(ranges) > 1:
+            raise ShardingError(
+                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
+                "and size: owned_ranges lists them"
+            )
+        return ranges[0] if ranges else (0, 0)  # more ranks than parameters
+
+    @property
+    def _cached_full_parameters(self) -> Array | None:
+        """The last gathered vector, while somebody holds it and parameters have not changed."""
+        full, version = self._remembered or (None, -1)
+        return full() if full is not None and version == self.engine.version else None
+
+    def _invalidate_cache(self) -> None:
+        self._remembered = None
+
+    def _update_local_shard_from_full(self, full: Array) -> None:
+        """Take this rank's part of ``full``, which is the same on every rank. Collective."""
+        self.engine.take(full)
+
+    @property
+    def owned_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
+
+        One per unit. On a mesh columns of a matrix are several ranges: as few as it takes.
+        """
+        placement = self.engine.placement
+        if placement.is_whole:
+            if not self.engine.policy.shards_parameters:
+                return ((0, self.parameter_count),)
+            return tuple((piece.start, piece.stop) for piece in self._held_pieces)
+        held = ((piece.start, piece.stop) for piece in self._held_pieces)
+        found: list[tuple[int, int]] = []
+        for start, stop in (r for own in held for r in placement.ranges(*own)):
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], stop
+            else:
+                found.append((start, stop))
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def unsharded(self, root: int | None = None) -> Iterator[Any]:
+        """The plain model with all parameters, for sampling, plotting, export. Collective.
+
+        Parameters
+        ----------
+        root : int, optional
+            The only rank that gets it; the others get None. Default: every rank gets one.
+
+        Yields
+        ------
+        object or None
+            A plain model, let go on exit. Changes to its parameters are not taken back.
+        """
+        if root is not None and not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside [0, {self.world_size})")
+        full = self.engine.gather() if root is None else self.engine.gather_on(root)
+        model = None if full is None else holding(self._wrapped_model, full)
+        del full
+        try:
+            yield model
+        finally:
+            if isinstance(model, ILayeredModel):
+                model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
+
+    def gather_full_parameters(self) -> Array:
+        """All parameters in layer order, a new vector on every rank. Collective."""
+        full = self.engine.gather()
+        self._remembered = (weakref.ref(full), self.engine.version)
+        return full
+
+    def get_parameters(self) -> Array:
+        """As `gather_full_parameters`. Collective."""
+        return self.gather_full_parameters()
+
+    def get_parameter_chunks(self) -> Iterator[Array]:
+        """Yield the parameters unit by unit, so that none but one is whole. Collective.
+
+        On a mesh, whose ranks have units of their own parameters, all come at once.
+        """
+        return self.engine.gather_chunks()
 
     # ------------------------------------------------------------------------------------ copies
 
@@ -441,9 +534,9 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
         return model
 
     def close(self) -> None:
-        """Let go of this rank's part of parameters and gradients. Communicates nothing.
+        """Free this rank's part of parameters and gradients. Communicates nothing.
 
-        What is to be kept is gathered or saved before; the wrapped model stays structure only.
+        Gather or save before what you want to keep; the wrapped model stays structure only.
         """
         if self._engine is not None and is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
@@ -452,10 +545,189 @@ class ShardedModelBase(Shards, ShardedModelFiles, WrappedMembers, IShardedModel)
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
         """Zeros for an optimizer's state, one vector per name, as long as what is updated."""
-        length = sum(piece.length for piece in self.engine.pieces.updated)
-        state = {}
-        for name in names:
-            vector = self.engine.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
-            vector.fill(0)
-            state[name] = vector
-        return state
+        return {name: self.engine.zeros_for_state() for name in names}
+
+    # ---------------------------------------------------------------------------- files and bytes
+
+    @property
+    def _files(self) -> ModelFiles:
+        # Made anew: held, it would keep the parameters alive after close().
+        return ModelFiles(self.engine, self._wrapped_model)
+
+    def serialize(self) -> bytes:
+        """The named parameters in safetensors format, the same bytes on every rank. Collective.
+
+        With them go the choices of the plain model, such as its active features.
+        """
+        return self._files.serialize()
+
+    def deserialize(self, data: bytes) -> None:
+        """Take what `serialize` gave at any world size, or the plain model's. Collective.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other bytes, or those of another model, before anything is communicated; on every
+            rank if the ranks were given different bytes. Nothing has changed then.
+        """
+        vector, choices = self._files.unpacked(data)
+        self.set_parameters(vector)
+        self._files.take_choices(choices)
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the parameters to a checkpoint directory. Collective.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
+        ShardingError
+            If replicas have drifted apart.
+        OSError
+            If it cannot be written, a PermissionError if that is why, on every rank; an earlier
+            checkpoint is as it was.
+        """
+        self.engine.replicas.require_equal("save_model()")
+        checkpoint.save(path, self)
+
+    def load_model(self, path: PathLike) -> None:
+        """Take parameters from a checkpoint of any world size and strategy. Collective.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no path, or a blank one, before anything is communicated.
+        FileNotFoundError
+            If there is no checkpoint.
+        CheckpointError
+            If it is torn or of another model; nothing has changed then.
+        """
+        checkpoint.load(path, self)
+
+    @property
+    def checkpoint_backend(self) -> CommunicationBackend:
+        """Every rank writes its part."""
+        return self.backend
+
+    @property
+    def checkpoint_dtype(self) -> np.dtype[Any]:
+        """Dtype of the arrays in files."""
+        return self.dtype
+
+    def checkpoint_parameters(self) -> list[ParameterEntry]:
+        """Name, shape and start of each parameter, and whether it is trained now."""
+        return self._files.parameters()
+
+    def arrays_to_write(self) -> checkpoint.Pieces:
+        """The rank's own pieces; of replicas each rank writes one part."""
+        return self._files.arrays_to_write()
+
+    def arrays_to_read(self) -> checkpoint.Pieces:
+        """All that this rank holds."""
+        return self._files.arrays_to_read()
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """The origin of a checkpoint, for those who read it."""
+        return self._files.metadata(self.strategy)
+
+    def check_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse choices that the plain model could not take."""
+        self._files.check_metadata(metadata)
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint whose parameters have been read."""
+        self._files.restored(metadata)
+
+    # ---------------------------------------------------------------- members of the wrapped model
+
+    @property
+    def default_loss_function(self) -> ILossFunction | None:
+        return getattr(self._wrapped_model, "default_loss_function", None)
+
+    def sanitize_parameters(self, parameters: Array) -> Array:
+        sanitize = getattr(self._wrapped_model, "sanitize_parameters", None)
+        return parameters if sanitize is None else sanitize(parameters)
+
+    def get_input_shape(self) -> list[int]:
+        return self._ask("get_input_shape", list[int]())
+
+    def get_output_shape(self) -> list[int]:
+        return self._ask("get_output_shape", list[int]())
+
+    def get_dynamic_shape_info(self) -> DynamicShapeInfo:
+        return self._ask("get_dynamic_shape_info", DynamicShapeInfo())
+
+    def _ask(self, name: str, otherwise: Answer) -> Answer:
+        member = getattr(self._wrapped_model, name, None)
+        answer: Answer = otherwise if member is None else member()
+        return answer
+
+    def get_active_feature_indices(self) -> Iterable[int]:
+        indices: Iterable[int]
+        indices = feature_member(self._wrapped_model, "get_active_feature_indices")()
+        return indices
+
+    def set_active_feature_indices(self, indices: Iterable[int]) -> None:
+        """Use these features and no others. Collective.
+
+        Raises
+        ------
+        MissingInterfaceError
+            If the wrapped model is not aware of its features.
+        ValueError
+            For an index that is none, before anything is communicated; on every rank if the ranks
+            name different features. Nothing has changed then.
+        """
+        use_features(self._wrapped_model, indices, self.engine.world)
+
+    def is_feature_used(self, index: int) -> bool:
+        return bool(feature_member(self._wrapped_model, "is_feature_used")(index))
+
+    def get_feature_importance(self) -> dict[str, float]:
+        """Importance by feature name. Collective."""
+        feature_member(self._wrapped_model, "get_feature_importance", "IFeatureImportance")
+        with self.unsharded() as model:
+            importance: dict[str, float] = model.get_feature_importance()
+        return importance
+
+    def generate(
+        self,
+        prompt: Any,
+        length: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        top_k: int | None = None,
+        slide: int = 1,
+    ) -> np.ndarray[Any, Any]:
+        """Continue a sequence of tokens, as `mpishard.nn.GPT.generate`. Collective.
+
+        Every rank passes the same arguments and gets the same tokens. Keys and values are kept
+        on the ranks that compute them: under tensor parallelism each rank keeps those of its
+        heads, of a pipeline those of its layers.
+
+        Raises
+        ------
+        MissingMemberError
+            If the model has no ``generate``.
+        ValueError
+            As `mpishard.nn.generate`; on every rank if the arguments differ between ranks.
+        """
+        return generate_tokens(
+            self.engine, self._wrapped_model, prompt, length, temperature, seed, top_k, slide
+        )
+
+    @property
+    def supports_jit_compilation(self) -> bool:
+        return bool(getattr(self._wrapped_model, "supports_jit_compilation", False))
+
+    def export_computation_graph(self, input_nodes: list[Any]) -> Any:
+        """The graph of the plain model, with the parameters of now in it. Collective."""
+        if input_nodes is None:
+            raise TypeError("input_nodes must be a list, got None")
+        if not self.supports_jit_compilation:
+            raise MissingMemberError(
+                f"{type(self._wrapped_model).__name__} does not implement IJitCompilable: it has "
+                "no computation graph to export"
+            )
+        with self.unsharded() as model:
+            return model.export_computation_graph(input_nodes)

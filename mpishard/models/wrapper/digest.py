@@ -1,4 +1,4 @@
-"""Checksums of what several ranks hold of the same parameters, compared between them."""
+"""Checksums that ranks compare: of the vectors that they are given, and of replicas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import to_host
+from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.matching import who
@@ -19,12 +18,10 @@ from mpishard.errors import ReplicaError
 from mpishard.models.engine.engine import Engine
 from mpishard.sharding.regions import Region
 
-__all__ = ["compare_replicas"]
+__all__ = ["agreed_vector", "compare_replicas"]
 
 _KEY_BYTES = 8
 _MOST_SHOWN = 4
-
-Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
@@ -62,7 +59,7 @@ def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
 
 
 def _checksums(engine: Engine) -> list[tuple[Region, int]]:
-    """The ranges of parameters that this rank holds, in place of its node where that shares."""
+    """The ranges of parameters that this rank holds, or its node if that shares memory."""
     parameters = engine.parameters
     pieces = parameters.held
     if parameters.once_per_node:
@@ -70,11 +67,11 @@ def _checksums(engine: Engine) -> list[tuple[Region, int]]:
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
     regions = engine.placement.cut((piece.start, array) for piece, array in held)
-    return [(region, zlib.crc32(_bits(array).data)) for region, array in regions]
-
-
-def _bits(array: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
+    found = []
+    for region, array in regions:
+        bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
+        found.append((region, zlib.crc32(bits.data)))
+    return found
 
 
 def _key(region: Region) -> int:
@@ -111,3 +108,45 @@ def _line(name: str, found: Mapping[int, int]) -> str:
     odd = [rank for rank, crc in found.items() if crc != common]
     rest = [rank for rank, crc in found.items() if crc == common]
     return f"parameter {name!r} of {who(odd)} differs from that of {who(rest)}"
+
+
+def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -> Array:
+    """``vector`` in host memory and the model's dtype, once all ranks have the same. Collective.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model.
+    vector : Array
+        Shape (parameter_count,).
+    name : str
+        Name of the method that the user called.
+    rate : float
+        A learning rate that goes with it.
+
+    Raises
+    ------
+    TypeError
+        For what is no array of real numbers, before anything is communicated.
+    ValueError
+        For another length, before anything is communicated; on every rank for vectors, or rates,
+        that differ.
+    """
+    length, dtype = engine.placement.length, engine.layout.dtype
+    array_namespace(vector)
+    if vector.shape != (length,):
+        raise ValueError(f"{name}: expected a vector of shape ({length},), got {vector.shape}")
+    if not np.can_cast(vector.dtype, dtype, "same_kind"):
+        raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
+    vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
+    own = [zlib.crc32(vector), zlib.crc32(repr(rate).encode())]
+    marks = engine.world.all_gather(np.array([own]))
+    if (marks[:, 1] != marks[0, 1]).any():
+        raise ValueError(f"{name}: the learning rates differ between ranks; this one is {rate}")
+    marks = marks[:, 0]
+    if (marks != marks[0]).any():
+        raise ValueError(
+            f"{name}: the vectors differ between ranks (checksums {marks.tolist()}); every "
+            "rank must pass the same values"
+        )
+    return vector

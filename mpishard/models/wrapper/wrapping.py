@@ -1,20 +1,20 @@
-"""How a plain model becomes a sharded one."""
+"""The steps from a plain model to a sharded one: checks, stores, engine, ownership."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.checkpoint.format.consensus import differences
-from mpishard.contracts import ILayeredModel
+from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.policy import Policy
+from mpishard.models.engine.update import Policy
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import IPlaceableModel, PlacedProgram
@@ -44,9 +44,6 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-if TYPE_CHECKING:
-    from mpishard.models.wrapper.base import ShardedModelBase
-
 __all__ = [
     "build_engine",
     "give_up_ownership",
@@ -60,16 +57,16 @@ __all__ = [
 _owners_lock = threading.Lock()
 # By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
 # it finds the object that two of them have wrapped.
-_owners: weakref.WeakValueDictionary[int, ShardedModelBase] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDictionary()
 
 
 def program_of(model: Any, config: ShardingConfiguration) -> Program:
-    """What computes ``model``: layers, a model that computes where it is told, or a black box.
+    """The program of ``model``: of layers, of placed parameters, or of a black box.
 
     Raises
     ------
     StructureOnlyError
-        Where another wrapper has taken the model's parameters.
+        If another wrapper has taken the model's parameters.
     MissingMemberError, ValueError
         For a black box that lacks a member, or whose parameters are no floating vector.
     """
@@ -100,7 +97,7 @@ def _require_parameters(model: Any) -> None:
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
 
 
-def take_ownership(model: Any, wrapper: ShardedModelBase) -> None:
+def take_ownership(model: Any, wrapper: IShardedModel) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
     Two ranks that set parameters on one object would overwrite each other's.
@@ -125,19 +122,19 @@ def _require_unowned(thing: Any) -> None:
         )
 
 
-def is_owned_by(model: Any, wrapper: ShardedModelBase) -> bool:
+def is_owned_by(model: Any, wrapper: IShardedModel) -> bool:
     """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 
 
-def give_up_ownership(model: Any, wrapper: ShardedModelBase) -> None:
+def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
     """Let others wrap the object again.
 
     Raises
     ------
     ShardingError
-        Where it is another wrapper that holds the object.
+        If another wrapper owns the object.
     """
     thing = _owned_object(model)
     with _owners_lock:
@@ -203,7 +200,7 @@ def build_engine(
 ) -> Engine:
     """Stores as the policy says, and the engine that runs ``program`` through them.
 
-    Parameters stay whole, whatever the policy says, where the program needs them so. Collective
+    Parameters stay whole, whatever the policy says, if the program needs them so. Collective
     with ``arena``, which puts parameters and gradients into memory that a node's ranks share, where
     they can.
     """

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.nn.graph.primitives import PRIMITIVES, Shape
 from mpishard.nn.layers.layer import Context
+from mpishard.sharding.table import nested
 
 __all__ = ["ComputationNode"]
 
@@ -139,12 +140,6 @@ def _computed(node: ComputationNode, values: list[Array]) -> Array:
 def _run_layer(values: list[Array], *, layer: Any, parameter_names: tuple[str, ...]) -> Array:
     """The output of a layer, for its input and its parameters by dotted name inside it."""
     x, *arrays = values
-    parameters: dict[str, Any] = {}
-    for name, array in zip(parameter_names, arrays, strict=True):
-        *path, last = name.split(".")
-        inner = parameters
-        for word in path:
-            inner = inner.setdefault(word, {})
-        inner[last] = array
+    parameters = nested(dict(zip(parameter_names, arrays, strict=True)))
     y, _ = layer.forward(parameters, x, Context(training=False))
     return np.asarray(y)

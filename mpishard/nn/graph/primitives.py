@@ -1,7 +1,7 @@
 """The operations of a computation graph, as formulas on NumPy arrays.
 
 They are written from the definitions, at once and without blocks or buffers, and share no code
-with the layers: that a graph gives what the layers give says something about both.
+with the layers: if a graph and the layers give equal results, both are likely right.
 
 Each operation has a rule for the shape of its output, in which None is a size that is not known
 before it runs. Shape suffixes: B batch, T time, D width, H heads, K head size; of images

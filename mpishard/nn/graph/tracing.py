@@ -35,7 +35,7 @@ def input_of(
     Raises
     ------
     TypeError
-        For what is no list of nodes.
+        For an argument that is no list of nodes.
     ValueError
         For more than one node, or one whose shape the model cannot take.
     """

@@ -32,6 +32,7 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
     small = xp.abs(x)
     xp.negative(small, out=small)
     xp.exp(small, out=small)
+    # exp(x) / (1 + exp(x)) for x < 0, and 1 / (1 + exp(-x)) otherwise.
     numerator = xp.where(x >= 0, xp.ones((), x.dtype), small)
     small += 1.0
     return xp.divide(numerator, small, out=out)

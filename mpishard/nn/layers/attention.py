@@ -102,6 +102,7 @@ class Attention(Layer):
             return y, (x, y, None) if context.training else None
         q_BGQTK, k_BGSK, v_BGSK = self._split(x)
         if context.cache is not None:
+            # The cache holds the keys of earlier positions, which this pass did not compute.
             self._check_cache(context)
             k_BGSK, v_BGSK = context.cache.extend(context.path, k_BGSK, v_BGSK)
         cached = k_BGSK.shape[2] - x.shape[1]
@@ -113,6 +114,7 @@ class Attention(Layer):
             keys = self._keys(queries, cached)
             q_BGPK = _joined(q_BGQTK[which][..., queries, :] * scale)
             scores_BGPS = xp.matmul(q_BGPK, k_BGSK[which][..., keys, :].swapaxes(-1, -2))
+            # Small scores need no maximum per row: this saves a pass and a subtraction over them.
             are_small = _are_small(scores_BGPS)
             if self.causal:
                 self._mask(scores_BGPS, mask_RR, cached + queries.start)
@@ -165,6 +167,7 @@ class Attention(Layer):
             _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
             # Products over P sum over the queries' heads that share these keys and values, too.
             scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
+            # The last queries come first and reach every key, so they write; all others add.
             if queries.stop == x.shape[1]:
                 xp.matmul(scores_BGSP, _joined(d), out=dv)
                 xp.matmul(dscores_BGSP, _joined(q), out=dk)

@@ -69,6 +69,7 @@ class Sequential(Layer):
 
     def copy(self) -> Self:
         """A chain of copies; a layer that stands in it twice is one layer in the copy too."""
+        # By identity: a layer that stands twice shares one description, as in the original.
         own = {id(child): child.copy() for child in self._children.values()}
         chain = super().copy()
         chain._children = {name: own[id(child)] for name, child in self._children.items()}
@@ -99,9 +100,10 @@ class Sequential(Layer):
             shape = child.output_shape(shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Run the layers in order; saves the list of what they save."""
+        """Run the layers in order; saves the list of their saved values."""
         saved = []
         for name, child in self._children.items():
+            # A layer without parameters has no entry in ``p``.
             x, child_saved = child.forward(p.get(name, _NONE), x, context.enter(name, child))
             saved.append(child_saved)
         return x, saved if context.training else None
@@ -110,6 +112,7 @@ class Sequential(Layer):
         """Run the layers' halves in reverse; pending is the list of theirs, last layer first."""
         pending = []
         for name, child in reversed(self._children.items()):
+            # pop, not an index: the activations of a layer are freed as soon as it has used them.
             dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
             pending.append(child_pending)
         return dy, pending
@@ -129,6 +132,7 @@ class Sequential(Layer):
         needs_input_gradient: bool = True,
     ) -> Array:
         """Both halves of one layer after the other, in reverse, so that little is pending."""
+        # Only the first layer may leave out its input gradient: the others' is the next one's dy.
         first = next(iter(self._children))
         for name, child in reversed(self._children.items()):
             dy = child.backward(
@@ -198,6 +202,7 @@ class Residual(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The inner gradient plus ``dy``, of which the inner layers get a copy to overwrite."""
+        # The inner layers may overwrite their dy, and this one is needed for the sum below.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
         dx += dy
         return dx, pending

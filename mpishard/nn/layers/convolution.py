@@ -166,6 +166,7 @@ class WindowColumns:
         samples = images_BCHW.shape[0]
         columns = columns_BKS.reshape(samples, self._channels, *self._rest())
         framed = images_BCHW if self._frame is None else self._frame[:samples]
+        # Windows overlap, so their parts are added; the padding is written too, and then dropped.
         framed.fill(0)
         for position, view in enumerate(self._windows.views(framed, self._counts)):
             view[...] += columns[:, :, position]
@@ -322,6 +323,7 @@ class Conv2D(Layer):
         is_written = target is None
         dw_OK = (g["weight"] if target is None else target).reshape(self.outputs, -1)
         for rows in columns.chunks():
+            # All samples of the chunk in one product, whose sum over them is then free.
             d_OBS = xp.ascontiguousarray(dy_BOS[rows].swapaxes(0, 1))
             d_ON = d_OBS.reshape(self.outputs, -1)
             columns_NK = columns.by_row(x[rows]).T

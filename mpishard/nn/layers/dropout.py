@@ -76,7 +76,7 @@ class Dropout(Layer):
         x : Array
             Shape (B, ...).
         next_masks : callable
-            ``next_masks(samples)``: the masks of the next so many samples, bool of shape
+            ``next_masks(samples)``: the masks of the next ``samples`` samples, bool of shape
             (samples, elements of a sample).
         """
         xp = array_namespace(x)
@@ -140,6 +140,7 @@ class MaskStream:
     def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
         """Masks of the next samples, a bool array of shape (samples, elements wanted)."""
         if self._counts_between:
+            # A slice of each sample: the words between two slices are skipped sample by sample.
             words = np.stack([self._next_words(1) for _ in range(samples)])
         else:
             words = self._next_words(samples).reshape(samples, -1)
@@ -151,4 +152,5 @@ class MaskStream:
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
         if self._counts_between:
             self._generator.advance(self._counts_between)
+        # Little endian on every machine, so that masks do not depend on the processor.
         return words.astype("<u8", copy=False).view("<u4")

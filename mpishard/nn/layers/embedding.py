@@ -62,7 +62,7 @@ class Embedding(Layer):
         return True
 
     def check_input(self, x: Array) -> None:
-        """Refuse what are no integers, and tokens outside [0, V)."""
+        """Refuse arrays of other dtypes than integers, and tokens outside [0, V)."""
         array_namespace(x)
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
@@ -191,7 +191,7 @@ class PositionalEmbedding(Layer):
         Raises
         ------
         ValueError
-            If there are not so many positions.
+            If there are fewer positions.
         """
         self.output_shape(x.shape[1:])
         start = 0 if context.cache is None else context.cache.length

@@ -82,7 +82,7 @@ class Context:
         Dotted name of the layer that is running, if it or a layer inside it `is_random`, or
         if there is a cache.
     cache : KeyValueCache, optional
-        What was kept of the positions before the input's first, if a sequence is read bit by
+        Keys and values of the positions before the input's first, if a sequence is read bit by
         bit: see `KeyValueCache`. Layers for which positions differ, or see each other, go by it.
     """
 
@@ -95,13 +95,14 @@ class Context:
 
     def enter(self, name: str, layer: Layer) -> Context:
         """The context for ``layer``, which is called ``name`` in the one that runs."""
+        # Most layers need no name, and a new context costs two microseconds for each of them.
         if not layer.is_random and self.cache is None:
             return self
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
 
 class Layer(ABC):
-    """A layer holds no arrays: parameters, gradients and what is saved all belong to the call.
+    """A layer holds no arrays: parameters, gradients and saved values all belong to the call.
 
     Any number of threads, micro-batches and recomputations may therefore share one layer. A
     leaf layer gives `parameters`, `forward`, `backward_input` and `backward_weight`; `backward`
@@ -132,9 +133,10 @@ class Layer(ABC):
             yield from child.walk_parameters(f"{prefix}{name}.")
 
     def copy(self) -> Self:
-        """A description of its own, for a copy of the model: what is chosen of it stays there.
+        """A separate description, for a copy of the model.
 
-        What it refers to, such as initializers, is shared. A composite copies its children too.
+        Later choices in one leave the other as it is. Objects such as initializers are shared. A
+        composite copies its children, too.
         """
         return copy.copy(self)
 
@@ -165,7 +167,7 @@ class Layer(ABC):
         Raises
         ------
         TypeError
-            For what is no array, and for a dtype that the layer does not take.
+            For an argument that is no array, and for a dtype that the layer does not take.
         ValueError
             For values that the layer does not take.
         """
@@ -183,7 +185,7 @@ class Layer(ABC):
         Raises
         ------
         ValueError
-            If the layer cannot take ``input_shape``; the message says what it takes.
+            If the layer cannot take ``input_shape``; the message names shapes that it takes.
         """
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:

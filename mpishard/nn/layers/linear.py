@@ -107,6 +107,7 @@ class Linear(Layer):
         xp = array_namespace(dy)
         x_NI = x.reshape(-1, self.inputs)
         dy_NO = dy.reshape(-1, self.outputs)
+        # A rank without samples adds nothing; `clear_unwritten` clears the gradient.
         if x_NI.shape[0] == 0:
             return
         dw_OI = unwritten(g, "weight")
@@ -116,6 +117,7 @@ class Linear(Layer):
             _add_product(g["weight"], dy_NO, x_NI)
         if self.bias:
             db_O = g["bias"]
+            # A product with ones: NumPy's sum over the first dim takes twice as long.
             db_O += xp.ones(dy_NO.shape[0], dtype=dy.dtype) @ dy_NO
 
 
@@ -133,7 +135,7 @@ def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
 
 
 class FeatureLinear(Linear):
-    """`Linear`, of which the input features that are not active count as 0.
+    """`Linear` in which inactive input features count as 0.
 
     Whatever an inactive feature holds, NaN too, the output does not depend on it, and neither
     it nor its column of the weight has a gradient. At first all are active. Parameters and errors
@@ -177,7 +179,7 @@ class FeatureLinear(Linear):
         return super().forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, 0 for what is inactive."""
+        """The input's gradient, 0 for inactive features."""
         dx, pending = super().backward_input(p, saved, dy)
         self._clear_inactive(dx)
         return dx, pending

@@ -53,7 +53,7 @@ class MaxPool2D(Layer):
         return math.prod(self.windows.kernel) * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BCHW -> y_BCPQ; saves x's shape and, in as few bytes as will do, where y was."""
+        """x_BCHW -> y_BCPQ; saves x's shape and the position of each y, in the smallest dtype."""
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         counts = y.shape[2:]
@@ -79,6 +79,7 @@ class MaxPool2D(Layer):
         for rows in chunks(dx):
             d, chosen = dy[rows], which[rows]
             for position, view in enumerate(self.windows.views(dx[rows], dy.shape[2:])):
+                # Added, not written: overlapping windows may choose the same element.
                 view[...] += d * (chosen == position)
         return dx, None
 

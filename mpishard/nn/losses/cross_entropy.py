@@ -114,7 +114,7 @@ class CrossEntropy(Loss):
         Raises
         ------
         TypeError
-            For what is no array, and for any but an integer dtype.
+            For an argument that is no array, and for any but an integer dtype.
         ValueError
             For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
         """
@@ -182,7 +182,7 @@ class BinaryCrossEntropy(Loss):
         Raises
         ------
         TypeError
-            For what is no array, and for a dtype that is not of real numbers.
+            For an argument that is no array, and for a dtype that is not of real numbers.
         ValueError
             If the shapes differ, or for a target outside [0, 1].
         """

@@ -1,6 +1,6 @@
 """Losses as weighted sums, so that averages over ranks and micro-batches come out right.
 
-A loss gives the *sum* over what it counts and the *weight*, how many it counted; the mean is
+A loss gives the *sum* over the elements that it counts, and their number, the *weight*. The mean is
 their quotient, taken once, after both were summed over everything that belongs to one step.
 These are the losses of regression; `mpishard.nn.losses.cross_entropy` has those of classification.
 """
@@ -33,7 +33,7 @@ def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Arr
     Raises
     ------
     TypeError
-        For what is no array, and for a dtype that is not of real numbers.
+        For an argument that is no array, and for a dtype that is not of real numbers.
     ValueError
         If the shapes differ.
     """

@@ -119,8 +119,8 @@ class GPT(Model):
         Parameters
         ----------
         prompt : array_like of int, shape (P,)
-            What to continue; P >= 1. Of prompt and continuation, the last context_length tokens
-            are what the model sees.
+            Tokens to continue; P >= 1. The model sees the last context_length tokens of prompt and
+            continuation.
         length : int
             Number of tokens to add.
         temperature : float
@@ -128,7 +128,7 @@ class GPT(Model):
         seed : int
             Seed of the draws.
         top_k : int, optional
-            Draw among the so many likeliest tokens only.
+            Number of likeliest tokens among which to draw. Default: all.
         slide : int
             Tokens by which the window slides when it is full: 1 always shows the model as much as
             it can see, and computes the whole window for each token.
@@ -261,8 +261,8 @@ def generate(
         shape (V,), on any device. Where several ranks generate together, each must be given the
         same logits; they then draw the same tokens.
     prompt : array_like of int, shape (P,)
-        What to continue; P >= 1. Of prompt and continuation, the last ``context_length`` tokens
-        are what the model sees.
+        Tokens to continue; P >= 1. The model sees the last ``context_length`` tokens of prompt and
+        continuation.
     length : int
         Number of tokens to add.
     vocabulary_size : int
@@ -274,7 +274,7 @@ def generate(
     seed : int
         Seed of the draws.
     top_k : int, optional
-        Draw among the so many likeliest tokens only.
+        Number of likeliest tokens among which to draw. Default: all.
     slide : int
         Tokens by which the window slides when it is full, at most ``context_length``.
 
@@ -315,7 +315,7 @@ def generate(
 
 
 def _checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
-    """The prompt as an array, or a ValueError that says what is wrong with it."""
+    """The prompt as an array; ValueError for a wrong prompt, with the reason."""
     tokens: np.ndarray[Any, Any] = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Linear and logistic regression, whose coefficients say what each feature does.
+"""Linear and logistic regression, whose coefficients show the effect of each feature.
 
 Shape suffixes: B batch, F features, O outputs, C classes.
 """
@@ -28,7 +28,7 @@ _SPREAD = "feature_spread"
 
 
 class LinearModel(Model):
-    """One linear layer and a loss; what the linear models share.
+    """One linear layer and a loss: the part that the linear models share.
 
     A model knows its features: which are active, and how much each matters. The choice of active
     features and their spread are saved and loaded with the parameters, and a copy has its own;
@@ -103,7 +103,7 @@ class LinearModel(Model):
     def set_active_feature_indices(self, indices: Iterable[int]) -> None:
         """Use these features and no others: an inactive one counts as 0, and has no gradient.
 
-        Its coefficient stays what it is, but for an optimizer's weight decay and momentum, and
+        Its coefficient stays the same, except for an optimizer's weight decay and momentum, and
         plays no part in predictions. Under sharding call it with the same indices on all ranks.
 
         Raises
@@ -124,7 +124,7 @@ class LinearModel(Model):
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
         It is what `get_feature_importance` scales with, 1 for all until set: the model does not
-        keep statistics of what it sees. ``model.feature_spread = x.std(axis=0)`` sets it.
+        keep statistics of its inputs. ``model.feature_spread = x.std(axis=0)`` sets it.
         """
         return self._spread.copy()
 

@@ -85,8 +85,10 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)
         self.chain = chain
+        self._features = dict(_feature_layers(chain))
         self.seed = seed
         self._loss = loss
+        # No array is made here: a sharded wrapper must never hold the whole model on one rank.
         self._specs = dict(chain.walk_parameters())
         self._table = ParameterTable(self._specs.items())
         self._infos = layer_infos(chain, self._table, input_shape, self._dtype.itemsize)
@@ -192,6 +194,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
+        # The holder has the values now; keeping them here too would double the memory.
         self._vector = self._vector.holding(None)
         self._holder = holder
 
@@ -274,6 +277,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         """A copy that shares the parameters' array, and has layer descriptions of its own."""
         model = super().clone()
         model.chain = self.chain.copy()
+        model._features = dict(_feature_layers(model.chain))
+        # The infos refer to layers, and those of the copy are its own.
         own = model.chain.children
         model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
         return model
@@ -286,7 +291,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return model
 
     def close(self) -> None:
-        """Let the parameters go. A shallow copy keeps them; so does whoever has taken them."""
+        """Let the parameters go. Shallow copies, and a wrapper that has taken them, keep them."""
         if self._holder is None:
             self.release_parameters("nobody: the model was closed")
 
@@ -302,25 +307,24 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         """The active features of the layers in which some are not, by the layer's full name."""
         active = {
             name: list(layer.active)
-            for name, layer in _feature_layers(self.chain)
+            for name, layer in self._features.items()
             if len(layer.active) < layer.inputs
         }
         return {_ACTIVE: active} if active else {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
-        layers = dict(_feature_layers(self.chain))
         for name, indices in choices.get(_ACTIVE, {}).items():
-            if name not in layers:
+            if name not in self._features:
                 raise ValueError(
                     f"{name!r} uses only the input features {indices} in what was saved, and in "
                     f"this {type(self).__name__} it cannot leave features out: it must be a "
                     "FeatureLinear, as in the linear models"
                 )
-            layers[name].checked(indices)
+            self._features[name].checked(indices)
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
         active = choices.get(_ACTIVE, {})
-        for name, layer in _feature_layers(self.chain):
+        for name, layer in self._features.items():
             layer.active = active.get(name, range(layer.inputs))
 
     # ---------------------------------------------------------------------------------- computing
@@ -369,7 +373,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         step: int = 0,
         sample_start: int = 0,
     ) -> TrainingPass:
-        """Run layers and loss; what they cannot take is refused before they do."""
+        """Run layers and loss; wrong inputs and targets are refused before."""
         loss = loss_function or self._loss
         if loss is None:
             raise MissingLossError(
@@ -378,6 +382,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         if not isinstance(loss, ILossFunction):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         x = self.as_input(x)
+        # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)
         y = self._device.put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
@@ -391,8 +396,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         is_ours = isinstance(cached, TrainingPass) and cached.chain is self.chain
         if not (is_ours and cached.is_pending):
             raise ValueError(
-                "cached must be what this model's compute_activation_gradients(x, target) gave, "
-                "and serves once"
+                "cached must be the result of this model's "
+                "compute_activation_gradients(x, target), and serves once"
             )
         return cached.weight_gradients()
 

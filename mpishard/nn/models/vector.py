@@ -48,6 +48,7 @@ class ParameterVector:
     def get(self) -> Array:
         """The vector itself, shape (length,), made if need be."""
         if self._values is None:
+            # Made on the host also for a GPU, so that both start with the same bits.
             values = np.empty(self.length, self.dtype)
             self._initialize(0, values)
             self._values = self._device.put(values)

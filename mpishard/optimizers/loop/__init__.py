@@ -1,1 +1,10 @@
-"""The training loop: data, evaluation, early stopping, checkpoints and resume."""
+"""The training loop: data, evaluation, early stopping, checkpoints and resume.
+
+Begin with `loop.TrainingRun`, one run of `optimize`. `data` is its input and `result` its output;
+`agreement` refuses mistakes before the first step, on all ranks. `evaluation` measures a model on
+a data set, `stopping` keeps the best parameters, `saving` writes checkpoints and finds the one to
+resume from, `user_state` saves the script's own generators and counters, and `preemption` obeys
+the order to save and end.
+
+This chapter knows optimizers only as `agreement.LoopOptimizer`; it imports from no other chapter.
+"""

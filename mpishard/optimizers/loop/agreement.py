@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import differences, together
+from mpishard.checkpoint.format.protocol import CheckpointableOptimizer
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import take
 from mpishard.models import ShardedModelBase
+from mpishard.models.engine.update import StepReport
 from mpishard.models.programs.program import Program
 from mpishard.models.wrapper.wrapping import program_of
 from mpishard.optimizers.loop.data import OptimizationInputData
@@ -23,10 +25,7 @@ from mpishard.optimizers.loop.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-if TYPE_CHECKING:
-    from mpishard.optimizers.sharded.training import ShardedTraining
-
-__all__ = ["Subject", "refuse_early", "require_agreement", "require_same_rule"]
+__all__ = ["LoopOptimizer", "Subject", "refuse_early", "require_agreement", "require_same_rule"]
 
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
@@ -34,6 +33,34 @@ _SETTINGS = (
     "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
     "keep_every", "checkpoint_async", "resume", "digest_every",
 )  # fmt: skip
+
+
+class LoopOptimizer(CheckpointableOptimizer, Protocol):
+    """An optimizer that the training loop can run: every sharded optimizer."""
+
+    @property
+    def steps(self) -> int:
+        """Number of updates so far."""
+        ...
+
+    @property
+    def wrapped_optimizer(self) -> Any:
+        """The rule."""
+        ...
+
+    def get_current_learning_rate(self) -> float:
+        """Return the rate of the next update."""
+        ...
+
+    def should_early_stop(self) -> bool:
+        """Return whether any rank asks for training to end. Collective."""
+        ...
+
+    def step_report(
+        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
+    ) -> StepReport:
+        """Make one synchronised update. Collective."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +141,7 @@ def refuse_early(
             )
         if data.checkpoint is not None and backend.rank == 0:
             folder_of(data).target(0)
+    # Every rank learns all lengths, because a local data set's order depends on all of them.
     given = [getattr(data, f"x_{part}") for part in _PARTS]
     lengths = np.array([[0 if x is None else len(x) for x in given]])
     everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))
@@ -140,7 +168,7 @@ def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> No
 
 
 def require_agreement(
-    optimizer: ShardedTraining,
+    optimizer: LoopOptimizer,
     model: ShardedModelBase,
     data: OptimizationInputData,
     order: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""What a training run is given."""
+"""The input of a training run."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class OptimizationInputData:
     tolerance : float
         Least fall of the loss that is an improvement.
     keep_best : bool, optional
-        Put the parameters of the best evaluation back at the end; default: where ``patience`` is
-        given. Each rank holds a copy of what it owns meanwhile, 1/N of the parameters.
+        Put the parameters of the best evaluation back at the end; default: if ``patience`` is
+        given. Meanwhile each rank holds a copy of its own shard, 1/N of the parameters.
     training_statistics : bool
         Measure the solution on the training data, too: one more forward pass over all of them.
     predictions : bool
         Keep each rank's own predictions of all that is measured at the end.
     checkpoint : path, optional
         Folder of the run's checkpoints (`mpishard.checkpoint.CheckpointFolder`), of the run as it
-        goes on, with the best parameters so far. Where some are there the run goes on from the
+        goes on, with the best parameters so far. If it has some, the run goes on from the
         newest that verifies, at any world size and under any strategy.
     checkpoint_every : int, optional
         Steps between checkpoints; default at the end only.
@@ -82,22 +82,22 @@ class OptimizationInputData:
         How many of the newest checkpoints stay; of which steps they stay for ever.
     checkpoint_async : bool
         Copy the state and write it while training goes on. It takes the state's size in memory
-        once more on each rank. Where a rank cannot write all raise at their next step.
+        once more on each rank. If a rank cannot write, all raise at their next step.
     resume : path or bool, optional
-        A checkpoint, or a folder of them, to go on from in place of what ``checkpoint`` holds.
-        False: begin anew whatever is there. True: there must be one.
+        A checkpoint, or a folder of them, to go on from instead of those in ``checkpoint``.
+        False: begin anew in any case. True: there must be one.
     user_state : mapping of str to object, optional
-        What the script itself draws from or counts, to be saved in checkpoints and restored on
+        Generators and counters of the script itself, saved in checkpoints and restored on
         resume: names -> `numpy.random.Generator`, or an object with ``state_dict()``, which JSON
-        can hold, and ``load_state_dict(state)``. Every rank names the same. Where states differ
-        between ranks the run resumes with the same number of ranks only.
+        can hold, and ``load_state_dict(state)``. Every rank gives the same names. If states differ
+        between ranks, the run resumes with the same number of ranks only.
     digest_every : int, optional
         Steps between comparisons of the ranks' replicas, `ShardedModelBase.check_replicas`.
         Default: never.
     progress : bool
         Show progress on rank 0.
     throughput_unit : str
-        What a loss weighs: "samples", or "tokens" where each token has a loss.
+        Unit of a loss's weight: "samples", or "tokens" if each token has a loss.
     metrics : path, optional
         File of JSON lines, one per step and evaluation, written by rank 0.
     """
@@ -141,11 +141,11 @@ class OptimizationInputData:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best parameters are put back at the end."""
+        """True if the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
     def checked(self) -> Self:
-        """A copy with Python's own numbers and flags, if it can be trained.
+        """Return a copy with Python's own numbers and flags, if it can be trained.
 
         Communicates and writes nothing.
 
@@ -156,7 +156,7 @@ class OptimizationInputData:
             that is neither True nor False.
         ValueError
             For a count below 1, inputs without targets, a tolerance that is negative or without
-            patience, what concerns checkpoints without their folder, or a blank path.
+            patience, options of checkpoints without their folder, or a blank path.
         """
         if self.model is None:
             raise TypeError("OptimizationInputData needs a model")
@@ -229,9 +229,9 @@ class OptimizationInputData:
     def sampler(
         self, lengths: Sequence[int] = (), leaves: int | None = None
     ) -> GlobalBatchSampler | LocalBatchSampler:
-        """The order in which training goes through the samples.
+        """Return the order in which training goes through the samples.
 
-        ``lengths`` are all ranks' numbers of samples, where each brings its own; ``leaves`` the
+        ``lengths`` are all ranks' numbers of samples, if each brings its own; ``leaves`` is the
         model's ``gradient_leaves``.
         """
         if self.local_data:

@@ -7,28 +7,31 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpishard import checkpoint
 from mpishard.checkpoint.format.consensus import together
+from mpishard.contracts import IFeatureAware
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
+from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
-from mpishard.optimizers.loop.agreement import require_agreement
+from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
-from mpishard.optimizers.loop.features import describe_features
-from mpishard.optimizers.loop.position import LOOP, check_position, order_of_samples
 from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
-from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
+from mpishard.optimizers.loop.saving import (
+    LOOP,
+    RunCheckpoints,
+    check_position,
+    checkpoint_to_resume,
+    order_of_samples,
+)
 from mpishard.optimizers.loop.stopping import BestParameters, EarlyStopping
 from mpishard.optimizers.loop.user_state import UserState
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.sharded.training import ShardedTraining
 
 __all__ = ["TrainingRun"]
 
@@ -36,36 +39,36 @@ _log = logging.getLogger("mpishard")
 
 
 class TrainingRun:
-    """One run: where it stands, and what it has seen.
+    """One run: its position, and its results so far.
 
-    An evaluation is a pass over the validation data or, where there are none, the end of an
-    epoch. Those at the steps that ``validate_every`` names are part of the run and of its
-    checkpoints; one more, at the end of a run that stops between them, is not, so that a run that
-    goes on is the same as one that was never interrupted.
+    An evaluation is a pass over the validation data or, without such data, the end of an epoch.
+    Evaluations at multiples of ``validate_every`` are part of the run and of its checkpoints. One
+    more, at the end of a run that stops between them, is not, so that a run that goes on is the
+    same as one that was never interrupted.
 
-    Made by every rank, and nothing is trained until `run`. Collective.
+    Every rank makes one; nothing is trained until `run`. Collective.
 
     Parameters
     ----------
-    optimizer : ShardedTraining
+    optimizer : LoopOptimizer
         Bound to the model.
     model : ShardedModelBase
-        What is trained.
+        The model.
     data : OptimizationInputData
         Checked.
     lengths : dict of str to list of int
-        What `refuse_early` gave.
+        The result of `refuse_early`.
 
     Raises
     ------
     TypeError, ValueError, OSError
-        On every rank, where the ranks ask for different training, there is nothing to resume from,
+        On every rank, if the ranks ask for different training, there is nothing to resume from,
         the first or the last update has no learning rate, or the metrics cannot be written.
     """
 
     def __init__(
         self,
-        optimizer: ShardedTraining,
+        optimizer: LoopOptimizer,
         model: ShardedModelBase,
         data: OptimizationInputData,
         lengths: dict[str, list[int]],
@@ -112,7 +115,7 @@ class TrainingRun:
 
     @property
     def has_updated(self) -> bool:
-        """Whether this run has made an update."""
+        """True if this run has made an update."""
         return bool(self.result.loss_history)
 
     def run(self) -> OptimizationResult:
@@ -148,7 +151,7 @@ class TrainingRun:
     # ------------------------------------------------------------------------------------- steps
 
     def _one_step(self) -> bool:
-        """Make an update and what is due after it; whether early stopping ends the run."""
+        """Make an update and the work due after it; return whether the run stops early."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
         indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
@@ -168,26 +171,28 @@ class TrainingRun:
                 learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
             )  # fmt: skip
         if data.digest_every is not None and self.step % data.digest_every == 0:
-            self._check_replicas()
+            compared = model.check_replicas()
+            if not compared and not self.has_found_no_replicas and model.rank == 0:
+                _log.warning(
+                    "digest_every: the ranks have no copies of a parameter to compare (each holds "
+                    "its own pieces, or all share the memory of a node)"
+                )
+            self.has_found_no_replicas = not compared
         score = None
         if index + 1 == self.sampler.batches_per_epoch:
             score = self._finish_epoch()
             self.epoch_sums[:] = 0
         if data.x_validation is not None:
+            # With validation data the training loss of an epoch judges nothing.
             score = self._validate() if self.step % self.validate_every == 0 else None
-        ends = score is not None and self._judge(score)
+        ends = False
+        if score is not None:
+            self._weigh(score)
+            asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
+            ends = asked_to or self.stopping.is_exhausted
         if self.checkpoints is not None:
             self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)
         return ends
-
-    def _check_replicas(self) -> None:
-        compared = self.model.check_replicas()
-        if not compared and not self.has_found_no_replicas and self.model.rank == 0:
-            _log.warning(
-                "digest_every: the ranks have no copies of a parameter to compare (each holds its "
-                "own pieces, or all share the memory of a node)"
-            )
-        self.has_found_no_replicas = not compared
 
     def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
         is_preempted = checkpoints.is_preempted()
@@ -201,7 +206,7 @@ class TrainingRun:
             checkpoints.leave(self.step, self.total)
 
     def _finish_epoch(self) -> float | None:
-        """Take note of the mean loss of the epoch under way, if anything was weighed in it."""
+        """Record the mean loss of the epoch under way, unless its weight is 0."""
         total, weight = self.epoch_sums
         if not weight:
             return None
@@ -218,12 +223,6 @@ class TrainingRun:
             self.metrics.write(step=self.step, time=self._elapsed(), validation_loss=loss)
         return loss
 
-    def _judge(self, score: float) -> bool:
-        """Keep what is the best so far; whether this evaluation ends the run. Collective."""
-        self._weigh(score)
-        asked_to = self.optimizer.should_early_stop()
-        return asked_to or self.stopping.is_exhausted
-
     def _weigh(self, score: float) -> None:
         if self.stopping.observe(self.step, score) and self.best is not None:
             self.best.keep()
@@ -234,7 +233,7 @@ class TrainingRun:
     # --------------------------------------------------------------------------------------- end
 
     def _evaluate_end(self) -> None:
-        """Evaluate where the run ends between two evaluations."""
+        """Evaluate once more if the run ends between two evaluations."""
         partial = self._finish_epoch()
         if self.data.x_validation is None:
             if partial is not None:
@@ -245,7 +244,7 @@ class TrainingRun:
             self._weigh(self._validate())
 
     def _conclude(self) -> None:
-        """Put the best solution back, and measure it."""
+        """Put the best solution back, and measure it. Collective."""
         data, result, stopping = self.data, self.result, self.stopping
         result.best_fitness_score = stopping.best_score
         result.best_iteration = stopping.best_step
@@ -264,7 +263,7 @@ class TrainingRun:
         if data.x_test is not None:
             result.test_result = self._evaluate("test", at_end=True)
         result.fit_detection_result = self._detect_fit(solution_step)
-        describe_features(self.model, result)
+        _describe_features(self.model, result)
 
     def _detect_fit(self, solution_step: int) -> FitDetectionResult | None:
         if self.result.validation_result is None:
@@ -295,7 +294,7 @@ class TrainingRun:
     # --------------------------------------------------------------------------------- positions
 
     def _position(self) -> dict[str, Any]:
-        """Where the run stands, and the choices that its order depends on. Collective."""
+        """Return the run's position, and the choices that determine its order. Collective."""
         return {
             "step": self.step,
             "epoch_sums": self.epoch_sums.tolist(),
@@ -310,14 +309,14 @@ class TrainingRun:
         holds_best = check_position(path, self.model.backend, self.order, self.user_state)
         kept = self.best if holds_best else None
         position = checkpoint.load(path, self.model, self.optimizer, training=kept)[LOOP]
-        with together(self.model.backend):  # what is the user's own may fail on one rank alone
+        with together(self.model.backend):  # the user's own code may fail on one rank alone
             self.user_state.restore(position["user_state"], path)
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])
         self.result.validation_history = [(int(s), float(v)) for s, v in
                                           position["validation_history"]]  # fmt: skip
-        # A best score whose parameters nobody has kept is no solution: it is looked for anew.
+        # A best score is of no use without its parameters: then the search begins anew.
         if self.best is None or holds_best:
             self.stopping.restore(position["stopping"])
         if self.model.rank == 0:
@@ -332,7 +331,7 @@ class TrainingRun:
 
 
 def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> list[int]:
-    """Numbers of samples, of those of all ranks."""
+    """Return the number of samples of each data rank, from those of all ranks."""
     found: dict[int, tuple[int, int]] = {}
     for rank, length in enumerate(given):
         first, expected = found.setdefault(model.data_rank_of(rank), (rank, length))
@@ -343,3 +342,21 @@ def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> l
                 f"{length}. Choose what a rank brings by the model's data_rank, not by rank"
             )
     return [found[data][1] for data in range(model.data_size)]
+
+
+def _describe_features(model: ShardedModelBase, result: OptimizationResult) -> None:
+    """Write into ``result`` the features that a model uses, if it knows them. Collective.
+
+    For a linear model also their names and the intercept; it is gathered once for that.
+    """
+    plain = model.wrapped_model
+    if not isinstance(plain, IFeatureAware) or (
+        type(plain).get_active_feature_indices is IFeatureAware.get_active_feature_indices
+    ):
+        return
+    indices = sorted(int(index) for index in plain.get_active_feature_indices())
+    result.selected_feature_indices = indices
+    if isinstance(plain, LinearModel):
+        result.selected_features = [plain.feature_names[index] for index in indices]
+        with model.unsharded() as whole:
+            result.best_intercept = whole.intercept

@@ -1,4 +1,4 @@
-"""What a training run gives back."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class FitType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FitDetectionResult:
-    """Whether a model has learned too little, or its training data by heart: a rule of thumb.
+    """A rule of thumb whether a model has learned too little, or its training data by heart.
 
     ``overfit``
         the validation loss lies more than 20 % above the training loss;
     ``underfit``
-        else, where the training loss fell by more than 5 % in the last epoch: there is more to
+        otherwise, if the training loss fell by more than 5 % in the last epoch: there is more to
         learn;
     ``good``
-        else.
+        otherwise.
 
     Attributes
     ----------
     fit_type : FitType
-        Which of the three.
+        One of the three.
     training_loss, validation_loss : float
-        What was compared: of the solution; the training loss is the mean over its epoch, taken
-        while training, unless ``training_statistics`` were asked for.
+        Losses of the solution. The training loss is the mean over its epoch, taken while
+        training, unless ``training_statistics`` were asked for.
     """
 
     fit_type: FitType
@@ -57,7 +57,7 @@ class FitDetectionResult:
     ) -> Self | None:
         """Judge by the losses of a solution, and the epochs' training losses up to it.
 
-        None where a loss is not known.
+        The result is None if a loss is not known.
         """
         if not (math.isfinite(training_loss) and math.isfinite(validation_loss)):
             return None
@@ -71,18 +71,18 @@ class FitDetectionResult:
 
 @dataclass
 class OptimizationResult:
-    """What a training run found; the same on every rank, but for predictions.
+    """The result of a training run; the same on every rank, except for predictions.
 
     Attributes
     ----------
     best_solution : object
         The model that was trained. It has the parameters of the evaluation with the lowest loss
-        where the run kept them (``patience`` or ``keep_best``), and the last ones elsewhere.
+        if the run kept them (``patience`` or ``keep_best``), and otherwise the last ones.
     best_fitness_score : float
         Lowest validation loss; without validation data the lowest epoch mean of the training
-        loss. That of ``best_solution`` where the run kept the best.
+        loss. It is the score of ``best_solution`` if the run kept the best.
     best_iteration : int or None
-        Updates made when the score was lowest; None where nothing was evaluated.
+        Number of updates when the score was lowest; None if nothing was evaluated.
     iterations : int
         Updates made, those before a resumed checkpoint included.
     stopped_early : bool
@@ -95,7 +95,7 @@ class OptimizationResult:
         (steps made, validation loss).
     training_result, validation_result, test_result : DatasetResult or None
         The data, and how well the solution does on them; None for data that were not given. The
-        training data are measured only where ``training_statistics`` asks for it.
+        training data are measured only if ``training_statistics`` asks for it.
     test_loss : float or None
         Loss of the test data at the end.
     fit_detection_result : FitDetectionResult or None
@@ -141,11 +141,11 @@ class OptimizationResult:
 
     @property
     def test_loss(self) -> float | None:
-        """The loss in ``test_result.stats``; None where no test data were measured."""
+        """The loss in ``test_result.stats``; None if no test data were measured."""
         return None if self.test_result is None else self.test_result.stats.get("loss")
 
     def deep_copy(self) -> Self:
-        """A result with a model and histories of its own; data sets are shared.
+        """Return a result with a model and histories of its own; data sets are shared.
 
         Communicates nothing.
         """
@@ -154,11 +154,11 @@ class OptimizationResult:
         return self._with(solution)
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A result whose solution is a copy with ``parameters``, shape (parameter_count,).
+        """Return a result whose solution is a copy with ``parameters``, shape (parameter_count,).
 
-        How the training went is kept; what was measured of other parameters is not:
+        Histories are kept; measurements of other parameters are not:
         ``best_fitness_score`` is NaN, and data sets have neither ``stats`` nor predictions.
-        Collective where the model is sharded.
+        Collective if the model is sharded.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class OptimizationResult:
         return found
 
     def _with(self, solution: Any) -> Self:
-        """A copy of all but the data sets, with another solution."""
+        """Return a copy with another solution, which shares the data sets."""
         memo = {
             id(value): value
             for result in (self.training_result, self.validation_result, self.test_result)

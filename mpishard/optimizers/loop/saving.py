@@ -1,16 +1,26 @@
-"""A training run's checkpoints: when they are written, and which one the run goes on from."""
+"""A training run's checkpoints: when they are written, and from which one a run goes on."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpishard import settings
-from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
+from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
 from mpishard.checkpoint.format.consensus import share_path, together
+from mpishard.checkpoint.format.manifest import MANIFEST
+from mpishard.checkpoint.format.metadata import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Kind,
+    require_form,
+)
 from mpishard.checkpoint.format.protocol import CheckpointableOptimizer, CheckpointState
 from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.pending import PendingSave
@@ -20,14 +30,26 @@ from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, 
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.preemption import Preemption
+from mpishard.optimizers.loop.stopping import BestParameters
+from mpishard.optimizers.loop.user_state import UserState
 
-__all__ = ["RunCheckpoints", "checkpoint_to_resume", "folder_of"]
+__all__ = [
+    "LOOP",
+    "RunCheckpoints",
+    "check_position",
+    "checkpoint_to_resume",
+    "folder_of",
+    "order_of_samples",
+]
 
 _log = logging.getLogger("mpishard")
 
+LOOP = "training_loop"
+"""Key of the run's position in a checkpoint's metadata."""
+
 
 def folder_of(data: OptimizationInputData) -> CheckpointFolder:
-    """The folder that a run saves to."""
+    """Return the folder that a run saves to."""
     assert data.checkpoint is not None
     return CheckpointFolder(data.checkpoint, keep_last=data.keep_last, keep_every=data.keep_every)
 
@@ -37,14 +59,14 @@ def checkpoint_to_resume(
     backend: CommunicationBackend,
     folder: CheckpointFolder | None,
 ) -> Path | None:
-    """The checkpoint that a run goes on from; None where it begins anew. Collective.
+    """Return the checkpoint that a run goes on from; None if it begins anew. Collective.
 
     Raises
     ------
     FileNotFoundError
-        Where one was asked for, and there is none.
+        If one was asked for, and there is none.
     CheckpointError
-        Where there are some, and none of them can be used.
+        If none of the existing ones can be used.
     """
     if data.resume is False or (data.resume is None and data.checkpoint is None):
         return None
@@ -75,7 +97,7 @@ class RunCheckpoints:
     Parameters
     ----------
     data : OptimizationInputData
-        Which has a ``checkpoint``.
+        The arguments of the run, with a ``checkpoint``.
     backend : CommunicationBackend
         The ranks that train together.
     """
@@ -85,6 +107,7 @@ class RunCheckpoints:
         self._rank = backend.rank
         self._preemption = Preemption(backend)
         self._every = data.checkpoint_every
+        # Saves in the background copy the state first, so that training may change it meanwhile.
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
 
@@ -96,14 +119,14 @@ class RunCheckpoints:
         Raises
         ------
         OSError
-            Where there is not enough.
+            If there is not enough.
         """
         if self._staging is not None:
             reserve(self._staging, model, optimizer, kept=int(keeps_best))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the run trains; behind it no save is under way. Collective.
+        """Return a context in which the run trains; after it no save is under way. Collective.
 
         Raises
         ------
@@ -126,28 +149,28 @@ class RunCheckpoints:
             self.finish()
 
     def is_preempted(self) -> bool:
-        """Whether any rank was told to make room. Collective; asked once a step.
+        """Return whether any rank was ordered to save and end. Collective; called once a step.
 
         Raises
         ------
         CheckpointError
-            As `save`, where the save under way has failed on any rank.
+            As `save`, if the save under way has failed on any rank.
         """
         if self._pending is None:
             return self._preemption.is_asked()
-        # What has failed all hear in this step; in `poll` they would in the next.
+        # All ranks learn of a failure in this step; through `poll` they would in the next.
         is_asked, has_failed = self._preemption.is_asked_or(self._pending.has_failed)
         if has_failed:
             self.finish()
         return is_asked
 
     def leave(self, step: int, total: int) -> NoReturn:
-        """End the run on all ranks once what was saved after ``step`` is on the disk. Collective.
+        """End the run on all ranks once the save after ``step`` is on the disk. Collective.
 
         Raises
         ------
         Preempted
-            Always, unless it could not be written.
+            Always, unless the save failed.
         CheckpointError
             As `save`.
         """
@@ -159,7 +182,7 @@ class RunCheckpoints:
         raise Preempted(message, step, settings.EXIT_PREEMPTED)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether to save after ``step`` steps."""
+        """Return whether to save after ``step`` steps."""
         return is_last or (self._every is not None and step % self._every == 0)
 
     def save(
@@ -170,12 +193,12 @@ class RunCheckpoints:
         training: CheckpointState | None,
         metadata: Mapping[str, Any],
     ) -> None:
-        """Save, or begin to, where that is done in the background. Collective.
+        """Save, or begin to save if that is done in the background. Collective.
 
         Raises
         ------
         CheckpointError
-            On all ranks, where any of them could not write this one or the one before.
+            On all ranks, if any of them could not write this one or the previous one.
         """
         self.finish()
         self._pending = begin_save(
@@ -186,7 +209,7 @@ class RunCheckpoints:
             self.finish()
 
     def poll(self) -> None:
-        """Hear of the save under way, if there is one. Collective; called once a step.
+        """Ask whether the save under way, if any, has ended. Collective; called once a step.
 
         Raises
         ------
@@ -197,7 +220,7 @@ class RunCheckpoints:
             self._pending = None
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one. Collective.
+        """Wait for the save under way, if any. Collective.
 
         Raises
         ------
@@ -207,3 +230,98 @@ class RunCheckpoints:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+
+# ----------------------------------------------------------------------------------- positions
+
+
+def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the choices that determine the order of a run's samples, for JSON."""
+    return {
+        "local_data": data.local_data,
+        "samples": list(lengths) if data.local_data else len(data.x_train),
+        "batch_size": data.batch_size,
+        "seed": data.seed,
+        "shuffle": data.shuffle,
+        "drop_last": data.drop_last,
+    }
+
+
+def check_position(
+    path: Path, backend: CommunicationBackend, order: Mapping[str, Any], user_state: UserState
+) -> bool:
+    """Refuse a checkpoint that a run with this order of samples cannot go on from. Collective.
+
+    Nothing is loaded.
+
+    Returns
+    -------
+    bool
+        Whether the checkpoint has the best parameters so far.
+
+    Raises
+    ------
+    ValueError
+        If there is no position of a training loop, the order of samples would differ, each
+        rank brought its own data and the number of ranks is another now, or the names of the
+        user's own state differ.
+    FileNotFoundError, CheckpointError
+        As `CheckpointReader`.
+    """
+    with together(backend):
+        reader = CheckpointReader(path)
+        position = _position_in(reader)
+        if position is None:
+            raise ValueError(
+                f"{path} holds no position of a training loop; load it with model.load_model, and "
+                "train without resume"
+            )
+        saved = position["order"]
+        if order["local_data"] and isinstance(saved.get("samples"), list):
+            before, now = len(saved["samples"]), len(order["samples"])
+            if before != now:
+                raise ValueError(
+                    f"the run was saved by {before} ranks that each brought data of their own "
+                    f"(local_data), and there are {now} now: nobody could say whose samples are "
+                    f"still to come in its epoch. Resume it with {before} ranks, or load it with "
+                    "model.load_model and train without resume"
+                )
+        differing = [
+            f"{name} was {saved.get(name)} and is {value}"
+            for name, value in order.items()
+            if saved.get(name) != value
+        ]
+        if differing:
+            raise ValueError(
+                "the run cannot go on where it was, because the order of samples would differ: "
+                + "; ".join(differing)
+                + ". For a new run choose another folder, or pass resume=False"
+            )
+        user_state.check(position["user_state"])
+    return BestParameters.KIND in reader.kinds
+
+
+_STEP = Kind("a whole number, or null", lambda value: value is None or COUNT.holds(value))
+_FORM = {
+    "step": COUNT,
+    "epoch_sums": (NUMBER, NUMBER),
+    "fitness_history": [NUMBER],
+    "validation_history": [(NUMBER, NUMBER)],
+    "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
+    "order": OBJECT,
+    "user_state": {"names": [TEXT], "ranks": [OBJECT]},
+}
+
+
+def _position_in(reader: CheckpointReader) -> Mapping[str, Any] | None:
+    """Return a checkpoint's position of a training loop; None without one."""
+    try:
+        require_form(reader.metadata, {"user": {f"{LOOP}?": _FORM}}, "metadata")
+        position: Mapping[str, Any] | None = reader.metadata["user"].get(LOOP)
+        if position is not None:
+            state = position["user_state"]
+            form = [dict.fromkeys(state["names"], ANYTHING)]
+            require_form(state["ranks"], form, f"metadata.user.{LOOP}.user_state.ranks")
+    except ValueError as error:
+        raise CheckpointError(f"cannot use {reader.path / MANIFEST}: {error}") from None
+    return position

@@ -1,4 +1,4 @@
-"""Which evaluation was the best, when to stop, and the best parameters."""
+"""Early stopping: the best evaluation so far, its parameters, and when to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpishard.arrays import Array
-from mpishard.checkpoint import Pieces
+from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
 
@@ -17,13 +17,13 @@ __all__ = ["BestParameters", "EarlyStopping"]
 
 @dataclass
 class EarlyStopping:
-    """What the evaluations so far say: which was the best, and whether to go on.
+    """The best of the evaluations so far, and whether to go on.
 
     The best is the one with the lowest score. Early stopping asks for more: an evaluation counts
-    as an improvement where its score lies at least ``tolerance`` below that of the last
+    as an improvement if its score lies at least ``tolerance`` below that of the last
     improvement, and training is to stop after ``patience`` evaluations in a row that were none
     (after Prechelt, "Early Stopping - But When?", in "Neural Networks: Tricks of the Trade", 1998,
-    where several such criteria are compared). A score that is not a number is never the best and
+    which compares several such criteria). A score that is not a number is never the best and
     never an improvement.
 
     Parameters
@@ -50,7 +50,7 @@ class EarlyStopping:
     waited: int = 0
 
     def observe(self, step: int, score: float) -> bool:
-        """Take note of an evaluation after ``step`` updates; whether it is the best so far."""
+        """Record an evaluation after ``step`` updates; return whether it is the best so far."""
         if score < self.reference and self.reference - score >= self.tolerance:
             self.reference = score
             self.waited = 0
@@ -63,29 +63,29 @@ class EarlyStopping:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether patience is at its end."""
+        """True if patience is at its end."""
         return self.patience is not None and self.waited >= self.patience
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint holds of it, as JSON knows it."""
+        """Return the part that a checkpoint saves, for JSON."""
         return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on from what `position` gave."""
+        """Go on from a saved `position`."""
         for name in self.position():
             setattr(self, name, position[name])
 
 
-class BestParameters:
-    """The parameters as they were at the best evaluation, of which this rank holds its pieces.
+class BestParameters(CheckpointState):
+    """The parameters of the best evaluation: this rank's pieces of them.
 
-    Each rank keeps what it owns, 1/N of the parameters under every strategy; nothing is gathered.
-    It is also the `CheckpointState` that a checkpoint holds of them.
+    Each rank keeps its shard, 1/N of the parameters under every strategy; nothing is gathered.
+    Checkpoints hold it as a state of its own.
 
     Parameters
     ----------
     model : ShardedModelBase
-        Whose parameters to keep.
+        The model.
     """
 
     KIND = "training/best_parameters"
@@ -103,14 +103,14 @@ class BestParameters:
         return self._kept
 
     def keep(self) -> None:
-        """Copy what this rank owns now. Communicates nothing."""
-        kept = self._vector  # there from now on, also where this rank owns nothing
+        """Copy this rank's shard of the parameters. Communicates nothing."""
+        kept = self._vector  # made here, also if this rank owns nothing
         owned = self._engine.parameters.owned(self._pieces)
         for piece, values in zip(self._pieces, owned, strict=True):
             kept[piece.in_shard] = values
 
     def put_back(self) -> None:
-        """Make what was kept the model's parameters again. Collective."""
+        """Put the kept parameters back into the model. Collective."""
         engine = self._engine
         owned = engine.parameters.owned(self._pieces)
         for piece, target in zip(self._pieces, owned, strict=True):
@@ -119,11 +119,11 @@ class BestParameters:
         engine.changed()
 
     def arrays_to_write(self) -> Pieces:
-        """The rank's pieces, of replicas a part; no kind before anything was kept."""
+        """Return the rank's pieces, of replicas a part; no kind before anything was kept."""
         return {} if self._kept is None else self._regions(written=True)
 
     def arrays_to_read(self) -> Pieces:
-        """The rank's pieces, to be filled."""
+        """Return the rank's pieces, to be filled."""
         return self._regions()
 
     def _regions(self, *, written: bool = False) -> Pieces:
@@ -131,8 +131,8 @@ class BestParameters:
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Nothing beside the array: the loop's position has the rest."""
+        """Return nothing: the loop's position has the rest."""
         return {}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Nothing is cached, so nothing is left to do."""
+        """Do nothing, because nothing is cached."""

@@ -1,4 +1,4 @@
-"""What a script draws from, or counts, beside its model: saved with a run and restored with it."""
+"""Generators and counters of the user's script, saved and restored with a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARRAY = "numpy array"
 
 
 def check_user_state(parts: Any) -> None:
-    """Refuse what has no state that could be saved.
+    """Refuse objects without a state that could be saved.
 
     Raises
     ------
@@ -46,20 +46,20 @@ def check_user_state(parts: Any) -> None:
 class UserState:
     """The parts of a run's state that are the user's own.
 
-    Where they are alike on all ranks one state is saved, and every rank of any later world takes
-    it. Where they differ each rank's is saved, for a world of as many ranks.
+    If they are alike on all ranks, one state is saved, and every rank of any later world takes
+    it. If they differ, each rank's is saved, for a world of as many ranks.
 
     Parameters
     ----------
     parts : mapping of str to object
-        As `check_user_state` wants them. Every rank has the same names.
+        As `check_user_state` accepts them. Every rank has the same names.
     backend : CommunicationBackend
         The ranks.
 
     Raises
     ------
     TypeError, ValueError
-        On every rank, where the state of a part is nothing that JSON can hold.
+        On every rank, if JSON cannot hold the state of a part.
     """
 
     def __init__(self, parts: Mapping[str, Any], backend: CommunicationBackend) -> None:
@@ -68,11 +68,16 @@ class UserState:
         self.position()  # fails here, if at all
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint holds of it, as JSON knows it, complete on rank 0. Collective."""
+        """Return the part that a checkpoint saves, for JSON, complete on rank 0. Collective."""
         if not self._parts:
             return {"names": [], "ranks": []}
         with together(self._backend):
-            states = {name: _state_of(part) for name, part in self._parts.items()}
+            states = {
+                name: _without_arrays(part.bit_generator.state)
+                if isinstance(part, np.random.Generator)
+                else part.state_dict()
+                for name, part in self._parts.items()
+            }
             text = json.dumps(states)
             check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
@@ -81,12 +86,12 @@ class UserState:
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse what `position` gave where it does not fit. Communicates nothing.
+        """Refuse a saved `position` that does not fit. Communicates nothing.
 
         Raises
         ------
         ValueError
-            Where other names were saved, or the states of another number of ranks that differed.
+            If other names were saved, or differing states of another number of ranks.
         """
         names, states = saved["names"], saved["ranks"]
         if names != list(self._parts):
@@ -102,12 +107,12 @@ class UserState:
             )
 
     def restore(self, saved: Mapping[str, Any], path: Path) -> None:
-        """Go on from what `position` gave, read from ``path``. Communicates nothing.
+        """Go on from a `position` read from ``path``. Communicates nothing.
 
         Raises
         ------
         CheckpointError
-            If the state of a generator of random numbers is none.
+            If a generator of random numbers refuses its state.
         """
         states: Sequence[Mapping[str, Any]] = saved["ranks"]
         if states:
@@ -117,12 +122,6 @@ class UserState:
                     _restore_generator(part, mine[name], f"{path}: the user_state {name!r}")
                 else:
                     part.load_state_dict(mine[name])
-
-
-def _state_of(part: Any) -> Any:
-    if isinstance(part, np.random.Generator):
-        return _without_arrays(part.bit_generator.state)
-    return part.state_dict()
 
 
 def _restore_generator(generator: np.random.Generator, state: Any, name: str) -> None:
@@ -136,7 +135,7 @@ def _restore_generator(generator: np.random.Generator, state: Any, name: str) ->
 
 
 def _without_arrays(state: Any) -> Any:
-    """The state of a bit generator as JSON knows it."""
+    """Return the state of a bit generator for JSON."""
     if isinstance(state, Mapping):
         return {name: _without_arrays(value) for name, value in state.items()}
     if isinstance(state, np.ndarray):

@@ -1,28 +1,31 @@
-"""State and step count of a rule that nobody else runs."""
+"""State and step count of a rule that trains on its own, and their bytes."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
 from mpishard.models.stores.gradient_store import squared_norm
+from mpishard.optimizers.rules import schedules
+from mpishard.optimizers.rules.algorithm_options import (
+    AdamOptimizerOptions,
+    OptimizationAlgorithmOptions,
+)
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.rules.rule import Optimizer
 
 __all__ = ["OwnRun"]
 
 _KEY = "mpishard_optimizer"
 _REVERSE_ROUNDS = 100
-_REVERSE_ROUNDINGS = 16  # of the largest element: what the last round may still be off
+_REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round
 
 
 @dataclass
@@ -48,12 +51,12 @@ class OwnRun:
     def advance(
         self, rule: Optimizer, vector: Array, gradients: Array, segments: tuple[Segment, ...]
     ) -> None:
-        """Update ``vector`` in place where the segments are; both vectors have shape (n,).
+        """Update ``vector`` in place, within the segments; both vectors have shape (n,).
 
         Raises
         ------
         ValueError
-            For another length, dtype or division than at the last update; nothing has changed.
+            For another length, dtype or segments than at the last update; nothing has changed.
         """
         rule.checked_rate(self.steps)
         xp = array_namespace(vector)
@@ -69,6 +72,7 @@ class OwnRun:
                 f"{vector.size} of {vector.dtype}; use an optimizer per model, or reset() to "
                 "forget the state"
             )
+        # `reverse` starts from the state before the update, and checks its gradient.
         before = {name: state.copy() for name, state in self.state.items()}
         self._segments = segments
         self._update(rule, vector, gradients, self.state, self.steps)
@@ -76,15 +80,15 @@ class OwnRun:
         self.steps += 1
 
     def reverse(self, rule: Optimizer, updated: Array, gradients: Array) -> Array:
-        """What the last update was given, where it gave ``updated``; state and steps go back.
+        """Return the parameters before the last update, whose result is ``updated``.
 
-        By fixed-point iteration: the rule is applied to a guess, with the state from before the
-        update, and the guess moved by what is then missing.
+        State and steps go back with them. It is a fixed-point iteration: the rule is applied to a
+        guess, with the state from before the update, and the guess moved by the difference.
 
         Raises
         ------
         RuntimeError
-            Without an update to reverse, or where the iteration does not converge.
+            Without an update to reverse, or if the iteration does not converge.
         ValueError
             For other gradients than those of the last update.
         """
@@ -112,27 +116,40 @@ class OwnRun:
             "that it leads from to these; learning rate times weight decay may be too large"
         )
 
-    def serialize(self, description: Mapping[str, Any]) -> bytes:
-        """State, steps and division in safetensors format, and a description beside them."""
-        layout = [[s.name, s.start, s.stop] for s in self._segments]
-        text = json.dumps({**description, "steps": self.steps, "segments": layout})
+    def serialize(self, rule: Optimizer) -> bytes:
+        """Return settings, state, steps and segments in safetensors format.
+
+        Raises
+        ------
+        ValueError
+            For a setting that cannot be written.
+        """
+        document = {
+            "rule": type(rule).__name__,
+            "settings": {name: _encoded(name, v) for name, v in rule.get_options().items()},
+            "steps": self.steps,
+            "segments": [[s.name, s.start, s.stop] for s in self._segments],
+        }
         state = {name: to_host(vector) for name, vector in self.state.items()}
-        return bytes_of(state, {_KEY: text})
+        return bytes_of(state, {_KEY: json.dumps(document)})
 
     @classmethod
-    def deserialize(cls, data: bytes) -> tuple[OwnRun, dict[str, Any]]:
-        """What `serialize` wrote, and the description.
+    def deserialize(cls, data: bytes, rule: str) -> tuple[OwnRun, dict[str, Any]]:
+        """Return the state in bytes from `serialize`, and the settings.
 
         Raises
         ------
         TypeError
-            For what are no bytes.
+            For an argument that is no bytes.
         ValueError
-            For bytes that are something else.
+            For other bytes, or those of another rule.
         """
-        state, description = tensors_and_document(data, _KEY, "an optimizer's ")
-        segments = tuple(Segment(*values) for values in description.pop("segments"))
-        return cls(state, description.pop("steps"), _segments=segments), description
+        state, document = tensors_and_document(data, _KEY, "an optimizer's ")
+        if document["rule"] != rule:
+            raise ValueError(f"these bytes are of {document['rule']}, not of {rule}")
+        segments = tuple(Segment(*values) for values in document["segments"])
+        settings = {name: _decoded(value) for name, value in document["settings"].items()}
+        return cls(state, document["steps"], _segments=segments), settings
 
     def _update(
         self,
@@ -153,12 +170,12 @@ class OwnRun:
             for run, segments in _runs(self._segments)
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
-        context = UpdateContext(step + 1, rule.rate(step), rule.clip_factor(norm))
+        context = UpdateContext(step + 1, rule.rate_of_step(step), rule.clip_factor(norm))
         rule.update_all(ranges, context)
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
-    """Segments that lie end to end, with the range that they fill."""
+    """Return groups of segments that lie end to end, with the range that each fills."""
     runs: list[tuple[slice, list[Segment]]] = []
     for segment in segments:
         if runs and runs[-1][0].stop == segment.start:
@@ -167,3 +184,60 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
         else:
             runs.append((slice(segment.start, segment.stop), [segment]))
     return runs
+
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        schedules.Constant,
+        schedules.Cosine,
+        schedules.Exponential,
+        schedules.OneCycle,
+        schedules.StepDecay,
+        schedules.WarmUp,
+        OptimizationAlgorithmOptions,
+        AdamOptimizerOptions,
+    )
+}
+
+
+def _encoded(name: str, value: Any) -> Any:
+    """Return a setting, with schedules and options, as JSON can hold it.
+
+    Raises
+    ------
+    ValueError
+        Naming the setting, for a function that is no schedule of `mpishard.optimizers`.
+    """
+    if isinstance(value, Mapping):
+        return {key: _encoded(f"{name}[{key!r}]", inner) for key, inner in value.items()}
+    kind = type(value).__name__
+    if _KINDS.get(kind) is type(value):
+        inner = {
+            f.name: _encoded(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value)
+        }
+        return [kind, inner]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"{name} is {value!r}, which cannot be written; schedules that can are "
+        + ", ".join(name for name in _KINDS if not name.endswith("Options"))
+    )
+
+
+def _decoded(value: Any) -> Any:
+    """Return the setting that `_encoded` was given.
+
+    Raises
+    ------
+    ValueError
+        For a kind of schedule that this release does not have.
+    """
+    if isinstance(value, Mapping):
+        return {key: _decoded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        kind, inner = value
+        if kind not in _KINDS:
+            raise ValueError(f"unknown kind of setting {kind!r}; known are {', '.join(_KINDS)}")
+        return _KINDS[kind](**_decoded(inner))
+    return value

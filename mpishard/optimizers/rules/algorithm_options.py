@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpishard.arguments import take_plain_fields
+from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.schedules import Exponential
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.loop.data import OptimizationInputData
 
 __all__ = ["AdamOptimizerOptions", "OptimizationAlgorithmOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationAlgorithmOptions:
-    """How an optimizer is set and how long it trains, where one is made by ``from_options``.
+    """Settings and length of training of an optimizer that is made by ``from_options``.
 
-    The defaults are those of the documented hierarchy, and hold only there: an optimizer that is
-    made without such options neither clips, decays nor stops unless it is asked to.
+    The defaults are those of the documented hierarchy. They hold only here: an optimizer that is
+    made without such options neither clips, decays nor stops unless its arguments say so.
 
     Parameters
     ----------
     max_iterations : int
         Updates after which training ends at the latest.
     use_early_stopping : bool
-        Whether training ends where the score no longer gets better.
+        End training when the score no longer improves.
     early_stopping_patience : int
-        Evaluations without improvement after which it does.
+        Number of evaluations without improvement after which it ends.
     tolerance : float
         Least improvement that counts, in units of the score.
     initial_learning_rate, learning_rate_decay, min_learning_rate, max_learning_rate : float
         Update k, from 0, has the rate ``initial_learning_rate * learning_rate_decay**k``, or the
         nearest between the least and the greatest.
     enable_gradient_clipping : bool
-        Whether gradients are clipped by their global norm.
+        Clip gradients by their global norm.
     max_gradient_norm : float
-        The norm above which they are.
+        The norm above which they are clipped.
 
     Raises
     ------
@@ -68,7 +66,7 @@ class OptimizationAlgorithmOptions:
         self.schedule()
 
     def schedule(self) -> Exponential:
-        """The learning rate as a function of the update."""
+        """Return the learning rate as a function of the update."""
         return Exponential(
             self.initial_learning_rate,
             self.learning_rate_decay,
@@ -77,7 +75,7 @@ class OptimizationAlgorithmOptions:
         )
 
     def applied(self, data: OptimizationInputData) -> OptimizationInputData:
-        """The same data, with an end of training where they name none that comes before."""
+        """Return the data with an end of training, unless they name an earlier one."""
         steps = self.max_iterations
         settings: dict[str, Any] = {
             "max_steps": steps if data.max_steps is None else min(steps, data.max_steps)
@@ -87,7 +85,7 @@ class OptimizationAlgorithmOptions:
         return replace(data, **settings)
 
     def rule_settings(self) -> dict[str, Any]:
-        """What of the options an update rule takes, by the names of its arguments."""
+        """Return the options that an update rule takes, by the names of its arguments."""
         common = {field.name for field in fields(OptimizationAlgorithmOptions)}
         return {
             "learning_rate": self.schedule(),

@@ -69,11 +69,13 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
     clip : (float, float), optional
         Scale and limit: the body receives ``g * scale``, cut off at plus and minus the limit.
     """
-    factors = [float(factor) for factor in body.factors]
-    compiled = _machine_code(body.function, arrays)
-    function = body.function
-    if compiled is not None:
-        function, factors = compiled, [*map(arrays[0].dtype.type, factors)]
+    function = _machine_code(body.function, arrays)
+    if function is None:
+        function = body.function
+        # A NumPy scalar of float64 would make NumPy compute float32 arrays in float64.
+        factors = [*map(float, body.factors)]
+    else:
+        factors = [*map(arrays[0].dtype.type, body.factors)]
         if clip is None:
             function(*arrays, *factors)
             return
@@ -106,28 +108,29 @@ def _machine_code(
     numba is not installed or MPISHARD_NUMBA is ``off``.
     """
     dtype = arrays[0].dtype
-    can_be_compiled = (
-        settings.numba_is_allowed()
-        and isinstance(function, FunctionType)
-        and function.__closure__ is None
-        and dtype in (np.float32, np.float64)
-        and all(_is_plain(array, dtype, may_be_read_only=k == 1) for k, array in enumerate(arrays))
-    )
-    if not can_be_compiled:
+    if (
+        not settings.numba_is_allowed()
+        or dtype not in (np.float32, np.float64)
+        or not isinstance(function, FunctionType)
+        or function.__closure__ is not None
+    ):
         return None
-    missing = tuple(array is None for array in arrays)
+    missing = []
+    for array in arrays:
+        missing.append(array is None)
+        if array is None:
+            continue
+        flags = array.flags
+        if not (
+            type(array) is np.ndarray
+            and array.dtype == dtype
+            and flags.c_contiguous
+            and flags.aligned
+            and (flags.writeable or len(missing) == 2)  # only g may be read-only
+        ):
+            return None
     with _lock:  # thread-ranks come here at the same time, and one of them compiles
-        return _compile(function, dtype, missing)
-
-
-def _is_plain(array: Array | None, dtype: np.dtype[Any], *, may_be_read_only: bool) -> bool:
-    return array is None or (
-        type(array) is np.ndarray
-        and array.dtype == dtype
-        and array.flags.c_contiguous
-        and array.flags.aligned
-        and (array.flags.writeable or may_be_read_only)
-    )
+        return _compile(function, dtype, tuple(missing))
 
 
 @functools.cache
@@ -143,5 +146,6 @@ def _compile(
     state = [numba.none if is_missing else writable for is_missing in missing[2:]]
     factors = [number] * (function.__code__.co_argcount - len(missing))
     signature = numba.void(writable, read_only, *state, *factors)
+    # Each variant has an entry of its own in numba's cache, as `compile_loop` asks for.
     variant = dtype.name + "".join(str(int(is_missing)) for is_missing in missing[2:])
     return compile_loop(function, signature, variant, elements=range)

@@ -307,6 +307,8 @@ def _adam(
         if decay != 0:
             gradient = gradient * scale  # never in place: g belongs to the caller
             gradient += theta * decay
+        elif keep != 1:
+            theta *= keep
         first *= beta1
         first += gradient * to_m
         root = gradient * to_v
@@ -317,8 +319,6 @@ def _adam(
         root += epsilon
         root = first / root
         root *= rate
-        if keep != 1:
-            theta *= keep
         theta -= root
         p[i], m[i], v[i] = theta, first, second
 

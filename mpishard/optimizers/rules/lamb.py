@@ -83,6 +83,7 @@ class LAMB(Optimizer):
             for p, g, m, v in self._chunks(owned, span):
                 self._update_moments(g, m, v, context.gradient_scale)
                 direction = self._direction(p, m, v, span.weight_decay, context.step)
+                # In float64, because the squares of small float32 numbers are 0.
                 blocks.append(
                     xp.stack([block_squares(a.astype(np.float64)) for a in (p, direction)])
                 )

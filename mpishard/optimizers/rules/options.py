@@ -147,7 +147,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         return ranges
 
     def _of(self, name: str) -> dict[str, Any]:
-        """The options of one parameter: later patterns win over earlier ones."""
+        """Return the options of one parameter: later patterns win over earlier ones."""
         found: dict[str, Any] = {}
         for pattern, values in self._held.items():
             if fnmatchcase(name, pattern):

@@ -122,6 +122,7 @@ class ParameterCells:
     def totals(self, rows: Array) -> Array:
         """Return for each part the sum of its parameter's rows, of shape (len(names), n)."""
         ends = [*self._firsts[1:], len(self.names)]
+        # One sum per parameter, in the order of its cells, which no owner changes.
         sums = np.add.reduceat(rows, self._firsts, axis=0)
         counts = [end - first for first, end in zip(self._firsts, ends, strict=True)]
         return np.repeat(sums, counts, axis=0)

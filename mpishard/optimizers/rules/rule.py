@@ -7,20 +7,20 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast, overload
 
-from mpishard.arguments import as_number
+from mpishard.arguments import as_number, check_path
 from mpishard.arrays import Array
-from mpishard.optimizers.plain.optimizer import PlainOptimizer
+from mpishard.checkpoint.format.disk import replace_file
+from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.algorithm_options import OptimizationAlgorithmOptions
 from mpishard.optimizers.rules.compiled import Body, run
 from mpishard.optimizers.rules.options import CheckedOptions, OptionRange, ParameterOptions
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
-
-if TYPE_CHECKING:
-    from mpishard.optimizers.loop.data import OptimizationInputData
-    from mpishard.optimizers.loop.result import OptimizationResult
 
 __all__ = ["Optimizer", "above_zero", "fraction"]
 
@@ -54,7 +54,7 @@ def fraction(name: str, value: float) -> float:
 
 
 @dataclass(eq=False)
-class Optimizer(PlainOptimizer):
+class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     """An update rule: a dataclass of its settings, and one body that updates elements.
 
     A rule updates one owned range at a time: 1-D views of parameters, gradients and state, of any
@@ -106,10 +106,13 @@ class Optimizer(PlainOptimizer):
         "clip_value": _above_zero_or_none,
         "parameter_options": lambda _, options: CheckedOptions(options or {}),
     }
+    # Makes the holder that trains a rule without ranks; `mpishard.optimizers` sets it, because the
+    # holder stands on the training loop and the sharded optimizers, and they stand on rules.
+    holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
 
     def __post_init__(self) -> None:
-        PlainOptimizer.__init__(self)
+        self._holder: Any = None
         if self.clip_global_norm is not None and self.clip_value is not None:
             raise ValueError(
                 f"clip_global_norm={self.clip_global_norm} and clip_value={self.clip_value} are "
@@ -120,7 +123,7 @@ class Optimizer(PlainOptimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
-        if name in ("weight_decay", "parameter_options"):
+        if name in ("weight_decay", "parameter_options"):  # which the cached ranges contain
             self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
 
     @property
@@ -128,18 +131,18 @@ class Optimizer(PlainOptimizer):
         """``parameter_options`` by the type in which they are kept."""
         return cast("CheckedOptions", self.parameter_options)
 
-    def rate(self, step: int) -> float:
+    def rate_of_step(self, step: int) -> float:
         """Return the learning rate of update ``step``, from 0."""
         return rate_at(cast("Schedule", self.learning_rate), step)
 
     @classmethod
     def from_options(cls, options: OptimizationAlgorithmOptions, **settings: Any) -> Self:
-        """An optimizer with the options of the mirrored hierarchy, and their defaults.
+        """Return an optimizer with the options of the mirrored hierarchy, and their defaults.
 
         Parameters
         ----------
         options : OptimizationAlgorithmOptions
-            Rate, clipping, and when `optimize` ends where its data say nothing else.
+            Rate, clipping, and the end of `optimize` unless its data name an earlier one.
         **settings
             Arguments of the rule, which win over the options.
 
@@ -166,7 +169,7 @@ class Optimizer(PlainOptimizer):
         return made
 
     def needed_state(self) -> tuple[str, ...]:
-        """Names of the state vectors that these settings need."""
+        """Return the names of the state vectors that these settings need."""
         return self.state_names
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
@@ -221,12 +224,12 @@ class Optimizer(PlainOptimizer):
         raise NotImplementedError(f"{type(self).__name__} has neither a body nor an update_all")
 
     def checked_rate(self, step: int) -> float:
-        """The rate of update ``step``, from 0, after a look at those of ``parameter_options``.
+        """Return the rate of update ``step``, from 0; check those of ``parameter_options``, too.
 
         Raises
         ------
         TypeError, ValueError
-            Where a schedule gives what is no rate.
+            If a schedule does not return a rate.
         """
         schedules = {"the schedule": self.learning_rate} | {
             f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
@@ -239,27 +242,18 @@ class Optimizer(PlainOptimizer):
                 raise ValueError(
                     f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
                 )
-        return self.rate(step)
+        return self.rate_of_step(step)
 
     def clip_factor(self, gradient_norm: float) -> float:
-        """What the gradient is multiplied with to satisfy ``clip_global_norm``."""
+        """Return the factor of the gradient that satisfies ``clip_global_norm``."""
         if self.clip_global_norm is None or gradient_norm <= self.clip_global_norm:
             return 1.0
         return self.clip_global_norm / gradient_norm
 
-    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
-        """Train a plain model in this process: a world of one rank.
-
-        The model has the trained parameters afterwards.
-        """
-        from mpishard.optimizers.plain.single import optimize_single  # it imports this module
-
-        return optimize_single(self, input_data)
-
     def get_options(self) -> Mapping[str, Any]:
-        """The settings: what ``__init__`` of the class and its bases takes and keeps by name.
+        """Return the settings: the arguments of ``__init__`` that are kept under their names.
 
-        Other attributes are none: a rule may keep counts and records of its own.
+        Arguments of the bases count; other attributes, such as counts of a rule, do not.
         """
         given = (
             name
@@ -271,9 +265,9 @@ class Optimizer(PlainOptimizer):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings as JSON knows them, to be compared between ranks and with a checkpoint.
+        """Return the settings for JSON, to compare them between ranks and with a checkpoint.
 
-        A schedule may be any function, so it stands there by its rates at some steps.
+        A schedule may be any function, so it is represented by its rates at some steps.
         """
         found: dict[str, Any] = {"rule": type(self).__name__}
         for name, value in self.get_options().items():
@@ -290,3 +284,211 @@ class Optimizer(PlainOptimizer):
                 segments, self.weight_decay, merges=self._merges_segments
             )
         return self._spans[key]
+
+    # ------------------------------------------------------------------- training without ranks
+
+    @property
+    def _own(self) -> Any:
+        """The holder of the rule's own state, made when it is first needed.
+
+        A shallow copy of a rule gets a holder of its own: settings belong to the rule.
+        """
+        if self._holder is None or self._holder.rule is not self:
+            self._holder = Optimizer.holder_of(self)
+        return self._holder
+
+    def reset(self) -> None:
+        """Forget the own state and step count, and the model they belong to."""
+        self._own.reset()
+
+    def set_model(self, model: Any) -> None:
+        """Name the model that `optimize` trains if its data has none.
+
+        `update_parameters` takes a vector of its length for its parameters, with their names.
+
+        Raises
+        ------
+        TypeError
+            For None.
+        ValueError
+            For a pattern of ``parameter_options`` that matches none of its parameters.
+        """
+        self._own.set_model(model)
+
+    @property
+    def model(self) -> Any:
+        """The model given to `set_model`; None before."""
+        return self._own.model
+
+    @property
+    def last_computed_gradients(self) -> Array | None:
+        """The gradient of the last own update, shape (n,), before clipping; None before one."""
+        return self._own.run.gradients
+
+    def get_current_learning_rate(self) -> float:
+        """Return the rate of the next own update; a sharded optimizer counts its own."""
+        return self.rate_of_step(self._own.run.steps)
+
+    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
+        """Train a plain model in this process: a world of one rank.
+
+        The model has the trained parameters afterwards, and is the result's ``model``.
+        """
+        result: OptimizationResult = self._own.optimize(input_data)
+        return result
+
+    def step(self, model: Any, x: Array, y: Array) -> float:
+        """Make one update of a plain model on one batch, as a sharded optimizer's ``step``.
+
+        Parameters
+        ----------
+        model : object
+            With ``get_parameters``, ``set_parameters``, and ``compute_loss_and_gradients`` or
+            ``compute_gradients``.
+            Gradients of another dtype than the parameters' are converted. A
+            ``compute_loss_and_gradients`` that takes ``step``, as those of `mpishard.nn`, is told
+            the number of the update, from 0, which random layers go by.
+        x, y : Array
+            Inputs and targets, shape (samples, ...).
+
+        Returns
+        -------
+        float
+            The mean loss before the update; NaN if the model tells only gradients.
+
+        Raises
+        ------
+        NonFiniteLossError
+            If the loss or the gradient is not finite; nothing has changed then.
+        ShardingError
+            For another model than that of the own state.
+        """
+        loss: float = self._own.step(model, x, y)
+        return loss
+
+    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+        """Make one update with the own state; the arguments stay as they are.
+
+        Parameters
+        ----------
+        parameters : Array or sequence of Array
+            Of any shapes. In ``parameter_options`` a single array is called "parameters", those
+            of a sequence, such as one per layer, "0", "1", ...; a vector as long as `model` has
+            its names.
+        gradients : Array or sequence of Array
+            The mean gradient, of the same shapes and dtype.
+
+        Returns
+        -------
+        Array or list of Array
+            The updated parameters.
+
+        Raises
+        ------
+        TypeError
+            For other dtypes than one of float16, float32 and float64.
+        ValueError
+            For shapes that differ from each other's or the last own update's, or a pattern of
+            ``parameter_options`` that matches nothing.
+        """
+        return self._own.update_parameters(parameters, gradients)
+
+    @overload
+    def apply_gradients(self, gradients: Array, model: Any, /) -> Any: ...
+    @overload
+    def apply_gradients(
+        self, original_parameters: Array, gradients: Array, model: Any, /
+    ) -> Any: ...
+    def apply_gradients(self, *given: Any) -> Any:
+        """Make one update of a model with the own state, and return the model.
+
+        ``apply_gradients(gradients, model)`` begins at the model's parameters,
+        ``apply_gradients(original_parameters, gradients, model)`` at those from before a step
+        that the model has made meanwhile.
+
+        Parameters
+        ----------
+        original_parameters, gradients : Array, shape (parameter_count,)
+            Where to begin, and the mean gradient.
+        model : object
+            With ``get_parameters`` and ``set_parameters``. Of a sharded model they are
+            collective, and every rank keeps the whole state; wrap the optimizer instead.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `update_parameters`; the model is unchanged.
+        ShardingError
+            For another model than that of the own state.
+        """
+        return self._own.apply_gradients(*given)
+
+    def reverse_update(self, updated: Array, gradients: Array) -> Array:
+        """Return the parameters before the last own update; the state goes back with them.
+
+        Parameters
+        ----------
+        updated, gradients : Array
+            Result and gradient of that update, single arrays of one shape.
+
+        Returns
+        -------
+        Array
+            The parameters that it was given, but for rounding.
+
+        Raises
+        ------
+        RuntimeError
+            Without an update to reverse, or if it cannot be: the updated parameters must
+            still tell where they come from, so learning rate times weight decay is below 1.
+        ValueError
+            For other gradients than that update's.
+        """
+        return self._own.reverse_update(updated, gradients)
+
+    def serialize(self) -> bytes:
+        """Return settings, own state and step count, in safetensors format.
+
+        Raises
+        ------
+        ValueError
+            If a learning rate is a function that is no schedule of `mpishard.optimizers`.
+        """
+        data: bytes = self._own.run.serialize(self)
+        return data
+
+    def deserialize(self, data: bytes) -> None:
+        """Take settings, own state and step count from bytes of `serialize`.
+
+        Raises
+        ------
+        ValueError
+            For other bytes, or those of another rule; nothing has changed then.
+        """
+        self._own.deserialize(data)
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the bytes of `serialize` to a file; a sharded optimizer writes a directory.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument that is no path, or a schedule that cannot be written.
+        OSError
+            If it cannot be written; an existing file is unchanged then.
+        """
+        check_path("path", path)
+        replace_file(Path(path), self.serialize())
+
+    def load_model(self, path: PathLike) -> None:
+        """Take settings, own state and step count from a file of `save_model`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument that is no path, or another file; nothing has changed then.
+        FileNotFoundError
+            If there is no file.
+        """
+        check_path("path", path)
+        self.deserialize(Path(path).read_bytes())

@@ -38,7 +38,7 @@ class Constant:
         _check_rate("rate", self.rate)
 
     def __call__(self, step: int) -> float:
-        """The rate."""
+        """Return the rate."""
         return self.rate
 
 
@@ -61,7 +61,7 @@ class StepDecay:
         _check_factor(self.factor)
 
     def __call__(self, step: int) -> float:
-        """The rate at ``step``."""
+        """Return the rate at ``step``."""
         return float(self.initial * self.factor ** (step // self.every))
 
 
@@ -82,7 +82,7 @@ class Exponential:
             raise ValueError(f"minimum must be in [0, maximum={self.maximum}], got {self.minimum}")
 
     def __call__(self, step: int) -> float:
-        """The rate at ``step``."""
+        """Return the rate at ``step``."""
         return min(max(self.initial * self.factor**step, self.minimum), self.maximum)
 
 
@@ -106,13 +106,13 @@ class Cosine:
             raise ValueError(f"minimum must be in [0, peak={self.peak}], got {self.minimum}")
 
     def __call__(self, step: int) -> float:
-        """The rate at ``step``."""
+        """Return the rate at ``step``."""
         return _cosine(self.peak, self.minimum, min(step / self.steps, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Rises linearly for ``steps`` steps to where ``then`` begins, and goes on with it.
+    """Rises linearly for ``steps`` steps to the first rate of ``then``, and goes on with it.
 
     Step k < steps uses the rate (k + 1) / steps of ``then(0)``; ``then`` counts from the end of
     the rise. Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2.
@@ -128,7 +128,7 @@ class WarmUp:
             raise TypeError(f"then must be a schedule, such as Constant(0.1), got {self.then!r}")
 
     def __call__(self, step: int) -> float:
-        """The rate at ``step``."""
+        """Return the rate at ``step``."""
         if step < self.steps:
             return self.then(0) * (step + 1) / self.steps
         return self.then(step - self.steps)
@@ -136,7 +136,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class OneCycle:
-    """Up from ``peak / start_divisor`` to ``peak``, and down far below where it began.
+    """Up from ``peak / start_divisor`` to ``peak``, and down far below the first rate.
 
     Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large
     Learning Rates", 2018 (arXiv:1708.07120), section 3: the rate rises and falls back along
@@ -149,7 +149,7 @@ class OneCycle:
     peak : float
         Highest rate.
     steps : int
-        Steps of the whole cycle; the rate stays where it ends.
+        Steps of the whole cycle; the last rate stays.
     rise : float
         The part of the steps in which the rate rises, in (0, 1); at most 0.5 with three phases,
         of which the second is as long as the first.
@@ -194,7 +194,7 @@ class OneCycle:
             raise ValueError(f'shape must be "cosine" or "linear", got {self.shape!r}')
 
     def __call__(self, step: int) -> float:
-        """The rate at ``step``."""
+        """Return the rate at ``step``."""
         first = self.peak / self.start_divisor
         turn = self.rise * self.steps - 1
         corners = [(0.0, first), (turn, self.peak)]
@@ -218,7 +218,7 @@ def _line(left: float, right: float, done: float) -> float:
 
 
 def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule:
-    """A schedule as it is; a number as a constant one. Errors call it ``name``."""
+    """Return a schedule as it is, and a number as a constant one. Errors call it ``name``."""
     if callable(rate):
         return rate
     _check_rate(name, rate)
@@ -226,23 +226,25 @@ def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule
 
 
 def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
-    """The rate of ``step`` as a float; a schedule may give NumPy scalars and 0-d arrays, too.
+    """Return the rate of ``step`` as a float; schedules may return NumPy scalars and 0-d arrays.
 
     Raises
     ------
     TypeError
-        Where the schedule gives what is no number.
+        If the schedule returns no number.
     """
     rate: Any = schedule(step)
+    if type(rate) is float:
+        return rate
     if getattr(rate, "shape", None) == ():
         rate = rate.item()
     return as_number(f"what {name} gives for step {step}", rate)
 
 
 def rates(schedule: Schedule) -> list[float | str | None]:
-    """A schedule as JSON knows it: by its rates at some steps, for it may be any function.
+    """Return a schedule for JSON: its rates at some steps, because it may be any function.
 
-    None stands where it has none: a schedule may be a table, which ends.
+    None stands for a step without a rate: a schedule may be a table, which ends.
     """
     return [_told(schedule, step) for step in (0, 1, 10, 100, 1000, 10000)]
 
@@ -250,7 +252,7 @@ def rates(schedule: Schedule) -> list[float | str | None]:
 def _told(schedule: Schedule, step: int) -> float | str | None:
     try:
         rate = rate_at(schedule, step)
-    except Exception:  # noqa: BLE001 - a run that comes to this step hears of it in full
+    except Exception:  # noqa: BLE001 - a run that comes to this step raises it
         return None
     return rate if math.isfinite(rate) else str(rate)  # NaN would differ from itself
 

@@ -1,1 +1,8 @@
-"""Optimizers whose state lies on several ranks, one for each strategy."""
+"""Optimizers whose state lies on several ranks, one for each strategy.
+
+Begin with `base.ShardedOptimizerBase`, which has every member, and `state.ModelState`, the rule's
+state for one model and the update of a step. `strategies` is the table of the eight optimizers.
+`state_bytes` writes and reads the state as bytes that fit every layout.
+
+This chapter imports from `rules` and `loop`, and not from `plain`.
+"""

@@ -4,42 +4,49 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.loading.restore import load_states
+from mpishard.checkpoint.saving.snapshot import save_states
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
+    ICheckpointableModel,
     IGradientBasedOptimizer,
     IOptimizer,
     IShardedModel,
     IShardedOptimizer,
+    PathLike,
 )
-from mpishard.errors import ShardingError
+from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.step import StepReport, Update
-from mpishard.models.wrapper.full_vector import agreed_vector
-from mpishard.optimizers.loop.agreement import require_same_rule
-from mpishard.optimizers.rules.ranges import (
-    OwnedRange,
-    ParameterCells,
-    Segment,
-    UpdateContext,
-    segments_of,
-)
+from mpishard.models.engine.update import StepReport
+from mpishard.models.wrapper.digest import agreed_vector
+from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.loop import TrainingRun
+from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.training import ShardedTraining
+from mpishard.optimizers.sharded.state import ModelState
+from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ShardedOptimizerBase"]
 
 
-class ShardedOptimizerBase(ShardedTraining):
-    """An update rule that runs on what each rank owns, with the state that belongs to it.
+class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
+    """An update rule that runs on the parameters of each rank, with the state that belongs to them.
 
-    The model wrapper owns the policy and the collectives; this one the rule, its state, the
-    schedule, clipping and the training loop. State is made for a model at its first step.
+    The model wrapper owns the policy and the collectives. The optimizer owns the rule, its state,
+    the schedule, clipping and the training loop. State is made for a model at its first step.
+
+    State that one strategy writes at one world size, any other reads at any other. `save_state`
+    and `load_state` do with a stream what `serialize` and `deserialize` do with bytes; each rank
+    has a stream of its own.
 
     Parameters
     ----------
@@ -59,26 +66,19 @@ class ShardedOptimizerBase(ShardedTraining):
     model_class: ClassVar[type[ShardedModelBase]]
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
-        rule = _rule(wrapped_optimizer, type(self).__name__)
+        self._rule = _rule(wrapped_optimizer, type(self).__name__)
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
-        self._optimizer = rule
-        self._model_options = {}  # for a plain model that optimize wraps
         self._config = config
-        self._awaiting = None
+        self._model_options: dict[str, Any] = {}  # for a plain model that `optimize` wraps
+        self._given_model: Any = None
+        self._state: ModelState | None = None  # None before the first step
+        self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
-        self._model = None
-        self._given_model = None
-        self._state = {}
-        self._segments: tuple[tuple[Segment, ...], ...] = ()
-        self._steps = 0
-        self._frozen = frozenset()
-        self._options = ""  # those that `_frozen` was found with
-        self._owners: dict[str, Any] = {}
 
     @property
     def wrapped_optimizer(self) -> Optimizer:
-        return self._optimizer
+        return self._rule
 
     @property
     def sharding_configuration(self) -> ShardingConfiguration:
@@ -94,32 +94,52 @@ class ShardedOptimizerBase(ShardedTraining):
 
     @property
     def steps(self) -> int:
-        """Updates made so far."""
-        return self._steps
+        """Number of updates so far."""
+        return 0 if self._state is None else self._state.steps
+
+    @property
+    def model(self) -> ShardedModelBase | None:
+        """The wrapper whose state this optimizer holds; None before the first step."""
+        return None if self._state is None else self._state.model
+
+    @property
+    def state(self) -> Mapping[str, Array]:
+        """The rank's state vectors by name, each as long as the part that the rank updates."""
+        return {} if self._state is None else self._state.vectors
 
     def get_options(self) -> Mapping[str, Any]:
-        return self._optimizer.get_options()
+        return self._rule.get_options()
 
     def get_current_learning_rate(self) -> float:
-        """The rate of the next update."""
-        return self._optimizer.rate(self._steps)
+        """Return the rate of the next update."""
+        return self._rule.rate_of_step(self.steps)
+
+    def set_model(self, model: Any) -> None:
+        """Name the model, plain or sharded, that `optimize` trains if its data has none.
+
+        Raises
+        ------
+        TypeError
+            For None.
+        """
+        if model is None:
+            raise TypeError("set_model needs a model, got None")
+        self._given_model = model
 
     def reset(self) -> None:
         """Forget state and step count; the next step starts anew, with any model."""
-        self._optimizer.reset()
+        self._rule.reset()
         self._forget_model()
         self._awaiting = None
 
     def _forget_model(self) -> None:
-        self._model = None
+        self._state = None
         self._last_gradient = None
-        self._state = {}
-        self._steps = 0
 
-    # ---------------------------------------------------------------------------------- training
+    # -------------------------------------------------------------------------------------- steps
 
     def step(self, model: ShardedModelBase, x: Array, y: Array) -> float:
-        """One synchronised update on this rank's batch. Collective.
+        """Make one synchronised update on this rank's batch. Collective.
 
         Inside ``model.accumulate()`` it adds to the round and updates nothing.
 
@@ -148,81 +168,25 @@ class ShardedOptimizerBase(ShardedTraining):
     def step_report(
         self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
-        """As `step`, with the loss's weight and the gradient's norm. Collective.
+        """Step, and return the loss's weight and the gradient's norm, too. Collective.
 
-        ``sample_start`` is the index in the global batch of this rank's first sample; where it is
-        not given, models with dropout ask the ranks for it.
+        ``sample_start`` is the index in the global batch of this rank's first sample; without it
+        models with dropout ask the ranks for it.
         """
-        if model is not self._model:  # then the ranks meet in bind, which a bad batch must not do
+        if model is not self.model:  # then the ranks meet in bind, which a bad batch must not do
             self._require_model_of_this_kind(model)
             model.engine.program.check_pair(x, y, model.engine.loss)
-        self.bind(model)
+        state = self._bound(model)
         self._last_gradient = None
         report = model.engine.step(
-            x, y, self._apply, sample_start=sample_start, settings=self._settings()
+            x, y, state.update, sample_start=sample_start, settings=state.settings_checksum()
         )
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
         return report
 
-    def _settings(self) -> int:
-        """A checksum of what may change from step to step, to be compared between ranks."""
-        rule = self._optimizer
-        rate = rule.rate(self._steps)
-        own = (
-            rate, rule.clip_global_norm, rule.clip_value, self._steps,
-            rule.weight_decay, rule.checked_options.description,
-        )  # fmt: skip
-        return zlib.crc32(repr(own).encode())
-
-    def _apply(self, updates: list[Update], report: StepReport) -> None:
-        assert report.gradient_norm is not None
-        assert self._model is not None
-        context = UpdateContext(
-            step=self._steps + 1,
-            learning_rate=self._optimizer.checked_rate(self._steps),
-            gradient_scale=self._optimizer.clip_factor(report.gradient_norm) / report.weight,
-            **self._owners,
-        )
-        ranges = [
-            OwnedRange(
-                update.parameters, update.gradients,
-                {name: vector[update.piece.in_shard] for name, vector in self._state.items()},
-                segments,
-            )
-            for update, segments in zip(updates, self._segments, strict=True)
-        ]  # fmt: skip
-        self._optimizer.update_all(ranges, context)
-        self._steps += 1
-
-    @property
-    def last_computed_gradients(self) -> Array:
-        """What this rank holds of the last step's gradient, its pieces end to end; a copy.
-
-        The mean over the samples of all ranks, before clipping; the pieces are those that the
-        rank owns of each unit, also where parameters are replicated, for nobody else keeps them.
-        It is read where the step left it, so it is there until the model computes another
-        gradient.
-
-        Raises
-        ------
-        ShardingError
-            Where the last thing that happened to the model was no `step` of this optimizer.
-        """
-        model = self._model
-        weight, version = self._last_gradient or (0.0, -1)
-        if model is None or version != model.engine.version:
-            raise ShardingError(
-                "there is no gradient of a last step: it is there after step, until the model's "
-                "parameters change or a round of accumulate() begins"
-            )
-        gradients = model.engine.gradients.owned(model.engine.pieces.owned)
-        if not gradients:
-            return np.zeros(0, model.dtype)
-        return array_namespace(gradients[0]).concatenate(gradients) / weight
-
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
-        """One update with a given gradient of the mean loss. Collective.
+        """Make one update with a given gradient of the mean loss. Collective.
 
         Parameters
         ----------
@@ -236,40 +200,67 @@ class ShardedOptimizerBase(ShardedTraining):
         ValueError
             For another length, or vectors that differ between ranks; on every rank.
         NonFiniteLossError
-            On every rank, where the gradient is not finite and that is not allowed.
+            On every rank, if the gradient is not finite and that is not allowed.
         """
         self._require_model_of_this_kind(model)
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
-        self.bind(model)
+        state = self._bound(model)
         self._last_gradient = None
-        model.engine.apply(vector, self._apply)
+        model.engine.apply(vector, state.update)
 
-    def synchronize_optimizer_state(self) -> None:
-        """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
+    @property
+    def last_computed_gradients(self) -> Array:
+        """The rank's part of the last step's gradient, its pieces end to end; a copy.
+
+        It is the mean over the samples of all ranks, before clipping. The pieces are those that
+        the rank owns of each unit, also if parameters are replicated. They are read where the
+        step left them, so they are available until the model computes another gradient.
+
+        Raises
+        ------
+        ShardingError
+            If the last thing that happened to the model was no `step` of this optimizer.
+        """
+        model = self.model
+        weight, version = self._last_gradient or (0.0, -1)
+        if model is None or version != model.engine.version:
+            raise ShardingError(
+                "there is no gradient of a last step: it is there after step, until the model's "
+                "parameters change or a round of accumulate() begins"
+            )
+        gradients = model.engine.gradients.owned(model.engine.pieces.owned)
+        if not gradients:
+            return np.zeros(0, model.dtype)
+        return array_namespace(gradients[0]).concatenate(gradients) / weight
+
+    def update_parameters(self, parameters: Any, gradients: Any) -> Any:
+        """Refuse: the state belongs to a model's shards, so there is none for a vector.
 
         Raises
         ------
         NotImplementedError
-            Where state is sharded: each part exists once, so there is nothing to make equal.
+            Always, naming the calls that do it.
         """
-        if self.model_class.policy.shards_state:
-            raise NotImplementedError(
-                f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
-                "that nobody else has, so there is nothing to synchronise"
-            )
-        for vector in self._state.values():
-            self.backend.broadcast(vector, root=0)
-        self._steps = int(self.backend.broadcast(np.array([self._steps]), root=0)[0])
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
+            "vectors: use apply_gradients(gradients, model), or "
+            "wrapped_optimizer.update_parameters, whose state is its own"
+        )
 
-    def _synchronize_parameters(self, model: Any) -> None:
-        """Give a plain model on every rank the mean of all ranks' parameters. Collective.
+    def reverse_update(self, updated: Array, gradients: Array) -> Array:
+        """Refuse: no rank keeps the state from before an update.
 
-        Nothing is done for None, and for a sharded model, whose steps keep its parameters.
+        Raises
+        ------
+        NotImplementedError
+            Always, naming the calls that do it.
         """
-        if model is None or isinstance(model, IShardedModel):
-            return
-        parameters = model.get_parameters().copy()
-        model.set_parameters(self.backend.all_reduce(parameters, ReductionOperation.AVERAGE))
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps no copy of the state from before an update: save a "
+            "checkpoint before it, or use wrapped_optimizer.reverse_update, whose state is its own"
+        )
+
+    # -------------------------------------------------------------------------------------- state
 
     def bind(self, model: ShardedModelBase) -> None:
         """Make state for ``model``; one optimizer trains one model until `reset`. Collective.
@@ -282,81 +273,36 @@ class ShardedOptimizerBase(ShardedTraining):
             For another strategy or backend than this one's, or a second model.
         ValueError
             For a pattern of ``parameter_options`` that matches nothing, or a configuration that
-            the strategy cannot step with; where other parameters than before are to be frozen; on
-            every rank, where their rules differ. Nothing has changed then.
+            the strategy cannot step with; if other parameters than before are to be frozen; on
+            every rank, if their rules differ. Nothing has changed then.
         """
-        if model is self._model:
-            self._check_new_options(model)
-            if model.engine.program.frozen != self._frozen:  # another optimizer has trained it
-                model.engine.freeze(self._frozen)
-            return
+        self._bound(model)
+
+    def _bound(self, model: ShardedModelBase) -> ModelState:
+        state = self._state
+        if state is not None and model is state.model:
+            state.require_same_frozen()
+            return state
         self._require_model_of_this_kind(model)
         frozen = self._frozen_of(model)
         if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
-            require_same_rule(self.backend, self._optimizer.fingerprint(), frozen)
-        self._frozen = frozen
-        self._options = self._optimizer.checked_options.description
-        if model.engine.program.frozen != self._frozen:
-            model.engine.freeze(self._frozen)
-        self._owners = {
-            "sum_over_owners": model.engine.sum_over_owners,
-            "parameter_names": [entry.name for entry in model.parameter_entries],
-        }
-        held = model.engine.program.entries
-        pieces = model.engine.pieces.updated
-        self._segments = tuple(segments_of(held, piece) for piece in pieces)
-        if model.gradient_leaves is not None:
-            self._cut_into_cells(model, model.gradient_leaves)
-        self._state = model.optimizer_state(self._optimizer.needed_state())
-        self._model = model
-        self._take_awaited(model)
-
-    def _cut_into_cells(self, model: ShardedModelBase, leaves: int) -> None:
-        """Let norms of parameters be summed so that who owns what changes no bit."""
-        engine = model.engine
-        cells = ParameterCells(model.parameter_entries, model.units, leaves)
-        self._segments = tuple(
-            cells.cut(segments, piece)
-            for segments, piece in zip(self._segments, engine.pieces.updated, strict=True)
-        )
-        self._owners = {
-            "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),
-            "parameter_names": cells.names,
-        }
+            require_same_rule(self.backend, self._rule.fingerprint(), frozen)
+        self._state = state = ModelState(self._rule, model, frozen)
+        if self._awaiting is not None:
+            saved, self._awaiting = self._awaiting, None
+            state.take(saved)
+        return state
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
-        """What of ``model`` is not trained, or a refusal of options. Communicates nothing."""
-        entries = model.parameter_entries
-        self._optimizer.checked_options.check_patterns([e.name for e in entries])
-        trainable = [e.name for e in entries if e.trainable]
-        frozen = self._optimizer.checked_options.frozen_among(trainable) | {
-            e.name for e in entries if not e.trainable
-        }
+        """Return the frozen parameters, or refuse options that do not fit. No communication."""
+        frozen = ModelState.frozen_of(self._rule, model)
         if self._awaiting is not None:
-            self._require_fit(self._awaiting, model, frozen)
+            self._awaiting.require_fit(model, frozen, self._rule.needed_state())
         return frozen
-
-    def _check_rule(self, model: ShardedModelBase) -> None:
-        self._frozen_of(model)
-        self._optimizer.fingerprint()  # asks a user's attributes for their names
-
-    def _check_new_options(self, model: ShardedModelBase) -> None:
-        """Refuse options set since the last step that the state does not fit."""
-        options = self._optimizer.checked_options.description
-        if options == self._options:
-            return
-        frozen = self._frozen_of(model)
-        if frozen != self._frozen:
-            raise ValueError(
-                f"parameter_options would freeze {sorted(frozen)}, and this optimizer's state was "
-                f"made with {sorted(self._frozen)} frozen; call reset() to begin with new state, "
-                "or give the options to an optimizer of their own"
-            )
-        self._options = options
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
-        if model is self._model:
+        if model is self.model:
             return
         if not isinstance(model, ShardedModelBase):
             raise TypeError(
@@ -377,14 +323,234 @@ class ShardedOptimizerBase(ShardedTraining):
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
+    def _refuse_second_model(self) -> None:
+        if self._state is not None:
+            raise ShardingError(
+                "this optimizer holds the state of another model; use an optimizer per model, or "
+                "reset() to forget the state"
+            )
+
+    def synchronize_optimizer_state(self) -> None:
+        """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
+
+        Raises
+        ------
+        NotImplementedError
+            If state is sharded: each part exists once, so there is nothing to make equal.
+        """
+        if self.model_class.policy.shards_state:
+            raise NotImplementedError(
+                f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
+                "that no other rank has, so there is nothing to synchronise"
+            )
+        for vector in self.state.values():
+            self.backend.broadcast(vector, root=0)
+        steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
+        if self._state is not None:
+            self._state.steps = steps
+
+    def _synchronize_parameters(self, model: Any) -> None:
+        """Give a plain model on every rank the mean of all ranks' parameters. Collective.
+
+        Nothing is done for None, and for a sharded model, whose steps keep its parameters equal.
+        """
+        if model is None or isinstance(model, IShardedModel):
+            return
+        parameters = model.get_parameters().copy()
+        model.set_parameters(self.backend.all_reduce(parameters, ReductionOperation.AVERAGE))
+
+    # ----------------------------------------------------------------------------- bytes and files
+
+    def _made_state(self) -> ModelState:
+        if self._state is None:
+            raise ShardingError(
+                f"this {type(self).__name__} has no state yet: it is made at the first step, or "
+                "by bind(model)"
+            )
+        return self._bound(self._state.model)
+
+    def serialize(self) -> bytes:
+        """Return settings, step count and state by parameter name, alike on all ranks. Collective.
+
+        Every rank holds the whole state for it: `save_model` does not need that.
+
+        Raises
+        ------
+        ShardingError
+            Before there is a state.
+        """
+        return self._made_state().to_bytes()
+
+    def deserialize(self, data: bytes) -> None:
+        """Take state and step count from bytes of `serialize`, of any layout. Collective.
+
+        Settings stay this optimizer's; if they were others, rank 0 logs it. Before the first
+        step the state waits for its model.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For bytes that are no state, or that of another rule or model, before anything is
+            communicated; on every rank if the ranks were given different bytes.
+        """
+        saved = StateBytes.from_bytes(data)
+        saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
+        if self._state is not None:
+            saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
+        # Ranks with different bytes would train different models and never notice.
+        checksums = self.backend.all_gather(np.array([zlib.crc32(data)]))
+        if (checksums != checksums[0]).any():
+            raise ValueError(
+                f"deserialize: the bytes differ between ranks (checksums {checksums.tolist()}); "
+                "every rank must pass the same"
+            )
+        if self._state is None:
+            self._awaiting = saved
+        else:
+            self._state.take(saved)
+
+    def checkpoint_view(self, model: ShardedModelBase) -> ModelState:
+        """Return the state of ``model`` in the form that checkpoints read and write."""
+        return self._bound(model)
+
+    def save_model(self, path: PathLike) -> None:
+        """Write the state alone to a checkpoint directory. Collective; nothing is gathered.
+
+        `mpishard.checkpoint.save` writes model and optimizer together.
+
+        Raises
+        ------
+        ShardingError
+            Before there is a state.
+        ValueError, CheckpointError
+            As `mpishard.checkpoint.save`.
+        """
+        state = self._made_state()
+        save_states(path, state.model, {"optimizer": state})
+
+    def load_model(self, path: PathLike) -> None:
+        """Take the state from a checkpoint of any world size and strategy. Collective.
+
+        Raises
+        ------
+        ShardingError
+            Before `bind` or a step, which tell the model.
+        FileNotFoundError
+            If there is no checkpoint.
+        CheckpointError
+            If it is torn, or of another rule or model; nothing has changed then.
+        """
+        state = self._made_state()
+        load_states(path, state.model, {"optimizer": state})
+
+    # ------------------------------------------------------------------------------------ training
+
     @property
-    def state(self) -> Mapping[str, Array]:
-        """The rank's state vectors, by name; each as long as what the rank updates."""
-        return self._state
+    def _data_size(self) -> int:
+        """Number of ranks, or groups of ranks, that share a batch of a model wrapped here."""
+        return self.world_size
+
+    def should_early_stop(self) -> bool:
+        """Return whether any rank asks for training to end now. Collective.
+
+        Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
+        may override. If one says yes, all stop. `optimize` asks at every evaluation.
+        """
+        mine = np.array([int(bool(self._rule.should_early_stop()))])
+        return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
+
+    def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
+        """Train: epochs of shuffled global batches dealt over the ranks. Collective.
+
+        Validation, history, progress on rank 0, checkpoints and resume are as ``input_data`` says.
+        A rule made ``from_options`` brings an end of training with it.
+
+        A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
+        holds the parameters. The same plain model, passed again, goes on with its wrapper. If
+        training is refused before the first update, the plain model has its parameters back. If
+        one rank alone fails, as in a loss of the user's, `model` is the wrapper that holds them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For input that cannot be trained, before anything is communicated or written.
+        ShardingError
+            For a second model, or one of another strategy or backend; inside ``accumulate()``,
+            and before the step that ends its round.
+        """
+        data = self._checked(input_data)
+        bound = self.model
+        if bound is not None and data.model is bound.wrapped_model:
+            data = replace(data, model=bound)
+        model = data.model
+        if not isinstance(model, ShardedModelBase):
+            return self._optimize_plain(data)
+        if model.engine.round.accumulates:
+            raise ShardingError(
+                "optimize inside accumulate() would add to a round and update nothing; call it "
+                "after the with block, and after the step that ends the round"
+            )
+        model.engine.round.require_none("optimize")
+        self.bind(model)
+        lengths = refuse_early(model, self._config, data, model.data_size)
+        return TrainingRun(self, model, data, lengths).run()
+
+    def _checked(self, data: OptimizationInputData) -> OptimizationInputData:
+        if not isinstance(data, OptimizationInputData):
+            raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
+        if data.model is None:
+            data = replace(data, model=self._given_model)
+        data = data.checked()
+        is_sharded = isinstance(data.model, ShardedModelBase)
+        config = data.model.sharding_configuration if is_sharded else self._config
+        if not config.auto_sync_gradients:
+            raise ValueError(
+                "optimize reports one loss and one solution, and with auto_sync_gradients=False "
+                "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
+                "model, or set auto_sync_gradients=True"
+            )
+        # Options of the mirrored hierarchy bring an end of training with them.
+        options = self._rule.algorithm_options
+        return data if options is None else options.applied(data)
+
+    def _optimize_plain(self, data: OptimizationInputData) -> OptimizationResult:
+        """Train a plain model in a wrapper, which ends here if no update was made."""
+        self._refuse_second_model()
+        self.backend.initialize()
+        lengths = refuse_early(data.model, self._config, data, self._data_size)
+        model = self.model_class(data.model, self._config, **self._model_options)
+        awaiting = self._awaiting
+        run = None
+        # The errors that every rank raises if one does: giving parameters back needs them all.
+        common: tuple[type[Exception], ...] = (Exception,)
+        try:
+            with together(self.backend):
+                self._frozen_of(model)
+                self._rule.fingerprint()  # asks a user's attributes for their names
+            common = (ValueError,)
+            self.bind(model)
+            common = (Exception,)
+            run = TrainingRun(self, model, data, lengths)
+            common = (NonFiniteLossError, NoSampleError, ShardingError)
+            return run.run()
+        except CommunicationError:  # the parameters cannot be gathered any more
+            raise
+        except Exception as error:
+            if isinstance(error, common) and (run is None or not run.has_updated):
+                self._forget_model()
+                self._awaiting = awaiting
+                model.release()
+            elif self._state is not None:
+                error.add_note(
+                    "The plain model's parameters are held by its wrapper, which is the "
+                    "optimizer's `model`: where every rank calls optimizer.model.release(), the "
+                    "plain model has them back"
+                )
+            raise
 
 
 def _rule(candidate: object, wrapper: str) -> Optimizer:
-    """``candidate`` where a sharded optimizer can run it."""
+    """Return ``candidate`` if a sharded optimizer can run it."""
     kind = type(candidate).__name__
     if isinstance(candidate, IShardedOptimizer):
         raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, to_host
 from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
 from mpishard.communication import CommunicationBackend
+from mpishard.models import ShardedModelBase
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region
 from mpishard.sharding.regions import put_region, take_region
 
@@ -32,7 +33,7 @@ class StateBytes:
     rule : str
         Name of the rule's class.
     settings : mapping
-        What its ``fingerprint`` gave.
+        Its ``fingerprint()``.
     steps : int
         Updates made.
     tensors : mapping of str to array
@@ -45,21 +46,21 @@ class StateBytes:
     tensors: Mapping[str, np.ndarray[Any, Any]]
 
     def to_bytes(self) -> bytes:
-        """The same bytes for the same content."""
+        """Return the bytes, the same for the same content."""
         header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
         # One key: safetensors writes several in no fixed order.
         return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateBytes:
-        """What `to_bytes` gave.
+        """Return the state in bytes from `to_bytes`.
 
         Raises
         ------
         TypeError
-            For what are no bytes.
+            For an argument that is no bytes.
         ValueError
-            Where they are something else, or torn.
+            For other or torn bytes.
         """
         tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
         return cls(header["rule"], header["settings"], int(header["steps"]), tensors)
@@ -79,8 +80,8 @@ class StateBytes:
                 f"{sorted(state_names)}"
             )
 
-    def require_parameters(
-        self, entries: Sequence[ParameterEntry], state_names: Sequence[str], dtype: np.dtype[Any]
+    def require_fit(
+        self, model: ShardedModelBase, frozen: frozenset[str], state_names: Sequence[str]
     ) -> None:
         """Refuse the state of another model.
 
@@ -89,7 +90,12 @@ class StateBytes:
         ValueError
             Naming the first tensor that is missing, too many, or of another shape or dtype.
         """
-        expected = {f"{n}/{e.name}": (e.shape, dtype.name) for n in state_names for e in entries}
+        expected = {
+            f"{name}/{entry.name}": (entry.shape, model.dtype.name)
+            for name in state_names
+            for entry in model.parameter_entries
+            if entry.name not in frozen
+        }
         given = {name: (array.shape, array.dtype.name) for name, array in self.tensors.items()}
         wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
         if wrong:
@@ -101,9 +107,9 @@ class StateBytes:
     def fill(
         self, state: Mapping[str, Array], pieces: Sequence[Piece], placement: Placement
     ) -> None:
-        """Write into state vectors what lies in ``pieces``, as long as their parts end to end.
+        """Fill state vectors, as long as ``pieces`` end to end, from the tensors.
 
-        ``placement`` says of which tensors the pieces are.
+        ``placement`` tells the tensors that the pieces are parts of.
         """
         for name, vector in state.items():
             for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
@@ -117,19 +123,19 @@ def gather_state(
     placement: Placement,
     entries: Sequence[ParameterEntry],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """All ranks' state in the parameters' shapes, on every rank. Collective.
+    """Return all ranks' state in the parameters' shapes, on every rank. Collective.
 
     Parameters
     ----------
     backend : CommunicationBackend
-        How the ranks talk: all that hold a part of the model.
+        All ranks that hold a part of the model.
     state : mapping of str to Array
         This rank's vectors; the same names on every rank.
     pieces : sequence of Piece
-        What this rank gives of them, if anything; of replicas only what it speaks for. Together
-        the ranks give every element of ``entries`` once.
+        The pieces that this rank contributes. Together the ranks contribute every element of
+        ``entries`` once.
     placement : Placement
-        What of the model the pieces are.
+        The part of the model that the pieces belong to.
     entries : sequence of ParameterEntry
         The model's parameters that have state.
     """
@@ -152,7 +158,7 @@ def gather_state(
 def _gather_regions(
     backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
 ) -> list[Region]:
-    """Every rank's regions, by rank, on every rank. Collective."""
+    """Return every rank's regions, by rank, on every rank. Collective."""
     numbers = {entry.name: number for number, entry in enumerate(entries)}
     rows = [
         [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]

@@ -1,4 +1,4 @@
-"""Training models on a mesh."""
+"""The sharded optimizers, one for each strategy: the model that each updates, and its options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from mpishard.arguments import as_integer, nearest
 from mpishard.contracts import IOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import (
+    DDPModel,
+    FSDPModel,
     HybridShardedModel,
     PipelineParallelModel,
     ShardedModelBase,
     TensorParallelModel,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
 )
 from mpishard.models.strategies.mesh_model import MeshModel
 from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
@@ -21,15 +26,68 @@ from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["HybridShardedOptimizer", "PipelineParallelOptimizer", "TensorParallelOptimizer"]
+__all__ = [
+    "DDPOptimizer",
+    "FSDPOptimizer",
+    "HybridShardedOptimizer",
+    "PipelineParallelOptimizer",
+    "TensorParallelOptimizer",
+    "ZeRO1Optimizer",
+    "ZeRO2Optimizer",
+    "ZeRO3Optimizer",
+]
+
+
+class DDPOptimizer(ShardedOptimizerBase):
+    """Updates a `DDPModel`: every rank holds the whole state and makes the same update.
+
+    Parameters and errors are those of `ShardedOptimizerBase`.
+    """
+
+    model_class = DDPModel
+
+
+class ZeRO1Optimizer(ShardedOptimizerBase):
+    """Updates a `ZeRO1Model`: each rank its pieces, with their state, and tells the others.
+
+    Parameters and errors are those of `ShardedOptimizerBase`.
+    """
+
+    model_class = ZeRO1Model
+
+
+class ZeRO2Optimizer(ShardedOptimizerBase):
+    """Updates a `ZeRO2Model`: each rank its pieces, with their state, and tells the others.
+
+    Parameters and errors are those of `ShardedOptimizerBase`.
+    """
+
+    model_class = ZeRO2Model
+
+
+class FSDPOptimizer(ShardedOptimizerBase):
+    """Updates an `FSDPModel`: every rank holds the state of the shard it owns, and updates it.
+
+    Parameters and errors are those of `ShardedOptimizerBase`.
+    """
+
+    model_class: ClassVar[type[ShardedModelBase]] = FSDPModel
+
+
+class ZeRO3Optimizer(FSDPOptimizer):
+    """`FSDPOptimizer` for a `ZeRO3Model`."""
+
+    model_class = ZeRO3Model
 
 
 class _MeshOptimizer(ShardedOptimizerBase):
-    """Updates a model on a mesh, and has options of that model.
+    """Updates a model on a mesh of ``sizes`` (pipeline, tensor, data), with options of that model.
 
-    They are the keyword arguments with which `optimize` wraps a plain model; a wrapped model must
-    have been given the same, as far as the optimizer was given any.
+    The options are the keyword arguments with which `optimize` wraps a plain model. A model that
+    is wrapped already must have been given the same, as far as the optimizer was given any.
     """
+
+    sizes: tuple[int, int, int]
 
     def __init__(
         self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, options: dict[str, Any]
@@ -46,6 +104,10 @@ class _MeshOptimizer(ShardedOptimizerBase):
                 )
         self._model_options = checked_mesh_options(options)
 
+    @property
+    def _data_size(self) -> int:
+        return self.sizes[2]
+
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
         assert isinstance(model, MeshModel)
@@ -57,18 +119,26 @@ class _MeshOptimizer(ShardedOptimizerBase):
                 f"into {model.micro_batch_count}; give both the same"
             )
         for name, mine in options.items():
-            what = _SAME_AS_THE_MODELS.get(name)
-            if what is not None and what(mine) != what(getattr(model, name)):
+            value = _COMPARED.get(name)
+            if value is not None and value(mine) != value(getattr(model, name)):
                 raise ShardingError(
                     f"the optimizer was made with {name} {_named_option(mine)}, and the model with "
                     f"{_named_option(getattr(model, name))}; give both the same"
                 )
+        if model.mesh.sizes != self.sizes:
+            raise ShardingError(
+                f"the model's mesh is {_named(model.mesh.sizes)} (pipeline, tensor, data), the "
+                f"optimizer's {_named(self.sizes)}; give both the same sizes"
+            )
+
+    def synchronize_optimizer_state(self) -> None:
+        """Do nothing: a rank's state belongs to slices or layers that it alone has, or is equal."""
 
 
-# What must be equal of an option of the optimizer and the model's.
-_SAME_AS_THE_MODELS: dict[str, Callable[[Any], Any]] = {
+# Option -> the value of it that must be equal for the optimizer and the model.
+_COMPARED: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
-    "data_parallel_strategy": DATA_POLICIES.__getitem__,  # of which two have two names
+    "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
     "sequence_parallel": bool,
 }
 
@@ -80,27 +150,25 @@ def _named_option(value: Any) -> str:
     return str(value)
 
 
+def _named(sizes: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
 class TensorParallelOptimizer(_MeshOptimizer):
-    """Updates a `TensorParallelModel`: each rank its slices, and what is whole on all of them.
+    """Updates a `TensorParallelModel`: each rank its slices, and all ranks what is whole on all.
 
     Parameters and errors are those of `ShardedOptimizerBase`; ``model_options`` are keyword
     arguments of `TensorParallelModel`, for a plain model that `optimize` wraps. They are checked at
     once, and a wrapped model must have the same.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = TensorParallelModel
+    model_class = TensorParallelModel
 
     def __init__(
         self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, **model_options: Any
     ) -> None:
         super().__init__(wrapped_optimizer, config, model_options)
-
-    @property
-    def _data_size(self) -> int:
-        return 1
-
-    def synchronize_optimizer_state(self) -> None:
-        """Nothing: a rank's state belongs to slices that it alone has, or is equal by itself."""
+        self.sizes = 1, self.world_size, 1
 
 
 class PipelineParallelOptimizer(_MeshOptimizer):
@@ -113,8 +181,8 @@ class PipelineParallelOptimizer(_MeshOptimizer):
     config : ShardingConfiguration
         Backend and choices.
     num_micro_batches : int
-        Of a plain model that `optimize` wraps. Where it is above 1, a wrapped model's must be
-        the same.
+        Number of micro-batches of a plain model that `optimize` wraps. If it is above 1, a
+        wrapped model's must be the same.
     **model_options
         Keyword arguments of `PipelineParallelModel` for a plain model. A wrapped model must have
         the same.
@@ -126,7 +194,7 @@ class PipelineParallelOptimizer(_MeshOptimizer):
         does not take.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = PipelineParallelModel
+    model_class = PipelineParallelModel
 
     def __init__(
         self,
@@ -145,14 +213,8 @@ class PipelineParallelOptimizer(_MeshOptimizer):
                 "them"
             )
         super().__init__(wrapped_optimizer, config, model_options)
+        self.sizes = self.world_size, 1, 1
         self.num_micro_batches: int = self._model_options.get("micro_batch_count", count)
-
-    @property
-    def _data_size(self) -> int:
-        return 1
-
-    def synchronize_optimizer_state(self) -> None:
-        """Nothing: a rank's state belongs to layers that it alone has."""
 
 
 class HybridShardedOptimizer(_MeshOptimizer):
@@ -177,7 +239,7 @@ class HybridShardedOptimizer(_MeshOptimizer):
         the model does not take.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = HybridShardedModel
+    model_class = HybridShardedModel
 
     def __init__(
         self,
@@ -195,21 +257,8 @@ class HybridShardedOptimizer(_MeshOptimizer):
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
 
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        super()._require_model_of_this_kind(model)
-        assert isinstance(model, HybridShardedModel)
-        if model.mesh.sizes != self.sizes:
-            raise ShardingError(
-                f"the model's mesh is {_named(model.mesh.sizes)} (pipeline, tensor, data), the "
-                f"optimizer's {_named(self.sizes)}; give both the same sizes"
-            )
-
-    @property
-    def _data_size(self) -> int:
-        return self.sizes[2]
-
     def synchronize_optimizer_state(self) -> None:
-        """Nothing can be made equal: the state is partitioned.
+        """Refuse: the state is partitioned.
 
         Raises
         ------
@@ -218,9 +267,5 @@ class HybridShardedOptimizer(_MeshOptimizer):
         """
         raise NotImplementedError(
             "HybridShardedOptimizer partitions the optimizer state over the mesh: each rank holds "
-            "a part that nobody else need have, so there is nothing to synchronise"
+            "a part that no other rank need have, so there is nothing to synchronise"
         )
-
-
-def _named(sizes: tuple[int, int, int]) -> str:
-    return " x ".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""Programs that ``mpishard doctor`` asks, each in a process group of its own, with a time limit."""
+"""Programs that answer a question, each in a process group of its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mpishard import settings
 
 __all__ = ["Answer", "answer_line", "ask", "python_command"]
 
-_MARK = "mpishard doctor: "
+_MARK = "mpishard answer: "
 _GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a program ended, and what it said.
+    """End and output of a program.
 
     Parameters
     ----------
     code : int or None
-        Exit code, -number of the signal that ended it, or None where it ran past the limit.
+        Exit code, -number of the signal that ended it, or None if it ran past the limit.
     out, err : str
-        What it printed.
+        Its output.
     limit : float
-        Seconds that it was given.
+        Its time limit in seconds.
     """
 
     code: int | None
@@ -42,13 +42,13 @@ class Answer:
 
     @property
     def found(self) -> Any:
-        """What the program handed to `answer_line`; None where it did not come so far."""
+        """The answer that the program printed; None if it did not get so far."""
         lines = [line for line in self.out.splitlines() if line.startswith(_MARK)]
         return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
     @property
     def reason(self) -> str:
-        """In one line, why it failed."""
+        """Why it failed, in one line."""
         if self.code is None:
             return f"it did not end within {self.limit:g} s"
         said = [line.strip() for line in (self.err or self.out).splitlines()]
@@ -59,7 +59,7 @@ class Answer:
 
 
 def answer_line(found: Any) -> str:
-    """The line by which a program answers, among whatever its libraries print."""
+    """Return the line by which a program answers, among whatever its libraries print."""
     return _MARK + json.dumps(found)
 
 
@@ -71,11 +71,11 @@ def ask(
     Raises
     ------
     OSError
-        Where it cannot be started.
+        If it cannot be started.
     """
     wanted: dict[str, str | None] = {**settings.outside_launcher(), **(variables or {})}
     environment = {name: value for name, value in wanted.items() if value is not None}
-    # Files and not pipes: what the program leaves running holds its output open.
+    # Files and not pipes, because what the program leaves running holds its output open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         program = subprocess.Popen(
             command,
@@ -89,7 +89,7 @@ def ask(
         try:
             code = program.wait(limit)
         except subprocess.TimeoutExpired:
-            # A launcher that is asked to end takes along its ranks, wherever they are.
+            # A launcher that is asked to end also ends its ranks, wherever they are.
             _signal(program, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(_GRACE_SECONDS)
@@ -101,7 +101,7 @@ def ask(
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """What runs ``code`` in a Python of its own; it answers by ``answer(found)``."""
+    """Return a command that runs ``code`` in a Python; it answers by ``answer(found)``."""
     preamble = f"import json\ndef answer(found): print({_MARK!r} + json.dumps(found), flush=True)\n"
     return [sys.executable, "-c", preamble + code, *arguments]
 

@@ -1,0 +1,137 @@
+"""An update: what the strategy shards, the pieces that a rule changes, and what a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpishard.arrays import Array, chunk_length
+from mpishard.models.programs.leaves import GradientLeaves
+from mpishard.models.programs.program import Program
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.sharding import Piece, pieces_within
+
+__all__ = ["Policy", "Rule", "StepReport", "Update", "UpdatePieces", "descent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A row of the table in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+    Trillion Parameter Models", SC 2020, section 5: what is sharded, and what each rank holds
+    whole.
+    """  # noqa: D205
+
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The report of one step, the same on every rank.
+
+    ``loss`` is the mean over all samples of the round, NaN if a black box does not tell it,
+    ``weight`` their total weight,
+    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
+    that only accumulated.
+    """
+
+    loss: float
+    weight: float
+    gradient_norm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The input of an update rule for one owned piece.
+
+    ``parameters`` and ``gradients`` are 1-D views of equal length; the gradient is the *sum*
+    over samples, to be multiplied by ``1 / report.weight``. It is read-only: other ranks may read
+    the same memory.
+    """
+
+    piece: Piece
+    parameters: Array
+    gradients: Array
+
+
+Rule = Callable[[list[Update], StepReport], None]
+"""Changes the parameters of each owned piece by its gradient."""
+
+
+def descent(rate: float) -> Rule:
+    """Plain gradient descent on the mean loss."""
+
+    def descend(updates: list[Update], report: StepReport) -> None:
+        scale = rate / report.weight
+        for update in updates:
+            parameters, gradients = update.parameters, update.gradients
+            length = chunk_length(parameters)
+            for start in range(0, update.piece.length, length):
+                parameters[start : start + length] -= scale * gradients[start : start + length]
+
+    return descend
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePieces:
+    """The pieces that an update reads, changes and counts, as long as the same are trained.
+
+    Parameters
+    ----------
+    published : tuple of Piece
+        Owned pieces of the units that have a gradient. If parameters are whole, the other ranks
+        get them after an update.
+    owned : tuple of Piece
+        The trained parts of these.
+    updated : tuple of Piece
+        Pieces that this rank's rule updates: ``owned``, or all that is trained if the state is
+        replicated.
+    counted : tuple of Piece
+        Parts of ``owned`` that add to this rank's part of a norm: one of the tensor ranks counts
+        what all hold alike; with gradient leaves, cell by cell.
+    """
+
+    published: tuple[Piece, ...]
+    owned: tuple[Piece, ...]
+    updated: tuple[Piece, ...]
+    counted: tuple[Piece, ...]
+
+    @classmethod
+    def of(
+        cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
+    ) -> UpdatePieces:
+        """Those of a program, which says what of it is frozen; ``leaves`` hear of them."""
+        without_gradient = program.frozen_units
+
+        def trained(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            if not program.frozen:
+                return pieces
+            ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
+            return pieces_within(pieces, ranges)
+
+        own, every = (
+            tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
+            for pieces in (layout.pieces(), layout.pieces_of_all())
+        )
+        owned = counted = trained(own)
+        if leaves is not None:
+            counted = leaves.count_in(trained(every), owned)
+        elif not program.vector.placement.is_whole:
+            counted = pieces_within(owned, program.vector.placement.counted_ranges)
+        return cls(own, owned, owned if policy.shards_state else trained(every), counted)
+
+    def to_write(self, program: Program) -> tuple[Piece, ...]:
+        """The ``updated`` ones whose state this rank writes to a checkpoint: of replicas, a part.
+
+        Together the ranks write each element once.
+        """
+        owned = {(piece.start, piece.stop) for piece in self.owned}
+        mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
+        if program.vector.placement.is_whole:
+            return mine
+        return tuple(
+            Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
+            for piece in mine
+            for part in pieces_within([piece], program.vector.placement.written_ranges)
+        )

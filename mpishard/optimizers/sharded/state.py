@@ -1,0 +1,209 @@
+"""A rule's state for one sharded model: what this rank holds of it, and the update."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpishard.arrays import Array
+from mpishard.checkpoint import CheckpointState, Pieces
+from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
+from mpishard.models import ShardedModelBase
+from mpishard.models.engine.update import StepReport, Update
+from mpishard.optimizers.rules.ranges import (
+    OwnedRange,
+    ParameterCells,
+    UpdateContext,
+    segments_of,
+)
+from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
+from mpishard.sharding import Piece
+
+__all__ = ["ModelState"]
+
+_log = logging.getLogger("mpishard")
+
+
+class ModelState(CheckpointState):
+    """State vectors of what this rank updates of a model, and the number of updates.
+
+    It is also the `mpishard.checkpoint` view of the state: the rule's name is part of the kinds,
+    so that another rule's state is refused unread.
+
+    Parameters
+    ----------
+    rule : Optimizer
+        The rule, the same on every rank.
+    model : ShardedModelBase
+        The model. Its parameters in ``frozen`` are frozen here.
+    frozen : frozenset of str
+        Names of the parameters that are not trained, from `frozen_of`.
+
+    Attributes
+    ----------
+    vectors : mapping of str to Array
+        This rank's state by name.
+    steps : int
+        Number of updates.
+    """
+
+    def __init__(self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str]) -> None:
+        self.rule = rule
+        self.model = model
+        self.frozen = frozen
+        self.steps = 0
+        # Setting options makes a new object, so that a step compares identities only.
+        self._options = rule.parameter_options
+        self._described = rule.checked_options.description  # the options of `frozen`
+        engine = model.engine
+        if engine.program.frozen != frozen:
+            engine.freeze(frozen)
+        pieces = engine.pieces.updated
+        segments = tuple(segments_of(engine.program.entries, piece) for piece in pieces)
+        self._owners: dict[str, Any] = {
+            "sum_over_owners": engine.sum_over_owners,
+            "parameter_names": [entry.name for entry in model.parameter_entries],
+        }
+        if model.gradient_leaves is not None:
+            # Norms of parameters are summed by cells, so that they have the same bits
+            # whichever rank owns which part.
+            cells = ParameterCells(model.parameter_entries, model.units, model.gradient_leaves)
+            segments = tuple(
+                cells.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
+            )
+            self._owners = {
+                "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),
+                "parameter_names": cells.names,
+            }
+        self.segments = segments
+        self.vectors: Mapping[str, Array] = model.optimizer_state(rule.needed_state())
+
+    @staticmethod
+    def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
+        """Return the parameters of ``model`` that the rule does not train. No communication.
+
+        Raises
+        ------
+        ValueError
+            For options that do not fit the model.
+        """
+        entries = model.parameter_entries
+        rule.checked_options.check_patterns([e.name for e in entries])
+        trainable = [e.name for e in entries if e.trainable]
+        return rule.checked_options.frozen_among(trainable) | {
+            e.name for e in entries if not e.trainable
+        }
+
+    def require_same_frozen(self) -> None:
+        """Refuse options set since the last step that the state does not fit.
+
+        If another optimizer has trained the model meanwhile, its frozen parameters are frozen
+        again.
+        """
+        options = self.rule.parameter_options
+        if options is not self._options:
+            description = self.rule.checked_options.description
+            if description != self._described:
+                frozen = self.frozen_of(self.rule, self.model)
+                if frozen != self.frozen:
+                    raise ValueError(
+                        f"parameter_options would freeze {sorted(frozen)}, and this optimizer's "
+                        f"state was made with {sorted(self.frozen)} frozen; call reset() to begin "
+                        "with new state, or give the options to an optimizer of their own"
+                    )
+            self._options, self._described = options, description
+        if self.model.engine.program.frozen != self.frozen:
+            self.model.engine.freeze(self.frozen)
+
+    # -------------------------------------------------------------------------------------- updates
+
+    def settings_checksum(self) -> int:
+        """Return a checksum of settings that may change between steps; the ranks compare it."""
+        rule = self.rule
+        own = (
+            rule.rate_of_step(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
+            rule.weight_decay, self._described,
+        )  # fmt: skip
+        return zlib.crc32(repr(own).encode())
+
+    def update(self, updates: list[Update], report: StepReport) -> None:
+        """Update the parameters that this rank updates, as the engine's step asks for it."""
+        assert report.gradient_norm is not None
+        rule = self.rule
+        context = UpdateContext(
+            step=self.steps + 1,
+            learning_rate=rule.checked_rate(self.steps),
+            gradient_scale=rule.clip_factor(report.gradient_norm) / report.weight,
+            **self._owners,
+        )
+        ranges = [
+            OwnedRange(
+                update.parameters, update.gradients,
+                {name: vector[update.piece.in_shard] for name, vector in self.vectors.items()},
+                segments,
+            )
+            for update, segments in zip(updates, self.segments, strict=True)
+        ]  # fmt: skip
+        rule.update_all(ranges, context)
+        self.steps += 1
+
+    # ------------------------------------------------------------------------ bytes and checkpoints
+
+    def to_bytes(self) -> bytes:
+        """Return the state of all ranks by parameter name, the same on every rank. Collective."""
+        engine, rule = self.model.engine, self.rule
+        tensors = gather_state(
+            self.model.backend, self.vectors, engine.pieces.to_write(engine.program),
+            engine.placement,
+            [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
+        )  # fmt: skip
+        return StateBytes(type(rule).__name__, rule.fingerprint(), self.steps, tensors).to_bytes()
+
+    def take(self, saved: StateBytes) -> None:
+        """Take vectors, steps and settings from bytes that fit. Communicates nothing."""
+        engine = self.model.engine
+        saved.fill(self.vectors, engine.pieces.updated, engine.placement)
+        self._go_on(saved.steps, saved.settings)
+
+    def arrays_to_write(self) -> Pieces:
+        """Return the pieces that this rank writes: its own, and of replicas a part."""
+        return self._regions(self.model.engine.pieces.to_write(self.model.engine.program))
+
+    def arrays_to_read(self) -> Pieces:
+        """Return all pieces that this rank updates."""
+        return self._regions(self.model.engine.pieces.updated)
+
+    def _regions(self, pieces: Sequence[Piece]) -> Pieces:
+        placement = self.model.engine.placement
+        return {
+            f"optimizer/{type(self.rule).__name__}/{name}": placement.cut(
+                (p.start, vector[p.in_shard]) for p in pieces
+            )
+            for name, vector in self.vectors.items()
+        }
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Return settings and step count."""
+        return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Go on from the saved step."""
+        form = {"optimizer_steps": COUNT, "settings": OBJECT}
+        require_form(metadata, form, "metadata.optimizer")
+        self._go_on(metadata["optimizer_steps"], metadata["settings"])
+
+    def _go_on(self, steps: int, settings: Mapping[str, Any]) -> None:
+        """Go on from a saved step, and log the settings that differ now."""
+        changed = [
+            f"{name} was {settings.get(name)} and is {value}"
+            for name, value in self.rule.fingerprint().items()
+            if settings.get(name) != value
+        ]
+        if changed and self.model.rank == 0:
+            _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
+        self.steps = steps
+        # Another optimizer may have made some of the model's steps.
+        self.model.engine.step_number = max(self.model.engine.step_number, steps)
