@@ -408,11 +408,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
 
         Parameters
         ----------
-        original_parameters, gradients : Array, shape (parameter_count,)
-            Where to begin, and the mean gradient.
-        model : object
-            With ``get_parameters`` and ``set_parameters``. Of a sharded model they are
-            collective, and every rank keeps the whole state; wrap the optimizer instead.
+        *given : Array or object
+            The arguments of one of these two forms. The arrays have shape (parameter_count,);
+            ``gradients`` is the mean gradient. ``model`` has ``get_parameters`` and
+            ``set_parameters``. For a sharded model they are collective, and every rank keeps
+            the whole state; wrap the optimizer instead.
 
         Raises
         ------
