@@ -13,7 +13,8 @@ from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import run_in_threads
 from mpishard.errors import NonFiniteLossError, PeerError, ShardingError
-from mpishard.models import DDPModel, FSDPModel, TensorParallelModel
+from mpishard.models import DDPModel, FSDPModel, ShardedModelBase, TensorParallelModel
+from mpishard.models.engine.update import Policy
 from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -48,6 +49,34 @@ def test_a_wrapped_object_cannot_be_wrapped_again(backend: Any, problems: Any, k
     # Copies of the object are other objects.
     with model.unsharded() as copy:
         FSDPModel(copy.deep_copy(), config)
+
+
+class Nameless(ShardedModelBase):
+    pass
+
+
+class WithoutPolicy(ShardedModelBase):
+    strategy = "Mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [(ShardedModelBase, "strategy"), (Nameless, "strategy"), (WithoutPolicy, "policy")],
+)
+@in_worlds(2)
+def test_a_class_that_is_no_strategy_claims_nothing(backend: Any, kind: Any, lacks: str) -> None:
+    plain, config = nn.MLP([2, 2]), ShardingConfiguration(backend)
+    with pytest.raises(TypeError, match=f"{kind.__name__} declares no '{lacks}': use FSDPModel"):
+        kind(plain, config)
+    FSDPModel(plain, config)
+
+
+@pytest.mark.parametrize(
+    "shards", [(False, True, False), (True, True, False), (True, False, False), (True, False, True)]
+)
+def test_a_policy_that_no_engine_runs_is_refused(shards: tuple[bool, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must shard gradients, .* must shard state, got Policy"):
+        Policy(*shards)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,27 @@ __all__ = ["Policy", "Rule", "StepReport", "Update", "UpdatePieces", "descent"]
 class Policy:
     """A row of the table in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
     Trillion Parameter Models", SC 2020, section 5: what is sharded, and what each rank holds
-    whole.
+    whole. Each stage shards what the stage before it shards, and one thing more.
+
+    Raises
+    ------
+    ValueError
+        For other combinations: gradients or parameters that are sharded leave a rank nothing to
+        update a whole state with.
     """  # noqa: D205
 
     shards_parameters: bool
     shards_gradients: bool
     shards_state: bool
+
+    def __post_init__(self) -> None:
+        if self.shards_parameters > self.shards_gradients or (
+            self.shards_gradients > self.shards_state
+        ):
+            raise ValueError(
+                "a policy that shards parameters must shard gradients, and one that shards "
+                f"gradients must shard state, got {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

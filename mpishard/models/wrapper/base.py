@@ -91,13 +91,23 @@ class ShardedModelBase(IShardedModel):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         if isinstance(wrapped_model, IShardedModel):
             raise TypeError(f"the model is sharded already, as {type(wrapped_model).__name__}")
+        self._require("strategy")
         self._wrapped_model = wrapped_model
         self._config = config
         self._said_train = False
         self.backend.initialize()
         self._check_leaves()
-        self._on_before_initialize_sharding()
+        self._on_before_initialize_sharding()  # here a mesh chooses its policy
+        self._require("policy")
         self._initialize_sharding()
+
+    def _require(self, name: str) -> None:
+        """Refuse a class that lacks what a strategy declares, before anything is dealt."""
+        if not hasattr(self, name):
+            raise TypeError(
+                f"{type(self).__name__} declares no {name!r}: use FSDPModel or another strategy, "
+                "or derive your class from one"
+            )
 
     def _check_leaves(self) -> None:
         """Refuse ``gradient_leaves`` if worlds could not reproduce. Communicates nothing."""
