@@ -82,6 +82,7 @@ class Progress:
         self._interval = interval
         self._clock = clock
         self._live: LiveLine | None = None
+        self._closing = ""
         self._loss: float | None = None
         self._validation_loss: float | None = None
         self._amount = 0.0
@@ -103,7 +104,18 @@ class Progress:
         live, self._live = self._live, None
         if live is not None:
             self._attempt(live.stop)
+        if self._enabled and self._closing:
+            self._attempt(lambda: self._print(self._closing))
         self._enabled = False
+
+    def announce(self, line: str) -> None:
+        """Print a line before the first step; the live line begins below it."""
+        if self._enabled:
+            self._attempt(lambda: self._print(line))
+
+    def conclude(self, line: str) -> None:
+        """Print a line after the last step, when the live line has ended."""
+        self._closing = line
 
     def update(self, step: int, *, loss: float, amount: float = 0.0) -> None:
         """Tell that a step is done.

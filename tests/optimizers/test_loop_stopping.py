@@ -337,3 +337,32 @@ def test_a_black_box_without_a_loss_cannot_be_the_best(backend):
         ms.OptimizationInputData(model=Silent(), x_test=X[:, :2], y_test=Y, **data)
     )
     assert np.isnan(result.test_loss)
+
+
+# ------------------------------------------------------------------------------- what is printed
+
+
+def printed(capsys, **options):
+    result = ms.run_in_threads(2, lambda backend: train(backend, progress=True, **options))[0][0]
+    return result, capsys.readouterr().out.splitlines()
+
+
+def test_the_last_line_says_why_the_run_stopped(capsys):
+    result, lines = printed(capsys, patience=3, **VALIDATION)
+    assert lines[-1] == (
+        f"stopped early after step {result.iterations} of 60: best validation loss "
+        f"{result.best_fitness_score:.4f} after step {result.best_iteration}"
+    )
+    assert "stopped early" not in "".join(printed(capsys, epochs=1)[1])
+
+
+def test_the_first_line_says_whether_epochs_or_max_steps_end_first(capsys):
+    both = {"epochs": 2, "max_steps": 5}
+    result, lines = printed(capsys, **both)
+    assert result.iterations == 5
+    assert lines[0] == ("5 steps: 2 epochs of 3 steps are 6, max_steps is 5; max_steps ends first")
+    assert lines[1].startswith("step 1/5")
+    result, lines = printed(capsys, epochs=1, max_steps=30)
+    assert result.iterations == 3
+    assert lines[0] == "3 steps: 1 epoch of 3 steps are 3, max_steps is 30; epochs ends first"
+    assert printed(capsys, epochs=2)[1][0].startswith("step 1/6")

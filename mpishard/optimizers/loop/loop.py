@@ -130,20 +130,23 @@ class TrainingRun:
                 self.metrics = stack.enter_context(
                     MetricsWriter(Path(self.data.metrics), resume_step=self.step)
                 )
-            self.progress = stack.enter_context(
-                Progress(
-                    self.total,
-                    start=self.step,
-                    unit=f"{self.data.throughput_unit}/s",
-                    enabled=is_root and self.data.progress,
-                )
+            self.progress = Progress(
+                self.total,
+                start=self.step,
+                unit=f"{self.data.throughput_unit}/s",
+                enabled=is_root and self.data.progress,
             )
+            if self.data.epochs is not None and self.data.max_steps is not None:
+                self.progress.announce(self._length_in_words(self.data.epochs, self.data.max_steps))
+            stack.enter_context(self.progress)
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
                     ends = self._one_step()
             self._evaluate_end()
-        self.result.iterations = self.step
-        self.result.stopped_early = ends and self.step < self.total
+            self.result.iterations = self.step
+            self.result.stopped_early = ends and self.step < self.total
+            if self.result.stopped_early:
+                self.progress.conclude(self._end_in_words())
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
         return self.result
@@ -226,6 +229,23 @@ class TrainingRun:
     def _weigh(self, score: float) -> None:
         if self.stopping.observe(self.step, score) and self.best is not None:
             self.best.keep()
+
+    def _length_in_words(self, epochs: int, max_steps: int) -> str:
+        steps = epochs * self.sampler.batches_per_epoch
+        ends = "max_steps" if max_steps < steps else "epochs"
+        return (
+            f"{self.total} steps: {epochs} epoch{'s' * (epochs != 1)} of "
+            f"{self.sampler.batches_per_epoch} steps are {steps}, max_steps is {max_steps}; "
+            f"{ends} ends first"
+        )
+
+    def _end_in_words(self) -> str:
+        kind = "training" if self.data.x_validation is None else "validation"
+        best = self.stopping
+        found = "" if best.best_step is None else (
+            f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
+        )  # fmt: skip
+        return f"stopped early after step {self.step} of {self.total}{found}"
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.started
