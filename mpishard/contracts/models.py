@@ -328,8 +328,8 @@ class IShardedModel(IFullModel):
         """All parameters in layer order, on every rank. Collective."""
 
     @abstractmethod
-    def synchronize_gradients(self) -> None:
-        """Reduce gradients that are still local. Collective."""
+    def synchronize_gradients(self) -> Array | None:
+        """Reduce gradients that are still local, and return them. Collective."""
 
 
 ShardedModel = IShardedModel

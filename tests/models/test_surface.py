@@ -530,3 +530,28 @@ def test_a_minimal_layered_model_can_be_unsharded(backend: Any, strategy: str) -
         close(plain.inner.predict(np.ones((1, 5))), model.predict(np.ones((1, 5))))
     copied = model.deep_copy()
     copied.train(np.ones((2, 5)), np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor"])
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "function"])
+@in_worlds(1, 2, 3)
+def test_a_computed_gradient_is_averaged_and_applied(
+    backend: Any, problems: Any, strategy: str, kind: str
+) -> None:
+    """Compute, synchronize, apply: a step of plain descent on all ranks' batches."""
+    models = [ms.as_distributed(problems.MODELS[kind](0), backend, strategy) for _ in range(2)]
+    x, y = problems.batch(kind, 0)
+    if strategy != "tensor":  # there all ranks compute one batch
+        own = problems.part(len(x), 0, backend.rank, backend.world_size)
+        x, y = x[own], y[own]
+    for _ in range(2):
+        models[0].train(x, y)
+        computed = models[1].compute_gradients(x, y)
+        averaged = models[1].synchronize_gradients()
+        assert averaged is computed
+        models[1].apply_gradients(averaged, models[1].sharding_configuration.learning_rate)
+        expected, found = (model.get_parameters() for model in models)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    models[0].compute_gradients(x, y)
+    models[0].train(x, y)
+    assert models[0].synchronize_gradients() is None, "a step forgets it"

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
@@ -86,6 +88,8 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        # The gradient that local_gradient returned last, and its weight, until the next step.
+        self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
         self.own_pieces = parameters.layout.pieces()
@@ -176,6 +180,7 @@ class Engine:
             On every rank, if the loss or the gradient is not finite.
         """
         self.layout.device.use()  # of the thread that calls
+        self._computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
@@ -412,7 +417,24 @@ class Engine:
         if weight:
             full /= weight
             total /= weight
+        self._computed = full, weight
         return total, full
+
+    def synchronize_gradient(self) -> Array | None:
+        """Average the last `local_gradient` over the batches of all ranks, in place. Collective.
+
+        None if there is none: since the last call, or since a step.
+        """
+        if self._computed is None:
+            return None
+        (full, weight), self._computed = self._computed, None
+        data = self.replica.data
+        total = float(data.all_reduce(np.array([weight]))[0])
+        full *= weight
+        data.all_reduce(full)
+        if total:
+            full /= total
+        return full
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective if parameters are sharded."""

@@ -340,8 +340,9 @@ class ShardedModelBase(IShardedModel):
     ) -> Array:
         """Gradient of the mean loss of *this rank's* batch, full length, not reduced.
 
-        The one exception to sharding: every rank holds a full vector for it. Collective where
-        parameters are sharded.
+        The one exception to sharding: every rank holds a full vector for it, until the next step
+        or `synchronize_gradients`, which averages it over the ranks. Collective if parameters are
+        sharded.
         """
         return self.engine.local_gradient(x, y, loss_function)[1]
 
@@ -363,22 +364,34 @@ class ShardedModelBase(IShardedModel):
         self.engine.round.require_none("apply_gradients()")
         self.engine.descend(agreed_vector(self.engine, gradients, "apply_gradients", rate), rate)
 
-    def synchronize_gradients(self) -> None:
-        """Make all ranks agree after steps that were each rank's own. Collective.
+    def synchronize_gradients(self) -> Array | None:
+        """Average the gradients, or the replicas, that ranks have computed alone. Collective.
 
-        With ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
+        After `compute_gradients` that gradient becomes its mean over the batches of all ranks,
+        weighted as the loss weighs them, in place: `apply_gradients` may follow. After steps with
+        ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
         weighted by the samples that each has used since they were equal. After one step of
         `train` that is what the averaged gradient would have given. Otherwise every step has
         reduced its gradients already, and this is a barrier.
 
+        Returns
+        -------
+        Array or None
+            The averaged gradient, shape (parameter_count,), the same on every rank; None unless
+            `compute_gradients` was called after the last step.
+
         Raises
         ------
         ShardingError
-            Before the first step.
+            Before any gradient was computed.
         """
+        averaged = self.engine.synchronize_gradient()
+        if averaged is not None:
+            return averaged
         if self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
         self.engine.synchronize_replicas()
+        return None
 
     def check_replicas(self) -> int:
         """Compare what several ranks hold of the same parameters, bit by bit. Collective.
