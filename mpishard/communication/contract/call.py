@@ -262,10 +262,10 @@ class Traffic:
 
     def count_all_reduce(self, call: Call, sizes: Sequence[int]) -> None:
         """Book a reduction to pieces of ``sizes`` elements, which are then gathered."""
-        assert call.dtype is not None
-        own = sizes[self._nodes.rank] * call.dtype.itemsize
-        self.count("reduce_scatter", call.nbytes - own)
-        self.count("all_gather", own * (len(sizes) - 1))
+        total, own = sum(sizes), sizes[self._nodes.rank]
+        itemsize = call.nbytes // total if total else 0
+        self.count("reduce_scatter", (total - own) * itemsize)
+        self.count("all_gather", own * itemsize * (len(self._nodes.numbers) - 1))
 
     def count_all_gather(self, array: Array) -> None:
         """Book ``array``, sent to all others."""

@@ -67,8 +67,11 @@ class Collectives:
         """Wait until all collectives that were issued before ``call`` have ended."""
         pending = self._backend._pending
 
-        if pending[0].call is not call:
-            yield Condition(lambda: next(w.call is call for w in pending if not w.done))
+        def has_come() -> bool:
+            return next(work.call is call for work in pending if not work.done)
+
+        if not has_come():
+            yield Condition(has_come)
 
     def open(
         self,
@@ -191,10 +194,6 @@ class Collectives:
 
         ``pieces`` holds the start and the size of each rank's; the first is the longest.
         """
-        # The time of small arrays is that of waiting: a round has two waits, this has one.
-        if array.nbytes <= channel.bytes_whole:
-            yield from channel.reduce_whole(array, operation, result)
-            return
         step = channel.bytes_each // array.itemsize
         for low in range(0, pieces[0][1], step):
             parts, targets = [], []

@@ -183,8 +183,6 @@ class Channel(Protocol):
     """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
     bytes_each: int
     """Most bytes that a rank sends to each other in one round of `reduce` or `move`."""
-    bytes_whole: int
-    """Most bytes of an array for `reduce_whole`."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -195,9 +193,6 @@ class Channel(Protocol):
 
         ``piece`` may be this rank's own part.
         """
-
-    def reduce_whole(self, array: Array, operation: ReductionOperation, result: Array) -> Steps:
-        """Combine all ranks' arrays into ``result``, which may be this rank's, on each of them."""
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         """Send this rank's part to all; receive ``parts[r]`` from rank r."""
@@ -235,7 +230,6 @@ class MessageChannel:
         self._reducer = reducer
         self._pool = ScratchPool()
         self.bytes_all = _LARGE_BYTES
-        self.bytes_whole = self.ROUND_BYTES // 512 // self._world_size
         self.bytes_each = max(16, self.ROUND_BYTES // max(1, self._world_size - 1))
 
     @property
@@ -260,9 +254,6 @@ class MessageChannel:
         self._reducer.reduce(incoming, operation, piece)
         if not on_device:
             self._pool.give(buffer)
-
-    def reduce_whole(self, array: Array, operation: ReductionOperation, result: Array) -> Steps:
-        yield from self.reduce([array] * self._world_size, operation, result)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         yield from self.move([parts[self._rank]] * self._world_size, parts)

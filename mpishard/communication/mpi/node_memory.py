@@ -76,7 +76,6 @@ class RowChannel:
         self._views: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
-        self.bytes_whole = self.ROW_BYTES // 4 // len(places)
         # Each slot of a row begins on a cache line, and so aligned for every dtype.
         self.bytes_each = self.ROW_BYTES // len(places) // 64 * 64
         self.scratch_bytes = 0
@@ -103,13 +102,6 @@ class RowChannel:
                 contributions.append(rows[other][rank * slot : rank * slot + length])
         yield self._fence()
         self._reducer.reduce(contributions, operation, piece)
-
-    def reduce_whole(self, array: Array, operation: ReductionOperation, result: Array) -> Steps:
-        rows = self._rows(array.dtype)
-        contributions = [row[: array.size] for row in rows]
-        contributions[self._rank][...] = array
-        yield self._fence()
-        self._reducer.reduce(contributions, operation, result)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         own, rank = parts[self._rank], self._rank
