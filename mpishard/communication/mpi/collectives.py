@@ -144,8 +144,10 @@ class Collectives:
         arrays = [headers.inline(rank) for rank in range(self._world_size)]
         if part is not None:
             arrays = [array[part] for array in arrays]
-        # Other ranks may read ``out`` if it is shared: they see results, never sums on the way.
-        result = out if self._world_size == 2 else np.empty_like(out)
+        # Ranks of a node may share ``out``: each sees results there, never another's sums on the
+        # way. Two contributions are combined in one pass, but an average has a second one.
+        in_one_pass = self._world_size == 2 and operation is not ReductionOperation.AVERAGE
+        result = out if in_one_pass or not self._regions.count else np.empty_like(out)
         self._reducer.reduce(arrays, operation, result)
         if result is not out:
             out[...] = result
