@@ -386,12 +386,11 @@ class ShardedModelBase(IShardedModel):
             Before any gradient was computed.
         """
         averaged = self.engine.synchronize_gradient()
-        if averaged is not None:
-            return averaged
-        if self.engine.step_number == 0:
+        if averaged is None and self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
-        self.engine.synchronize_replicas()
-        return None
+        if averaged is None or not self._config.auto_sync_gradients:
+            self.engine.synchronize_replicas()
+        return averaged
 
     def check_replicas(self) -> int:
         """Compare what several ranks hold of the same parameters, bit by bit. Collective.
