@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard.communication import run_in_threads
 from mpishard.errors import ShardingError
 from mpishard.testing.worlds import in_worlds
@@ -111,3 +112,15 @@ def test_a_local_step_without_samples_is_refused(problems: Any) -> None:
             model.train(x * np.nan, y)
 
     run_in_threads(1, body)
+
+
+@in_worlds(2, 3)
+def test_replicas_are_averaged_although_a_gradient_was_computed(backend: Any) -> None:
+    config = ms.ShardingConfiguration(backend, auto_sync_gradients=False)
+    model = ms.DDPModel(ms.nn.MLP([2, 2]), config)
+    x = np.full((2, 2), 1.0 + backend.rank)
+    model.train(x, x)
+    model.compute_gradients(x, x)
+    assert model.synchronize_gradients() is not None
+    full = model.get_parameters()
+    np.testing.assert_array_equal(backend.broadcast(full.copy()), full)
