@@ -323,9 +323,7 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
 
     library = MPILibrary("Open MPI v5.0.11")
     monkeypatch.setattr(jobs, "loaded_library", lambda: library)
-    monkeypatch.setattr(
-        jobs, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
-    )
+    monkeypatch.setattr(jobs, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib))
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
     monkeypatch.setenv("MY_OWN", "here")
