@@ -164,7 +164,7 @@ class TestSettings:
 
 def test_every_blocking_method_has_a_twin():
     """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
-    makers = {Kind.LEAVE, Kind.SPLIT, Kind.ALLOCATE_SHARED}
+    makers = {Kind.SPLIT, Kind.ALLOCATE_SHARED}
     blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
     names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
     assert names == {f"{name}_async" for name in blocking}
