@@ -18,7 +18,7 @@ from mpishard.cli.run.command import (
     RanksOption,
     ScriptArgument,
 )
-from mpishard.cli.run.prepared_job import prepare_job
+from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.observe import (

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from mpishard import run_in_threads
 from mpishard.cli import app
-from mpishard.cli.bench.checks import ChecksBenchmark
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult, collective_table
-from mpishard.cli.bench.report import write_json
-from mpishard.cli.bench.step import StepBenchmark
+from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark
+from mpishard.cli.bench.workload import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES

@@ -18,7 +18,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
 from mpishard.communication.mpi.messages import ScratchPool, Turn
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 
 
 class TestTurn:

@@ -15,9 +15,9 @@ from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.mpi.messages import MessageChannel
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.errors import CollectiveMismatchError
-from mpishard.testing import reference
+from mpishard.testing import reductions
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 
 pytestmark = pytest.mark.mpi
 
@@ -40,7 +40,7 @@ def world(request, backend, monkeypatch):
 
 
 def assert_same(actual, expected):
-    reference.assert_same(actual, expected, "all_reduce")
+    reductions.assert_same(actual, expected, "all_reduce")
 
 
 def arrays(world, number, length, dtype=np.float64):

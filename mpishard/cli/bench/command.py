@@ -15,7 +15,6 @@ from rich.table import Table
 
 from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark, checkpoint_table
-from mpishard.cli.bench.checks import ChecksBenchmark, checks_table
 from mpishard.cli.bench.collectives import (
     KINDS,
     CollectiveBenchmark,
@@ -23,12 +22,18 @@ from mpishard.cli.bench.collectives import (
     collective_panels,
     collective_table,
 )
-from mpishard.cli.bench.report import write_json
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark, speedup_table
-from mpishard.cli.bench.step import ALONE, StepBenchmark, step_panel, step_table
+from mpishard.cli.bench.step import (
+    ALONE,
+    ChecksBenchmark,
+    StepBenchmark,
+    checks_table,
+    step_panel,
+    step_table,
+)
+from mpishard.cli.bench.workload import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.usage import check_choice, refuse
-from mpishard.cli.wording import parse_bytes
+from mpishard.cli.wording import check_choice, parse_bytes, refuse
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -281,7 +286,7 @@ class _Job:
             text = f"this process is a rank already ({launcher} is set): leave out -n and "
             refuse("bench", f"{text}--world-size")
         if self.ranks:
-            words = ["run", "-n", str(self.ranks), "-m", "mpishard.cli.bench.rank", "bench"]
+            words = ["run", "-n", str(self.ranks), "-m", "mpishard", "bench"]
             words += [self.context.command.name or "", *_given(self.context)]
             # In place of this process, so that signals and the exit code are those of the job.
             os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
