@@ -18,7 +18,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
 from mpishard.communication.mpi.messages import ScratchPool, Turn
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 
 
 class TestTurn:
@@ -180,7 +180,7 @@ class TestSettings:
 
 def test_every_blocking_method_has_a_twin():
     """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
-    makers = {Kind.LEAVE, Kind.SPLIT, Kind.ALLOCATE_SHARED}
+    makers = {Kind.SPLIT, Kind.ALLOCATE_SHARED}
     blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
     names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
     assert names == {f"{name}_async" for name in blocking}
