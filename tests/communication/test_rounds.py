@@ -219,8 +219,7 @@ def test_groups_have_rounds_of_their_own(world):
             assert_same(whole.wait(), tree_reduce(data, SUM))
 
 
-def test_a_group_without_rows_sends_messages(backend):
-    """A rank has rows for some of its groups, and rings for more."""
+def test_many_groups_at_once(backend):
     groups = [backend.split(0) for _ in range(40)]
     try:
         for number, group in enumerate(groups):
