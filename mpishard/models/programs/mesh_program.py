@@ -30,7 +30,7 @@ from mpishard.pipeline import (
     PipelineRecord,
 )
 from mpishard.pipeline.executor import IPipelineStage
-from mpishard.pipeline.plan import most_saved
+from mpishard.pipeline.operations import most_saved
 from mpishard.sharding import Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
