@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -185,3 +189,25 @@ def test_objects_are_described_in_one_line() -> None:
     assert repr(timeline) == (
         "Timeline(1F1B, 4 ranks, 8 micro-batches, makespan 33, bubble 27.3 %)"
     )
+
+
+# ----------------------------------------------------------------------------------- ranks alone
+
+
+@pytest.mark.spawned
+def test_the_only_thread_is_told_at_once_that_ranks_are_threads() -> None:
+    program = """
+import mpishard as ms
+config = ms.ShardingConfiguration(ms.InMemoryCommunicationBackend(rank=0, world_size=4))
+ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
+"""
+    began = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert time.monotonic() - began < 20
+    assert re.search(
+        r"CollectiveTimeoutError: rank 0 is alone in this process, .* ranks \[1, 2, 3\] did not "
+        r"arrive; .*mpishard\.run_in_threads\(4, main\) starts them all",
+        ended.stderr,
+    ), ended.stderr
