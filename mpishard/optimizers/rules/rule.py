@@ -110,6 +110,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # holder stands on the training loop and the sharded optimizers, and they stand on rules.
     holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
+    searches: ClassVar[bool] = False  # an update takes several evaluations: see `SearchRule`
 
     def __post_init__(self) -> None:
         self._holder: Any = None
