@@ -19,8 +19,16 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
-from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperation, PipelineOperationType
-from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
+from mpishard.pipeline.operations import (
+    Flow,
+    IPipelineSchedule,
+    PipelineOperation,
+    PipelineOperationType,
+    PipelinePlan,
+    Step,
+    forward_orders,
+    schedule_orders,
+)
 
 __all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineRecord"]
 

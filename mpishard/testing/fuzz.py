@@ -18,7 +18,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
-from mpishard.testing.reference import assert_same, bounds, tree_reduce, values
+from mpishard.testing.reductions import assert_same, bounds, tree_reduce, values
 
 __all__ = ["fuzz_sequence"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.testing.reference import even_sizes, operations
+from mpishard.testing.reductions import even_sizes, operations
 
 __all__ = ["SHARED_BYTES", "Spoiled", "Step", "draw_plan", "spoil"]
 

@@ -14,7 +14,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
-from mpishard.testing.reference import CommunicationChecks, assert_raises, assert_same
+from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
 
 __all__ = ["COLLECTIVES", "MISMATCHES", "Arguments", "Ask", "Mismatch", "RefusalChecks", "refusal"]
 

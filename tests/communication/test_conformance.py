@@ -16,7 +16,7 @@ from mpishard.communication.mpi import messages
 from mpishard.communication.mpi.job import Job
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, assert_same, tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))

@@ -12,7 +12,7 @@ from mpishard import run_in_threads
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
-from mpishard.testing.reference import tree_reduce
+from mpishard.testing.reductions import tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)

@@ -14,7 +14,7 @@ from mpishard.communication.contract.arena import PRIVATE, Nodes, Regions, anony
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
 from mpishard.communication.mpi import node_memory as arena
 from mpishard.errors import CollectiveMismatchError
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 by_path = pytest.mark.parametrize("path", ["arena", "two nodes"], indirect=True)

@@ -10,10 +10,9 @@ import typer
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.gpu import look_at_gpus
-from mpishard.cli.doctor.host import look_at_host, look_at_packages
+from mpishard.cli.doctor.host import look_at_host, look_at_numpy, look_at_packages
 from mpishard.cli.doctor.job import look_at_a_job
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
-from mpishard.cli.doctor.numpy_blas import look_at_numpy
 from mpishard.cli.doctor.shm import look_at_shared_memory
 
 __all__ = ["doctor"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpishard import settings
-from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState

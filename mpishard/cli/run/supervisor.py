@@ -21,11 +21,14 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
-from mpishard.cli.run.leftovers import remove_shared_memory
-from mpishard.cli.run.log_folder import CALLS
+from mpishard.cli.run.logs import CALLS, RankLogs
 from mpishard.cli.run.notice import notice
-from mpishard.cli.run.rank_logs import RankLogs
-from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
+from mpishard.cli.run.rank_processes import (
+    RankProcess,
+    RankProcesses,
+    can_be_watched,
+    remove_shared_memory,
+)
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, records_in

@@ -32,7 +32,7 @@ from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.group import Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.messages import Channel, Condition
-from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
+from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
 __all__ = ["Collectives"]
@@ -93,15 +93,8 @@ class Collectives:
             headers = Headers(posted.rows, call, self._rank)
         if headers.identical and call.out_rows < 0:
             return headers
-        if headers.has_leave:
-            group.note_leave(call)
         try:
             self._backend._verify(headers.calls)
-        except PeerError as error:
-            local = self._backend.world_ranks.index(error.rank)
-            last = headers.calls[local].sequence - 1
-            group.broken = self._backend._left_error(local, last, call)
-            raise group.broken from None
         except CollectiveMismatchError:
             pass  # raised below, when each rank's line is known
         else:

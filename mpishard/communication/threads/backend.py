@@ -101,6 +101,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def nodes(self) -> tuple[int, ...]:
         return self._joined().nodes
 
+    def describe(self) -> str:
+        return f"{super().describe()[:-1]}, environment {self._environment_id!r})"
+
     @staticmethod
     def clear_environment(environment_id: str) -> None:
         """Forget an environment, so that its id can be used for a new world."""

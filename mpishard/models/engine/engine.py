@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -151,14 +151,14 @@ class Engine:
         rule: Rule,
         *,
         sample_start: int | None = None,
-        settings: int = 0,
+        settings: Mapping[str, Any] | None = None,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
         the round; where it is not given and the program is random, the ranks tell each other how
-        many samples they have; with gradient leaves they always do. ``settings`` is a checksum of
-        what the rule depends on, such as its rate: replicas that are updated with different rates
+        many samples they have; with gradient leaves they always do. ``settings`` is what the rule
+        depends on, by name, such as its rate: replicas that are updated with different rates
         would drift apart unseen.
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
@@ -194,7 +194,7 @@ class Engine:
             self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
-                return self._step(batches, rule, settings, is_local=is_local)
+                return self._step(batches, rule, settings or {}, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -214,7 +214,7 @@ class Engine:
         self,
         batches: Sequence[Part],
         rule: Rule,
-        settings: int,
+        settings: Mapping[str, Any],
         *,
         is_local: bool,
     ) -> StepReport:

@@ -20,7 +20,7 @@ from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import Context, KeyValueCache, Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm
-from mpishard.nn.losses.cross_entropy import CrossEntropy
+from mpishard.nn.losses import CrossEntropy
 from mpishard.nn.models.model import Model
 
 __all__ = ["GPT", "generate", "gpt_chain"]

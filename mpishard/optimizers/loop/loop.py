@@ -127,6 +127,12 @@ class TrainingRun:
     def run(self) -> OptimizationResult:
         """Train; every rank returns the same result. Collective."""
         is_root = self.model.rank == 0
+        if is_root and not self.model.engine.program.knows_loss(self.model.engine.loss):
+            _log.warning(
+                "%s tells no loss, so that all losses of this run are NaN: give it "
+                "compute_loss_and_gradients, or a default_loss_function",
+                type(self.model.wrapped_model).__name__,
+            )
         self.started = time.perf_counter()
         ends = self.stopping.is_exhausted
         if self.checkpoints is not None and self.step < self.total and not ends:

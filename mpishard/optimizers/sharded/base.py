@@ -78,6 +78,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
 
+    def __repr__(self) -> str:
+        rate, ranks = self.get_current_learning_rate(), self.world_size
+        return (
+            f"{type(self).__name__}({type(self._rule).__name__}, learning rate {rate:g}, {ranks} "
+            f"rank{'s' * (ranks != 1)}, {self.steps} update{'s' * (self.steps != 1)})"
+        )
+
     @property
     def wrapped_optimizer(self) -> Optimizer:
         return self._rule
@@ -184,7 +191,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             report = search_step(state, x, y, sample_start)
         else:
             report = model.engine.step(
-                x, y, state.update, sample_start=sample_start, settings=state.settings_checksum()
+                x, y, state.update, sample_start=sample_start, settings=state.settings()
             )
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
@@ -327,9 +334,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(model).__name__}; use one strategy for both"
             )
         if model.backend is not self.backend:
+            names = [backend.describe() for backend in (model.backend, self.backend)]
+            other = ", another object" if names[0] == names[1] else ""
             raise ShardingError(
-                f"the model's backend, {model.backend.describe()}, is not the optimizer's, "
-                f"{self.backend.describe()}; use one for both"
+                f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
+                "one for both"
             )
         self._refuse_second_model()
         if self._rule.searches:

@@ -61,7 +61,7 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
         is_first = "value" not in state.numbers
         try:
             report = engine.step(
-                x, y, state.update, sample_start=sample_start, settings=state.settings_checksum()
+                x, y, state.update, sample_start=sample_start, settings=state.settings()
             )
         except NonFiniteLossError:
             if is_first:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,14 +122,17 @@ class ModelState(CheckpointState):
 
     # -------------------------------------------------------------------------------------- updates
 
-    def settings_checksum(self) -> int:
-        """Return a checksum of settings that may change between steps; the ranks compare it."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that may change between steps, which the ranks compare."""
         rule = self.rule
-        own = (
-            rule.rate_of_step(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
-            rule.weight_decay, self._described,
-        )  # fmt: skip
-        return zlib.crc32(repr(own).encode())
+        return {
+            "learning_rate": rule.rate_of_step(self.steps),
+            "clip_global_norm": rule.clip_global_norm,
+            "clip_value": rule.clip_value,
+            "weight_decay": rule.weight_decay,
+            "parameter_options": self._described,
+            "number of updates": self.steps,
+        }
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update the parameters that this rank updates, as the engine's step asks for it."""
