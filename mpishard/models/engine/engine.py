@@ -283,6 +283,17 @@ class Engine:
             self.parameters.publish(self.pieces.published)
         self._end_round()
 
+    def move(self, rule: Rule) -> None:
+        """Let ``rule`` change the parameters without a gradient. Collective.
+
+        The gradients of its updates hold no gradient, and the report no loss.
+        """
+        unused = self.parameters.owned(self.pieces.updated)
+        self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self.changed()
+
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
         parameters = self.parameters.owned(self.pieces.updated)

@@ -83,6 +83,12 @@ class TrainingRun:
         self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
         self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
+        if optimizer.wrapped_optimizer.searches and per_epoch > 1:
+            raise ValueError(
+                f"{type(optimizer.wrapped_optimizer).__name__} needs full batches, and batch_size "
+                f"{data.batch_size} cuts an epoch into {per_epoch}; set batch_size to the number "
+                "of samples or more"
+            )
         epochs = None if data.epochs is None else data.epochs * per_epoch
         self.total = min((n for n in (epochs, data.max_steps) if n is not None), default=per_epoch)
         self.validate_every = data.validate_every or per_epoch

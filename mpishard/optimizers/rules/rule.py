@@ -120,6 +120,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # holder stands on the training loop and the sharded optimizers, and they stand on rules.
     holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
+    searches: ClassVar[bool] = False  # an update takes several evaluations: see `SearchRule`
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """Make a rule; refuse settings that it does not have, naming those meant.
