@@ -148,16 +148,7 @@ class Supervisor:
 
     def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
         self._processes = processes = RankProcesses(folder, self.world_size)
-        handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
-            **dict.fromkeys(_FORWARDED, self._forward),
-            signal.SIGQUIT: self._ask,
-            signal.SIGUSR1: self._give_notice,
-        }
-        signal.signal(signal.SIGALRM, self._after_grace)
-        for number, handler in handlers.items():
-            # Started with nohup, or in the background, this process is to ignore the signal.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, handler)
+        self._handle_signals()
         janitor = subprocess.Popen(
             ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
             stdin=subprocess.PIPE,
@@ -320,6 +311,18 @@ class Supervisor:
         return None
 
     # ------------------------------------------------------------------------------------- signals
+
+    def _handle_signals(self) -> None:
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+            **dict.fromkeys(_FORWARDED, self._forward),
+            signal.SIGQUIT: self._ask,
+            signal.SIGUSR1: self._give_notice,
+        }
+        signal.signal(signal.SIGALRM, self._after_grace)
+        for number, handler in handlers.items():
+            # Started with nohup, or in the background, this process is to ignore the signal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
