@@ -24,7 +24,7 @@ __all__ = ["Timeline", "plot_timelines", "simulate", "text_chart"]
 Amounts = float | Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """The result of `simulate`.
 
@@ -57,6 +57,13 @@ class Timeline:
     peak_live: tuple[float, ...]
     peak_held: tuple[float, ...]
     peak_activation_bytes: tuple[float, ...] | None
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.schedule_name}, {self.num_stages} ranks, "
+            f"{self.num_micro_batches} micro-batches, makespan {self.makespan:g}, "
+            f"bubble {100 * self.bubble_fraction:.1f} %)"
+        )
 
     @property
     def makespan(self) -> float:

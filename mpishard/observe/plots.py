@@ -245,8 +245,13 @@ def plot_loss_curve(
     ImportError
         If matplotlib is not installed; the message says how to get it.
     FileNotFoundError, ValueError
-        If `training` names no metrics file, or one that is damaged.
+        If `training` names no metrics file, or one that is damaged; if ``path`` is named like
+        one, which the picture would overwrite.
     """
+    if path is not None and Path(path).suffix in (".jsonl", ".json"):
+        raise ValueError(
+            f"{path} is the PNG to write, and named like a metrics file: pass that as training"
+        )
     if isinstance(training, str | os.PathLike):
         training, in_file = losses_of(training)
         validation = validation or in_file
