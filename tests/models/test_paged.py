@@ -93,9 +93,7 @@ def test_too_few_blocks_are_refused_before_anything_changes(backend: Any) -> Non
         paged.generate(PROMPTS, 4)
     one, _ = paged.prefill(PROMPTS[1])
     two, logits = paged.prefill(PROMPTS[0])
-    refused = (
-        "4 more positions of each of 1 sequences need 2 more blocks of 3 positions, and 1 of"
-    )
+    refused = "4 more positions of each of 1 sequences need 2 more blocks of 3 positions, and 1 of"
     with pytest.raises(ValueError, match=refused):
         paged.prefill([1, 2, 3, 4])
     third, _ = paged.prefill([7])
