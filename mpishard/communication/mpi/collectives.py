@@ -68,7 +68,10 @@ class Collectives:
         pending = self._backend._pending
 
         def has_come() -> bool:
-            return next(work.call is call for work in pending if not work.done)
+            for work in pending:
+                if not work.done:
+                    return work.awaited is call
+            raise AssertionError(call)
 
         if not has_come():
             yield Condition(has_come)
@@ -516,12 +519,14 @@ class Collectives:
         length: int,
     ) -> Array:
         """The sums that this node sends of one piece: one for each of its subtrees, end to end."""
+        if operation is ReductionOperation.AVERAGE:
+            operation = ReductionOperation.SUM  # the whole is divided, once
         subtrees = self._nodes.subtrees(self._nodes.own)
         sums = np.empty((len(subtrees), length), dtype)
         for (first, level), target in zip(subtrees, sums, strict=True):
             under = range(first, first + (1 << level))
             members = [array for rank, array in arrays.items() if rank in under]
-            self._reducer.reduce_part(members, operation, target)
+            self._reducer.reduce(members, operation, target)
         return sums.reshape(-1)
 
     def _exchange_pieces(self, pieces: Sequence[Array]) -> Steps:

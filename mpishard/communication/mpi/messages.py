@@ -24,6 +24,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.contract.work import Steps, Waitable
 
 __all__ = [
+    "Bytes",
     "Channel",
     "Condition",
     "Message",
