@@ -29,9 +29,9 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Steps
-from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.communication.mpi.messages import Channel, Condition
+from mpishard.communication.mpi.messages import Condition
 from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
@@ -90,9 +90,8 @@ class Collectives:
         if self._world_size == 1:
             headers = Headers(row, call, 0)
         else:
-            posted = group.exchange.post(row, call)
+            posted = group.exchange.post(row)
             yield posted
-            del group.exchange.unread[posted]
             headers = Headers(posted.rows, call, self._rank)
         if headers.identical and call.out_rows < 0:
             return headers
