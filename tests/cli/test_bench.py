@@ -56,6 +56,20 @@ def test_step(monkeypatch, tmp_path, model, parameters):
     assert "ddp" in ended.stdout
 
 
+def test_busy_processes_run_beside_the_ranks_and_end_with_them(monkeypatch):
+    started = []
+    start = subprocess.Popen
+
+    def popen(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    few = ["--collective", "barrier", "--repeats", 1, "--world-size", 2]
+    assert bench("collectives", *few, "--busy", 2).exit_code == 0
+    assert [process.poll() for process in started] == [-9, -9]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_memory_and_checks_in_turn(tmp_path):
     pytest.importorskip("matplotlib")

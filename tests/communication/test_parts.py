@@ -137,6 +137,22 @@ class TestBackoff:
             backoff.pause()
         assert time.monotonic() - started < 1
 
+    def test_one_long_yield_is_the_last(self, monkeypatch):
+        """Other programs use the core: it is left to them in sleeps, which cost no whole turn."""
+        yields = []
+        monkeypatch.setattr(
+            backoff_module, "yield_processor", lambda: (yields.append(1), time.sleep(0.002))
+        )
+        backoff = Backoff(False, lambda: None)
+        for _ in range(500):
+            backoff.pause()
+        assert len(yields) == 1
+        assert backoff.dozes
+        later = Backoff(False, lambda: None, dozes=True)
+        for _ in range(500):
+            later.pause()
+        assert len(yields) == 1
+
     def test_a_look_may_raise(self):
         def give_up():
             raise TimeoutError

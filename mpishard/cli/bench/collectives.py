@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 Way = Callable[[], object]
 Ways = dict[str, tuple[Way, Any]]
 """Name -> what does the collective once, and the array that it leaves its result in, or None."""
+
+# It ends with the rank that started it, however that rank ends.
+_BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
@@ -77,27 +83,41 @@ class CollectiveBenchmark:
         Of its elements.
     repeats : int
         How often each is timed.
+    busy : int
+        Number of busy processes that run on each node meanwhile.
     """
 
     kinds: Sequence[str]
     sizes: Sequence[int]
     dtype: str = "float32"
     repeats: int = 15
+    busy: int = 0
 
     def run(self, backend: CommunicationBackend) -> Iterator[list[CollectiveResult]]:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
         mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
         gloo = GlooGroup.join(backend) if mpi is not None else None
-        for kind in self.kinds:
-            for nbytes in self.sizes if kind != "barrier" else (0,):
-                ways = _Ways(backend, mpi, gloo, nbytes, np.dtype(self.dtype)).of(kind)
-                timings = time_alternately(backend, list(ways.values()), self.repeats)
-                yield [
-                    CollectiveResult(kind, way, nbytes, timing.seconds)
-                    for way, timing in zip(ways, timings, strict=True)
-                ]
+        with _busy_loops(self.busy if backend.local_rank == 0 else 0):
+            for kind in self.kinds:
+                for nbytes in self.sizes if kind != "barrier" else (0,):
+                    ways = _Ways(backend, mpi, gloo, nbytes, np.dtype(self.dtype)).of(kind)
+                    timings = time_alternately(backend, list(ways.values()), self.repeats)
+                    yield [
+                        CollectiveResult(kind, way, nbytes, timing.seconds)
+                        for way, timing in zip(ways, timings, strict=True)
+                    ]
         if gloo is not None:
             gloo.leave()
+
+
+@contextmanager
+def _busy_loops(number: int) -> Iterator[None]:
+    """Keep cores busy with other processes, as other users of the machine do."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
+            stack.callback(loop.kill)
+        yield
 
 
 class _Ways:

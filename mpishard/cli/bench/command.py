@@ -90,6 +90,7 @@ def collectives(
         Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")
     ] = "float32",
     repeats: Annotated[int, _count("Number of times of each.")] = 15,
+    busy: Annotated[int, _count("Busy processes that share the node's cores meanwhile.", 0)] = 0,
     json: JSONOption = None,
     plot: PlotOption = None,
     ranks: RanksOption = 0,
@@ -106,7 +107,7 @@ def collectives(
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     except ValueError as error:
         refuse("bench", f"--sizes: {error}")
-    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats)
+    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
 
     def table(results: Sequence[CollectiveResult], size: int) -> Table:
         made = collective_table(results, size)

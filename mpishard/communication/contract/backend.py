@@ -267,6 +267,9 @@ class CommunicationBackend(ABC):
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
+    def __repr__(self) -> str:
+        return self.describe()
+
     # ------------------------------------------------------------------------------- collectives
 
     def all_reduce(

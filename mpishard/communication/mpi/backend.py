@@ -19,7 +19,7 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.backoff import LONG_POLL, Backoff
+from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import MessageWait
 from mpishard.communication.contract.work import Steps, Work, in_call
@@ -287,7 +287,8 @@ class MPICommunicationBackend(CommunicationBackend):
                 if took > _QUICK_POLLS * LONG_POLL:
                     break
             is_slow = took > _QUICK_POLLS * LONG_POLL
-            backoff = Backoff(job.crowded, lambda: self._look_round(work), is_slow=is_slow)
+            dozes = is_slow or time.monotonic() < job.shares_core_until
+            backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
             polls = 0
             self.status.wait(work.awaited)
             try:
@@ -301,6 +302,8 @@ class MPICommunicationBackend(CommunicationBackend):
                             job.stir()
             finally:
                 self.status.go_on()
+                if backoff.dozes and not (dozes or job.crowded):
+                    job.shares_core_until = time.monotonic() + SHARES_CORE_SECONDS
             self._forget_done()
         except self._mpi.Exception as error:
             raise self._explain(error, work.where) from error

@@ -87,6 +87,8 @@ class Job:
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
+        self.shares_core_until = 0.0
+        """Until when, by `time.monotonic`, waits take it that other programs use this core."""
         if self.statuses is not None:
             self.statuses.share(comm.allgather, ranks)
         node.Free()
