@@ -144,19 +144,12 @@ class Job:
 
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        count = 0
-        for reference in self._groups.values():
-            backend = reference()
-            if backend is not None:
-                count += len(backend._pending) + len(backend._transfers)
-        return count
+        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
-        for reference in tuple(self._groups.values()):
-            backend = reference()
-            if backend is not None:
-                backend.progress()
+        for backend in self.backends():
+            backend.progress()
 
     def stir(self) -> None:
         """Let MPI go on with what is under way in any world."""
