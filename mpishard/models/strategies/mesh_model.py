@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
@@ -27,6 +28,7 @@ from mpishard.models.strategies.mesh_options import (
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_free
 from mpishard.pipeline import (
+    GPipeSchedule,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
@@ -76,6 +78,12 @@ class MeshModel(ShardedModelBase):
                 "partition_strategy gives costs of layers, and "
                 f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
                 "IPipelinePartitionStrategy, which deals its flat vector to the stages, or None"
+            )
+        if not (is_layered or isinstance(self._options.schedule, GPipeSchedule)):
+            raise ValueError(
+                f"schedule {self._options.schedule.name} orders the work of pipeline stages, and "
+                f"{type(self._wrapped_model).__name__} is a black box, which each rank computes "
+                "whole: give schedule=None, or a model that implements ILayeredModel (mpishard.nn)"
             )
         if self._recomputes and not is_layered:
             raise NotImplementedError(
@@ -167,14 +175,21 @@ class MeshModel(ShardedModelBase):
         )
         return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
 
+    def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
+        engine = super()._build_engine(program, arena=arena)
+        if not isinstance(program, MeshProgram):  # which cuts batches itself
+            engine.micro_batches = self._options.micro_batch_count
+        return engine
+
     def _say_what_stays_whole(self, reason: str) -> None:
         if self.mesh.replica_size == 1:
             super()._say_what_stays_whole(reason)
             return
         _log.warning(
             "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
-            "each rank computes the whole batch, in one micro-batch and with all parameters, %s",
-            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(), reason,
+            "each rank computes the whole batch, in %s and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
+            self._micro_batches_in_words(), reason,
         )  # fmt: skip
 
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
@@ -198,13 +213,16 @@ class MeshModel(ShardedModelBase):
     # ------------------------------------------------------------------------------- properties
 
     def _described_ranks(self) -> str:
+        words = [self.mesh.describe()]
         if not isinstance(self._wrapped_model, ILayeredModel):
-            return f"{self.mesh.describe()}, computed whole"  # in one micro-batch, unscheduled
+            words.append("computed whole")
+        elif self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            words.append(self._options.schedule.name)
+        return ", ".join([*words, self._micro_batches_in_words()])
+
+    def _micro_batches_in_words(self) -> str:
         count = self._options.micro_batch_count
-        micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
-        if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
-            micro_batches = f"{self._options.schedule.name}, {micro_batches}"
-        return f"{self.mesh.describe()}, {micro_batches}"
+        return f"{count} micro-batch{'es' * (count > 1)}"
 
     @property
     def data_parallel_strategy(self) -> str:
@@ -288,7 +306,7 @@ class MeshModel(ShardedModelBase):
             "StageId": self.mesh.pipeline_rank,
             "NumStages": self.mesh.pipeline_size,
             "MicroBatchCount": self._options.micro_batch_count,
-            "Schedule": self._options.schedule.name,
+            "Schedule": self._options.schedule.name if self.is_compute_partitioned else None,
             "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
             "EstimatedBubbleFraction": self.estimated_bubble_fraction,
             "ActivationCheckpointing": self._recomputes,
