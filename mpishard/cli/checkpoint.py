@@ -24,7 +24,7 @@ from mpishard.checkpoint import (
     CheckpointReport,
     describe,
 )
-from mpishard.checkpoint.format.folder import LATEST, Entry
+from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
@@ -57,7 +57,17 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     with _said():
         entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
-            listed = [_entry_as_dict(entry) for entry in entries]
+            listed = []
+            for entry in entries:
+                has_manifest = os.path.lexists(entry.path / MANIFEST)
+                listed.append({
+                    "name": entry.path.name,
+                    "step": entry.step,
+                    "bytes": sum(f.stat().st_size for f in _files_of(entry.path) if f.is_file()),
+                    "saved": _time_of(entry.path),
+                    "whole": not entry.problem,
+                    "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
+                })  # fmt: skip
             found: dict[str, Any] = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
@@ -218,19 +228,6 @@ def _says_lost(folder: str, found: list[Path]) -> bool:
 
 def _files_of(directory: Path) -> list[Path]:
     return [*directory.iterdir()] if directory.is_dir() else []
-
-
-def _entry_as_dict(entry: Entry) -> dict[str, Any]:
-    files = [file.stat() for file in _files_of(entry.path) if file.is_file()]
-    has_manifest = os.path.lexists(entry.path / MANIFEST)
-    return {
-        "name": entry.path.name,
-        "step": entry.step,
-        "bytes": sum(status.st_size for status in files),
-        "saved": _time_of(entry.path),
-        "whole": not entry.problem,
-        "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
-    }
 
 
 def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
