@@ -298,7 +298,11 @@ FUNCTIONS = [
     (ms, "launch(main, *args, backend='auto', world_size=None, on_failure='abort')"),
     (ms, "init(backend='auto', *, on_failure='abort')"),
     (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, on_failure='abort', **kwargs)"),
-    (ms, "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, *, precision=None, **degrees)"),
+    (
+        ms,
+        "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, *, "
+        "precision=None, **degrees)",
+    ),
     (ms, "as_distributed_for_high_bandwidth(model, backend)"),
     (ms, "as_distributed_for_low_bandwidth(model, backend)"),
     (ms.checkpoint, "save(path, model, optimizer=None, *, training=None, metadata=None)"),

@@ -59,8 +59,8 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def refuse(command: str, message: object) -> NoReturn:
-    """Print ``message`` as that of ``mpishard <command>``, and end with exit code 2.
+def refuse(command: str, message: object, code: int = 2) -> NoReturn:
+    """Print ``message`` as that of ``mpishard <command>``, and end with exit code 2 or another.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def refuse(command: str, message: object) -> NoReturn:
         Always.
     """
     typer.echo(f"mpishard {command}: {message}", err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code) from None
 
 
 def check_choice(command: str, flag: str, given: str, choices: Iterable[str]) -> None:

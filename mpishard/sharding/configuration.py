@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any, Self
 
@@ -131,6 +132,16 @@ class ShardingConfiguration:
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
         self.precision = precision
+
+    def __repr__(self) -> str:
+        """The backend, and the choices that are not the defaults."""
+        defaults = inspect.signature(ShardingConfiguration).parameters.values()
+        chosen = [
+            f", {each.name}={getattr(self, each.name)!r}"
+            for each in defaults
+            if each.default is not each.empty and getattr(self, each.name) != each.default
+        ]
+        return f"{type(self).__name__}({self._backend!r}{''.join(chosen)})"
 
     # ------------------------------------------------------------------------------------ presets
 

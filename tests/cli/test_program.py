@@ -107,7 +107,7 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
     assert "ranks for each of" in refused("run", "-n", str(many), "train.py")
     started: list[int] = []
     monkeypatch.setattr(
-        "mpishard.cli.run.job.PreparedJob.run",
+        "mpishard.cli.run.job.Job.run",
         lambda self: started.append(self.ranks) or 0,
     )
     for words in (["-n", str(many - 1)], ["-n", str(many), "--oversubscribe"]):

@@ -197,16 +197,15 @@ class RankLogs:
 
     def text(self) -> str:
         """Who a rank was that has ended, how it went, and its last collectives, to be read."""
-        return "\n".join(_text_of(record) for record in self.records)
-
-
-def _text_of(record: RankRecord) -> str:
-    stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"
-    name = f"rank {record.rank} of {record.world_size}, process {record.pid} on {record.host}"
-    if record.rank != record.launched_rank:
-        name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
-    lines = [f"{name}: {stood}"]
-    for logged in record.calls:
-        time = datetime.fromtimestamp(logged.time).astimezone().isoformat(" ", "microseconds")
-        lines.append(f"{time}  {logged}")
-    return "\n".join(lines) + "\n"
+        texts = []
+        for record in self.records:
+            stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"
+            name = f"rank {record.rank} of {record.world_size}"
+            name += f", process {record.pid} on {record.host}"
+            if record.rank != record.launched_rank:
+                name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
+            texts.append(f"{name}: {stood}\n")
+            for logged in record.calls:
+                time = datetime.fromtimestamp(logged.time).astimezone()
+                texts[-1] += f"{time.isoformat(' ', 'microseconds')}  {logged}\n"
+        return "\n".join(texts)

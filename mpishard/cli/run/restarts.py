@@ -14,8 +14,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -100,15 +100,17 @@ class Restarts:
             self._say_all(lines[:-1])
             lost = self.find_lost()
             hosts = [host for host in self.hosts if host.name not in lost]
-            ranks = self._ranks_on(hosts)
+            if self.hosts:
+                ranks = min(self.ranks, sum(host.slots for host in hosts))
             if self.received:
                 self.say(outcome.cause)
                 return self._interrupted()
-            if ranks < self._least:
+            if ranks < (self.min_ranks or self.ranks):
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
-            pause = self._pause_after(outcome, pause)
+            is_first = not pause or outcome.seconds >= _SOON_SECONDS
+            pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
             self.say(
                 f"{outcome.cause}; restart {number} of {self.most} with {counted(ranks, 'rank')}"
@@ -132,15 +134,6 @@ class Restarts:
             return False
         return code != _USAGE or outcome.called_init
 
-    @property
-    def _least(self) -> int:
-        return self.ranks if self.min_ranks is None else self.min_ranks
-
-    def _ranks_on(self, hosts: Sequence[Host]) -> int:
-        if not self.hosts:
-            return self.ranks
-        return min(self.ranks, sum(host.slots for host in hosts))
-
     def _too_few(self, lost: Sequence[str], ranks: int) -> str:
         room = (
             f"the other hosts take {counted(ranks, 'rank')}" if ranks else "no other host is left"
@@ -149,12 +142,6 @@ class Restarts:
         if self.min_ranks is None:
             need = f"without --min-ranks it keeps its {self.ranks}"
         return f"{_names(lost)} cannot be reached, {room}, and {need}"
-
-    @staticmethod
-    def _pause_after(outcome: Outcome, pause: float) -> float:
-        if not pause or outcome.seconds >= _SOON_SECONDS:
-            return _FIRST_PAUSE_SECONDS
-        return min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _wait(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
@@ -210,13 +197,19 @@ def find_lost_hosts(
         command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "-o", "%N %t"]
         ((code, text),) = _answers_of([command], received)
         states = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
-        return (
-            []
-            if code != 0
-            else [name for name in names if not _is_usable(states.get(name, "").strip())]
-        )
+        if code != 0:
+            return []
+        found = {name: _STATE.fullmatch(states.get(name, "").strip()) for name in names}
+        return [
+            name
+            for name, state in found.items()
+            if state is None or state[1] not in _USABLE or set(state[2]) & set(_AWAY)
+        ]
+    shell = shlex.split(settings.remote_shell(launcher.is_hydra))
+    if Path(shell[0]).name == "ssh":
+        shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     others = [name for name in names if not _is_this_machine(name)]
-    answers = _answers_of([_remote(launcher, name) for name in others], received)
+    answers = _answers_of([[*shell, name, "true"] for name in others], received)
     return [name for name, (code, _) in zip(others, answers, strict=True) if code != 0]
 
 
@@ -225,18 +218,6 @@ def allocated_hosts(ranks: int) -> list[Host]:
     ((code, text),) = _answers_of([["scontrol", "show", "hostnames"]], ())
     names = [] if code != 0 else text.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
-
-
-def _remote(launcher: Launcher, name: str) -> list[str]:
-    shell = shlex.split(settings.remote_shell(launcher.is_hydra))
-    if Path(shell[0]).name == "ssh":
-        shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-    return [*shell, name, "true"]
-
-
-def _is_usable(state: str) -> bool:
-    found = _STATE.fullmatch(state)
-    return found is not None and found[1] in _USABLE and not set(found[2]) & set(_AWAY)
 
 
 def _is_this_machine(name: str) -> bool:
@@ -256,44 +237,40 @@ def _is_this_machine(name: str) -> bool:
 def _answers_of(
     commands: Sequence[Sequence[str]], received: Sequence[signal.Signals]
 ) -> list[tuple[int | None, str]]:
-    """What all of ``commands``, run at once, end with and print; None: not found or not in time."""
+    """Run all of ``commands`` at once; return the exit code and output of each.
+
+    The code is None if the program was not found, or has not ended in time.
+    """
+    asked: list[tuple[subprocess.Popen[bytes] | None, IO[bytes]]] = []
     with ExitStack() as held:
-        outputs = [held.enter_context(tempfile.TemporaryFile()) for _ in commands]
-        asked = [
-            held.enter_context(_ended_at_last(command, output))
-            for command, output in zip(commands, outputs, strict=True)
-        ]
-        end = time.monotonic() + _ANSWER_SECONDS
-        while any(process is not None and process.poll() is None for process in asked):
-            if received or time.monotonic() > end:
-                break
-            time.sleep(_POLL_SECONDS)
-        answers = []
-        for process, output in zip(asked, outputs, strict=True):
-            output.seek(0)
-            code = None if process is None else process.returncode
-            answers.append((code, output.read().decode(errors="replace")))
-        return answers
-
-
-@contextmanager
-def _ended_at_last(
-    command: Sequence[str], output: IO[bytes]
-) -> Iterator[subprocess.Popen[bytes] | None]:
-    """A process of ``command`` that does not outlive the block; None if there is no program."""
-    if shutil.which(command[0]) is None:
-        yield None
-        return
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # without a terminal to ask for a password
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            for command in commands:
+                output = held.enter_context(tempfile.TemporaryFile())
+                process = None
+                if shutil.which(command[0]) is not None:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,  # without a terminal to ask for a password
+                    )
+                asked.append((process, output))
+            end = time.monotonic() + _ANSWER_SECONDS
+            while any(process is not None and process.poll() is None for process, _ in asked):
+                if received or time.monotonic() > end:
+                    break
+                time.sleep(_POLL_SECONDS)
+            answers = []
+            for process, written in asked:
+                written.seek(0)
+                code = None if process is None else process.returncode
+                answers.append((code, written.read().decode(errors="replace")))
+            return answers
+        finally:
+            for process, _ in asked:
+                if process is None:
+                    continue
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_loss
 from mpishard.arrays import Array, require_plain
 from mpishard.bfloat16 import rounded, widened
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
@@ -22,7 +22,8 @@ from mpishard.models.programs.replica import Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.sharding import Placement, build_units
 
 __all__ = ["LayeredProgram", "held_whole"]
@@ -97,13 +98,13 @@ class LayeredProgram(Program):
         for chain in self._chains:
             chain.freeze(names, self.frozen_units)
 
-    def structure(self) -> str:
-        return super().structure() + self._kinds()
+    def structure(self) -> dict[str, Any]:
+        return super().structure() | self._kinds()
 
-    def _kinds(self) -> str:
-        layers = [type(layer).__name__ for layer in self._model.layers]
+    def _kinds(self) -> dict[str, Any]:
+        layers = {f"layer {k}": type(each).__name__ for k, each in enumerate(self._model.layers)}
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return f" {layers} {json.dumps(choices, sort_keys=True)}"
+        return layers | choices
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
@@ -196,7 +197,7 @@ class LayeredProgram(Program):
         x = self._entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
         total, weight, of_loss = batch.loss.forward(self._leaving(prediction), batch.y)
-        return total, weight, [activations, batch.loss, of_loss]
+        return as_loss(total, batch.loss, "sum"), weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved

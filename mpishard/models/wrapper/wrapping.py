@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -225,36 +224,22 @@ def require_same_on_all_ranks(
     Raises
     ------
     ValueError
-        On every rank, with the choices that differ, or each rank's number of parameters and units.
+        On every rank, with the choices and parts that differ, and their values by rank.
     """
-    backend, choices = config.communication_backend, shared_choices(config)
-    structure = f"{strategy}/{program.dtype.name}/{program.device.kind}/{choices}"
-    structure += program.structure()
-    units = 0 if program.replica.is_on_mesh else len(program.units)
-    mine = [program.vector.placement.length, units, zlib.crc32(structure.encode())]
-    everyone = backend.all_gather(np.array([mine]))
-    if (everyone == everyone[0]).all():
-        return
-    differing = differences(backend, choices)
+    mine = {
+        "strategy": strategy,
+        "dtype": program.dtype.name,
+        "device": program.device.kind,
+        "number of parameters": program.vector.placement.length,
+        **program.structure(),
+        **shared_choices(config),
+    }
+    differing = differences(config.communication_backend, mine)
     if differing:
         raise ValueError(
-            f"every rank must wrap its model with the same ShardingConfiguration; by rank, "
-            f"{differing}"
+            "every rank must wrap the same model in the same strategy, with the same "
+            f"ShardingConfiguration; by rank, {differing}"
         )
-    rows = "; ".join(
-        f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
-        for rank, row in enumerate(everyone)
-    )
-    counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
-    raise ValueError(
-        f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-        + (
-            ""
-            if counts_differ
-            else " (units, names, shapes, kinds of layers, features in "
-            "use, frozen parameters, strategy, mesh, schedule, dtype or device differ)"
-        )
-    )
 
 
 def build_engine(
