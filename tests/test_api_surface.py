@@ -300,8 +300,10 @@ FUNCTIONS = [
     (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, on_failure='abort', **kwargs)"),
     (
         ms,
-        "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, *, "
-        "precision=None, **degrees)",
+        (
+            "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, *, "
+            "precision=None, **degrees)"
+        ),
     ),
     (ms, "as_distributed_for_high_bandwidth(model, backend)"),
     (ms, "as_distributed_for_low_bandwidth(model, backend)"),
