@@ -292,7 +292,7 @@ def test_one_warning_says_what_to_implement(
         found = run_in_threads(4, wrap, 2, 1, 2)
     (message,) = [record.getMessage() for record in caplog.records]
     for words in ("HybridShardedModel", "2 pipeline x 1 tensor x 2 data", "ILayeredModel",
-                  "each rank computes the whole batch, in 4 micro-batches, in no schedule"):  # fmt: skip
+                  "computes the whole batch, in 4 micro-batches, in no schedule"):  # fmt: skip
         assert words in message
     for properties, bubble in found:
         assert properties["ComputePartitioned"] is False
