@@ -192,7 +192,7 @@ def _latest(folder: str) -> str | None:
 
 
 def _is_named(name: str, latest: str | None) -> bool:
-    """True if `latest` names it; a save that was killed between its two renames left `.previous`."""
+    """True if `latest` names it, also after a save that was killed between its two renames."""
     return latest is not None and name in (latest, f"{latest}.previous")
 
 
