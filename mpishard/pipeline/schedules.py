@@ -160,7 +160,7 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
-        # Rank s is P-1-s hops from the last stage: as many micro-batches fill the pipeline behind it.
+        # As many micro-batches as the hops to the last stage fill the pipeline behind this rank.
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         forwards = [(PipelineOperationType.FORWARD, m, 0) for m in range(num_micro_batches)]
         backwards = [(PipelineOperationType.BACKWARD, m, 0) for m in range(num_micro_batches)]
