@@ -23,7 +23,8 @@ from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradi
 from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration, pieces_within
