@@ -485,6 +485,7 @@ class Engine:
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""
         self.version += 1
+        self.parameters.changed()
         self.program.changed(self.parameters)
 
     def take(self, full: Array) -> None:
@@ -526,10 +527,8 @@ class Engine:
             yield self.gather()
             return
         for unit in self.program.units:
-            try:
-                chunk = self.parameters.unshard(unit).copy()
-            finally:
-                self.parameters.reshard(unit)
+            chunk = self.layout.device.namespace.empty(unit.length, self.layout.dtype)
+            self.parameters.read(unit, chunk)
             yield chunk
 
     @contextmanager
