@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import nn
+from mpishard import compilation, nn
 from mpishard.errors import ShardingError
 from mpishard.observe import plot_loss_curve
 from mpishard.optimizers import SGD, Adam, OptimizationInputData
@@ -185,3 +190,43 @@ def test_objects_are_described_in_one_line() -> None:
     assert repr(timeline) == (
         "Timeline(1F1B, 4 ranks, 8 micro-batches, makespan 33, bubble 27.3 %)"
     )
+
+
+# ---------------------------------------------------------------------------------- long silences
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.2, 1), (0.0, 0)])
+def test_a_first_compilation_says_why_the_step_is_slow(
+    seconds: float, lines: int, monkeypatch: Any, caplog: Any
+) -> None:
+    pytest.importorskip("llvmlite")
+
+    def njit(*_: Any, **__: Any) -> Any:
+        return lambda function: time.sleep(seconds) or function
+
+    monkeypatch.setattr(compilation, "_numba", lambda: SimpleNamespace(njit=njit))
+    monkeypatch.setattr(compilation, "_NOTICE_SECONDS", 0.05)
+    compilation._say_that_it_compiles.cache_clear()
+    with caplog.at_level(logging.INFO, "mpishard"):
+        for _ in range(2):
+            compilation.compile_loop(lambda: None, None)
+    assert [r.getMessage()[:28] for r in caplog.records] == ["numba compiles update loops,"] * lines
+
+
+@pytest.mark.spawned
+def test_the_only_thread_is_told_at_once_that_ranks_are_threads() -> None:
+    program = """
+import mpishard as ms
+config = ms.ShardingConfiguration(ms.InMemoryCommunicationBackend(rank=0, world_size=4))
+ms.FSDPModel(ms.nn.MLP([4, 3, 2]), config)
+"""
+    began = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert time.monotonic() - began < 20
+    assert re.search(
+        r"CollectiveTimeoutError: rank 0 is alone in this process, .* ranks \[1, 2, 3\] did not "
+        r"arrive; .*mpishard\.run_in_threads\(4, main\) starts them all",
+        ended.stderr,
+    ), ended.stderr
