@@ -242,14 +242,14 @@ def check(
 ) -> float:  # fmt: skip
     """Twice in one world, which finds what is stale; the largest difference of a parameter.
 
-    Five steps, with each layer a unit, or three where ranks may be more than cores; then two, with
-    large units, and nobody looks between them.
+    Three steps, with each layer a unit, and five with --full; then two, with large units, and
+    nobody looks between them.
     """
     expected = problems.train_sequentially(kind, problems.textbook(kind, rule))
     largest = 0.0
     for unit_size in problems.UNIT_SIZES:
         model, optimizer = build(backend, problems, kind, mesh, rule, unit_size, **options)
-        steps = 2 if unit_size > 1 else 5 if is_full or backend.world_size < 3 else 3
+        steps = 2 if unit_size > 1 else 5 if is_full else 3
         for step in range(steps):
             loss = update_once(model, optimizer, problems, kind, step, accumulation)
             np.testing.assert_allclose(loss, expected.losses[step], rtol=0, atol=1e-12)
