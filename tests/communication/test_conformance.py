@@ -47,7 +47,6 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_conformance_of_groups(backend, division):
     """The groups of one world work at the same time, and in no step with one another."""

@@ -42,7 +42,6 @@ def own_slice(backend, length, dtype):
 @by_path
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5, 7)
 def test_the_bits_are_those_of_messages(backend, path, dtype):
     layout_of = {n: ShardLayout(n, backend.world_size) for n in LENGTHS}
@@ -72,7 +71,6 @@ def test_the_bits_are_those_of_messages(backend, path, dtype):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_many_at_once(backend, path):
     n = 2000
@@ -86,7 +84,6 @@ def test_many_at_once(backend, path):
 
 
 @pytest.mark.parametrize("path", ["two nodes"], indirect=True)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
     monkeypatch.setattr("mpishard.communication.mpi.messages.MessageChannel.ROUND_BYTES", 400)
@@ -102,7 +99,6 @@ def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 3, 5)
 def test_an_array_of_one_node_stands_once(backend, path):
     shared = backend.allocate_shared(1000, np.int64)
@@ -119,7 +115,6 @@ def test_an_array_of_one_node_stands_once(backend, path):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 4, 5)
 def test_what_is_read_in_place_is_not_sent(backend, path):
     length, width = 4000, 8

@@ -146,7 +146,6 @@ def test_equals_sequential_training(
 
 
 @pytest.mark.parametrize(("kind", "strategy", "offload"), ON_A_GPU)
-@pytest.mark.dealt
 @in_worlds(3)
 def test_on_a_gpu(
     backend: Any, problems: Any, kind: str, strategy: str, offload: Sequence[str], gpu: Any
@@ -235,7 +234,6 @@ def bits_on_threads(problems: Any, kind: str, world_size: int, path: str) -> Any
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "tied", "conv", "dropout", "function"])
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_same_bits_in_every_run_on_every_backend_path_and_strategy(
     backend: Any, problems: Any, kind: str, path: str, bits_on_threads: Any

@@ -99,7 +99,6 @@ def cross_entropy_bytes(backend: CommunicationBackend, model: Any, micro_batches
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @by_mesh
-@pytest.mark.dealt
 @in_worlds()
 def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_batches: int) -> None:
     model, optimizer = build(
@@ -124,7 +123,6 @@ def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_ba
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("world_size", "mesh"), WITH_DATA)
-@pytest.mark.dealt
 @in_worlds()
 def test_fully_sharded_data_gathers_for_each_micro_batch(
     backend: Any, mesh: Any, micro_batches: int
@@ -175,7 +173,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
         for strategy in (STRATEGIES if mesh[2] > 1 or IS_FULL else STRATEGIES[place % 4 :][:1])
     ],
 )
-@pytest.mark.dealt
 @in_worlds()
 def test_each_rank_holds_its_share(backend: Any, mesh: Any, strategy: str) -> None:
     model, _ = build(backend, mesh, data_parallel_strategy=strategy, micro_batch_count=2)
