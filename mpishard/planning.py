@@ -244,13 +244,22 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     row = min(_ROW, _TALLEST / sum(timeline.num_stages for timeline in timelines))
     heights = [0.5 + row * timeline.num_stages for timeline in timelines]
     figure = new_figure("plot_timelines", _WIDTH, sum(heights) + 0.65)
+    from matplotlib.patches import Patch  # after new_figure, which says how to get matplotlib
+
     rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=heights)
     longest = max(timeline.makespan for timeline in timelines)
     for (axes,), timeline in zip(rows, timelines, strict=True):
         _draw(axes, timeline, _BARS / longest if longest else 0.0, row)
         axes.set_xlim(0, longest or 1)
     rows[-1][0].set_xlabel("time")
-    _add_legend(figure, timelines)
+    patches = [
+        Patch(facecolor=_FORWARD, label="forward"),
+        Patch(facecolor=_INPUT, label="backward: input (B)"),
+        Patch(facecolor=_WEIGHT, label="backward: parameters (W)"),
+    ]
+    if any(timeline.virtual_stages_per_rank > 1 for timeline in timelines):
+        patches.append(Patch(facecolor=_paler(GREY, 0.6), label="paler: a rank's later stages"))
+    figure.legend(handles=patches, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
     save(figure, path)
 
 
@@ -274,7 +283,14 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
     for (rank, colour), spans in bars.items():
         axes.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, lw=0, zorder=0.9)
     plain_axes(axes, "", grid="x")
-    axes.set_title(_title(timeline), loc="left", fontsize=9.5, fontweight="bold", pad=3)
+    held = max(timeline.peak_held)
+    title = (
+        f"{timeline.schedule_name}"
+        + (f", {virtual} stages per rank" if virtual > 1 else "")
+        + f":  bubble {timeline.bubble_fraction:.1%},  makespan {timeline.makespan:g},  "
+        f"peak {held:.3g} micro-batch{'es' * (held != 1)}"
+    )
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=3)
     axes.set_ylim(timeline.num_stages - 0.5, -0.5)
     named = range(0, timeline.num_stages, math.ceil(_ROW / row))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
@@ -311,30 +327,6 @@ def _paler(colour: str, fade: float) -> str:
     """``colour`` mixed with that part of white."""
     parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * fade):02x}" for part in parts)
-
-
-def _title(timeline: Timeline) -> str:
-    held = max(timeline.peak_held)
-    stages = timeline.virtual_stages_per_rank
-    return (
-        f"{timeline.schedule_name}"
-        + (f", {stages} stages per rank" if stages > 1 else "")
-        + f":  bubble {timeline.bubble_fraction:.1%},  makespan {timeline.makespan:g},  "
-        f"peak {held:.3g} micro-batch{'es' * (held != 1)}"
-    )
-
-
-def _add_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [
-        Patch(facecolor=_FORWARD, label="forward"),
-        Patch(facecolor=_INPUT, label="backward: input (B)"),
-        Patch(facecolor=_WEIGHT, label="backward: parameters (W)"),
-    ]
-    if any(timeline.virtual_stages_per_rank > 1 for timeline in timelines):
-        patches.append(Patch(facecolor=_paler(GREY, 0.6), label="paler: a rank's later stages"))
-    figure.legend(handles=patches, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
 
 
 _LETTERS = {

@@ -24,7 +24,7 @@ from mpishard.checkpoint import (
     CheckpointReport,
     describe,
 )
-from mpishard.checkpoint.format.folder import LATEST, Entry
+from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
@@ -57,7 +57,17 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     with _said():
         entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
-            listed = [_entry_as_dict(entry) for entry in entries]
+            listed = []
+            for entry in entries:
+                has_manifest = os.path.lexists(entry.path / MANIFEST)
+                listed.append({
+                    "name": entry.path.name,
+                    "step": entry.step,
+                    "bytes": sum(f.stat().st_size for f in _files_of(entry.path) if f.is_file()),
+                    "saved": _time_of(entry.path),
+                    "whole": not entry.problem,
+                    "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
+                })  # fmt: skip
             found: dict[str, Any] = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
@@ -182,7 +192,7 @@ def _latest(folder: str) -> str | None:
 
 
 def _is_named(name: str, latest: str | None) -> bool:
-    """Whether `latest` names it, also where a save was killed between its two renames."""
+    """True if `latest` names it, also after a save that was killed between its two renames."""
     return latest is not None and name in (latest, f"{latest}.previous")
 
 
@@ -220,19 +230,6 @@ def _files_of(directory: Path) -> list[Path]:
     return [*directory.iterdir()] if directory.is_dir() else []
 
 
-def _entry_as_dict(entry: Entry) -> dict[str, Any]:
-    files = [file.stat() for file in _files_of(entry.path) if file.is_file()]
-    has_manifest = os.path.lexists(entry.path / MANIFEST)
-    return {
-        "name": entry.path.name,
-        "step": entry.step,
-        "bytes": sum(status.st_size for status in files),
-        "saved": _time_of(entry.path),
-        "whole": not entry.problem,
-        "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
-    }
-
-
 def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
     model = report.metadata.get("model") or {}
     form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
@@ -252,7 +249,7 @@ def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
 
 
 def _time_of(directory: Path) -> str:
-    """When the directory's newest file was written, local time."""
+    """Return the local time at which the directory's newest file was written."""
     newest = max((file.stat().st_mtime for file in _files_of(directory)), default=0.0)
     return datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 from mpishard.nn.graph.tracing import ComputationNode
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh
 from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.layer import Context, KeyValueCache, Layer, ParameterSpec
+from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.nn.layers.targets import GradientTargets

@@ -214,7 +214,11 @@ class CrossEntropy(Loss):
             exponentials = xp.subtract(
                 logits, largest, out=None if gradient is None else gradient[rows]
             )
-            expected = self._expected_logit(exponentials, index)
+            # The mean of each row's logits under the target distribution.
+            expected = exponentials[index]
+            if self.label_smoothing:
+                expected *= 1.0 - self.label_smoothing
+                expected += self.label_smoothing * exponentials.mean(axis=-1)
             xp.exp(exponentials, out=exponentials)
             normalizer = exponentials.sum(axis=-1, keepdims=True)
             log_normalizer = xp.log(normalizer)
@@ -230,14 +234,6 @@ class CrossEntropy(Loss):
                 self._subtract_target(exponentials, index, counted)
         saved = None if gradient is None else gradient.reshape(prediction.shape)
         return total, float(counted_N.sum()), saved
-
-    def _expected_logit(self, logits_NV: Array, index: tuple[Array, Array]) -> Array:
-        """The mean of each row's logits under the target distribution, shape (N,)."""
-        chosen = logits_NV[index]
-        if self.label_smoothing:
-            chosen *= 1.0 - self.label_smoothing
-            chosen += self.label_smoothing * logits_NV.mean(axis=-1)
-        return chosen
 
     def _subtract_target(
         self, gradient_NV: Array, index: tuple[Array, Array], counted_N: Array

@@ -153,7 +153,13 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
             )
         self._boundaries: list[int] | None = None
         if layer_boundaries is not None:
-            self._boundaries = _checked_boundaries(layer_boundaries)
+            boundaries = [as_integer("layer_boundaries", each) for each in layer_boundaries]
+            if not boundaries or boundaries[0] != 0:
+                raise ValueError(f"layer_boundaries must begin with 0, got {boundaries}")
+            for before, after in itertools.pairwise(boundaries):
+                if after <= before:
+                    raise ValueError(f"layer_boundaries must increase, got {after} after {before}")
+            self._boundaries = boundaries
         if estimated_layer_size is not None:
             estimated_layer_size = as_integer("estimated_layer_size", estimated_layer_size)
             if estimated_layer_size < 1:
@@ -201,16 +207,6 @@ def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
     return total, count
-
-
-def _checked_boundaries(given: Sequence[int]) -> list[int]:
-    boundaries = [as_integer("layer_boundaries", boundary) for boundary in given]
-    if not boundaries or boundaries[0] != 0:
-        raise ValueError(f"layer_boundaries must begin with 0, got {boundaries}")
-    for before, after in itertools.pairwise(boundaries):
-        if after <= before:
-            raise ValueError(f"layer_boundaries must increase, got {after} after {before}")
-    return boundaries
 
 
 def nearest_cuts(
@@ -397,7 +393,15 @@ def partition_layers(
     if strategy is None:
         cuts = balanced_cuts(_costs(infos, costs), num_stages, allowed)
     else:
-        cuts = _cuts_of(strategy, infos, num_stages, allowed)
+        total = infos[-1].parameter_offset + infos[-1].parameter_count
+        ranges = strategy.compute_partition(total, num_stages)
+        if len(ranges) != num_stages:
+            raise ValueError(
+                f"{type(strategy).__name__} must give {num_stages} ranges, got {len(ranges)}"
+            )
+        # A strategy cuts the flat vector anywhere, and a model only between its layers.
+        places = [start for start, _ in ranges[1:]][: len(allowed)]
+        cuts = nearest_cuts([info.parameter_offset for info in infos], places, allowed)
     edges = [0, *cuts, len(infos)]
     stages = list(itertools.pairwise(edges))
     return stages + [(len(infos), len(infos))] * (num_stages - len(stages))
@@ -428,19 +432,3 @@ def _number(info: LayerInfo, cost: Any) -> float:
         f"the cost of layer {info.index}, {info.name!r}, that costs or partition_strategy gives "
         f"must be a number, got {cost!r}"
     )
-
-
-def _cuts_of(
-    strategy: IPipelinePartitionStrategy,
-    infos: Sequence[LayerInfo],
-    num_stages: int,
-    allowed: Sequence[int],
-) -> list[int]:
-    total = infos[-1].parameter_offset + infos[-1].parameter_count
-    ranges = strategy.compute_partition(total, num_stages)
-    if len(ranges) != num_stages:
-        raise ValueError(
-            f"{type(strategy).__name__} must give {num_stages} ranges, got {len(ranges)}"
-        )
-    places = [start for start, _ in ranges[1:]][: len(allowed)]
-    return nearest_cuts([info.parameter_offset for info in infos], places, allowed)

@@ -122,18 +122,15 @@ class _Run:
         elif step.method == "message":
             self._message(backend, step)
         else:
-            self._collective(backend, step)
+            arguments, options, check = self._arguments(backend, step)
+            if step.is_twin:
+                work = getattr(backend, f"{step.method}_async")(*arguments, **options)
+                self._pending.append((step, work, check))
+            else:
+                check(getattr(backend, step.method)(*arguments, **options))
+                self._good += 1
 
     # ------------------------------------------------------------------------------- one step
-
-    def _collective(self, backend: CommunicationBackend, step: Step) -> None:
-        arguments, options, check = self._arguments(backend, step)
-        if step.is_twin:
-            work = getattr(backend, f"{step.method}_async")(*arguments, **options)
-            self._pending.append((step, work, check))
-            return
-        check(getattr(backend, step.method)(*arguments, **options))
-        self._good += 1
 
     def _refused(self, backend: CommunicationBackend, step: Step) -> None:
         arguments, options, _ = self._arguments(backend, step)

@@ -8,7 +8,7 @@ epsilon, which balances truncation against rounding (Press et al., "Numerical re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,21 @@ def check_gradients(
         If there is no way to compute the loss.
     """
     evaluate = _loss_function(model, x, y, loss)
-    start, gradient = _parameters_and_gradient(model, x, y)
+    start: _Vector = np.array(model.get_parameters())
+    gradient = np.array(model.compute_gradients(x, y))
+    _promise(
+        gradient.shape == start.shape,
+        f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}",
+    )
+    _promise(
+        np.array_equal(start, np.asarray(model.get_parameters())),
+        "compute_gradients changed the parameters",
+    )
+    table = getattr(model, "parameter_table", None)
+    entries = getattr(model, "parameter_entries", None) if table is None else table.entries
+    ranges = {"parameters": slice(None)}
+    if entries is not None:
+        ranges = {e.name: slice(e.start, e.start + e.size) for e in entries}
 
     def at(parameters: _Vector) -> float:
         model.set_parameters(parameters.copy())
@@ -106,9 +120,8 @@ def check_gradients(
 
     checker = _Checker(samples, seed)
     try:
-        for name, part in _ranges(model, start.size):
-            view = start[part]
-            checker.add(name, view, gradient[part], lambda: at(start))
+        for name, part in ranges.items():
+            checker.add(name, start[part], gradient[part], lambda: at(start))
     finally:
         model.set_parameters(start)
     if tolerance is None:
@@ -232,21 +245,6 @@ def _difference(
     return (high - low) / (above - below)
 
 
-def _parameters_and_gradient(model: Any, x: Any, y: Any) -> tuple[_Vector, _Vector]:
-    """Copies of both; AssertionError if they do not fit each other."""
-    start: _Vector = np.array(model.get_parameters())
-    gradient = np.array(model.compute_gradients(x, y))
-    _promise(
-        gradient.shape == start.shape,
-        f"compute_gradients returned shape {gradient.shape} for parameters of {start.shape}",
-    )
-    _promise(
-        np.array_equal(start, np.asarray(model.get_parameters())),
-        "compute_gradients changed the parameters",
-    )
-    return start, gradient
-
-
 def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
     """First parameters moved at random, so that none is exactly 0 or 1."""
     return {
@@ -266,17 +264,6 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
             "target), and the model a predict(x)"
         )
     return lambda: float(chosen(model.predict(x), y))
-
-
-def _ranges(model: Any, length: int) -> Iterator[tuple[str, slice]]:
-    """Name and flat range of each of the model's parameters."""
-    table = getattr(model, "parameter_table", None)
-    entries = getattr(model, "parameter_entries", None) if table is None else table.entries
-    if entries is None:
-        yield "parameters", slice(0, length)
-        return
-    for entry in entries:
-        yield entry.name, slice(entry.start, entry.start + entry.size)
 
 
 def check_layer_promises(

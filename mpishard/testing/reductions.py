@@ -132,10 +132,6 @@ class CommunicationChecks:
             for shape in shapes(world):
                 yield dtype, shape
 
-    def _has(self, name: str) -> np.dtype[Any] | None:
-        """The dtype called ``name``, if it travels on the backend."""
-        return next((dtype for dtype in self.dtypes if dtype.name == name), None)
-
 
 def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
     """The operations that have a meaning for ``dtype``."""
@@ -194,10 +190,9 @@ class ReductionChecks(CommunicationChecks):
         """16-bit floats are combined in float32 and rounded once, or never if ``out`` is."""
         world, rank = backend.world_size, backend.rank
         # ``much + 1`` is ``much`` in 16 bits, and twice ``high`` is infinite in float16.
-        for name, much, high in (("float16", 2048.0, 60000.0), ("bfloat16", 256.0, 256.0)):
-            dtype = self._has(name)
-            if dtype is None:
-                continue
+        narrow = {"float16": (2048.0, 60000.0), "bfloat16": (256.0, 256.0)}
+        for dtype in (dtype for dtype in self.dtypes if dtype.name in narrow):
+            name, (much, high) = dtype.name, narrow[dtype.name]
             for length in (3, 3000):
                 added = np.full(length, much if rank == 0 else 1.0).astype(dtype)
                 total = np.full(length, much + world - 1.0)
@@ -222,10 +217,9 @@ class ReductionChecks(CommunicationChecks):
         """Sums of numbers whose order shows, short (in headers) and long, and one by one."""
         world = backend.world_size
         numbers = np.array(ADVERSARIAL_VALUES)
-        for name in ("float16", "bfloat16", "float32", "float64", "complex128"):
-            dtype = next(d for d in DTYPES if d.name == name)
-            if dtype not in self.dtypes:
-                continue
+        names = ("float16", "bfloat16", "float32", "float64", "complex128")
+        for dtype in (dtype for dtype in self.dtypes if dtype.name in names):
+            name = dtype.name
             for length in (3, len(numbers), 4097):
                 inputs = []
                 for rank in range(world):

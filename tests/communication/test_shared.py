@@ -387,7 +387,7 @@ def test_sums_of_subtrees_are_sums_of_the_tree(count):
                 under = [s for s in range(first, first + (1 << level)) if s < count]
                 assert set(under) <= set(slots)
                 out = np.empty(50)
-                reducer.reduce_part([arrays[s] for s in under], ReductionOperation.AVERAGE, out)
+                reducer.reduce([arrays[s] for s in under], ReductionOperation.SUM, out)
                 parts[first, level] = out
         result = np.empty(50)
         reducer.reduce_subtrees(parts, count, ReductionOperation.AVERAGE, result)

@@ -128,7 +128,14 @@ class StepBenchmark:
         _, step = training_step(config, model, "ddp" if own is not backend else strategy, x, y)
         time_chain(step, 1, self.warmup - 1)
         if self.checks == "both":
-            timings = _in_turn(step, own, self.steps)
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            for _ in range(self.steps):
+                for checked, times in seconds.items():  # one after the other: noise meets both
+                    own.check_collectives = checked
+                    times.extend(time_chain(step, 1).seconds)
+            own.check_collectives = True
+            with_checks, without = (Timing(tuple(times)) for times in seconds.values())
+            timings = {"": with_checks, " without checks": without}
         else:
             timings = {"": time_chain(step, self.steps)}
         own.traffic.reset()
@@ -148,22 +155,6 @@ class StepBenchmark:
             StepResult(strategy + suffix, count, timing.seconds, sent, resting, peak)
             for suffix, timing in timings.items()
         ]
-
-
-def _in_turn(
-    step: Callable[[], object], backend: CommunicationBackend, repeats: int
-) -> dict[str, Timing]:
-    """Time the step with checks and without, one after the other."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(repeats):
-        for checked, times in seconds.items():
-            backend.check_collectives = checked
-            times.extend(time_chain(step, 1).seconds)
-    backend.check_collectives = True
-    return {
-        "": Timing(tuple(seconds[True])),
-        " without checks": Timing(tuple(seconds[False])),
-    }
 
 
 def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:

@@ -301,7 +301,11 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
     answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
     plugins = listed_plugins(answer.out + answer.err)
     fitting = fitting_plugins(family, plugins)
-    taken = settings.slurm_plugin() or _default_plugin()
+    taken, program = settings.slurm_plugin(), shutil.which("scontrol")
+    if not taken and program:
+        said = ask([program, "show", "config"], _LIMIT_SECONDS).out
+        default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
+        taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
     text = f"srun has {', '.join(plugins)}"
     if not plugins:
@@ -315,11 +319,3 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         return ok(name, f"{text}, and takes {taken}", value)
     text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
     return note(name, text, value, f"export SLURM_MPI_TYPE={fitting[0]}")
-
-
-def _default_plugin() -> str | None:
-    """Return MpiDefault of the cluster; None if it is not known."""
-    program = shutil.which("scontrol")
-    said = ask([program, "show", "config"], _LIMIT_SECONDS).out if program else ""
-    found = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
-    return found[1] if found else None

@@ -21,6 +21,7 @@ from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
+from mpishard.communication.mpi.headers import Posted, PostedMessage
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -207,14 +208,15 @@ class Job:
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and answers nothing any more
-        for posted, call in (item for group in groups for item in group.exchange.unread.items()):
-            if not posted.test():
+        self.progress()
+        for backend in self.backends():
+            alone = [w for w in backend._pending if isinstance(w.waitable, Posted | PostedMessage)]
+            for call in [work.awaited for work in alone[:1]]:
                 say(
                     f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
                     f"called at {call.place}: other ranks left without it, and nobody waited for "
                     "its result"
                 )
-                break
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()

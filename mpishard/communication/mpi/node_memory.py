@@ -40,7 +40,7 @@ _log = logging.getLogger("mpishard")
 
 
 class RowChannel:
-    """Data through memory of the node: see `Channel`.
+    """Data through memory of the node, with the methods of `MessageChannel`.
 
     Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
     a rank that writes a row has passed a fence since the others read it. In a round every rank
@@ -87,6 +87,7 @@ class RowChannel:
         return ranks * 2 * cls.ROW_BYTES
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         slot, length = self.bytes_each // own.itemsize, own.size
         rows = self._rows(own.dtype)
@@ -101,6 +102,7 @@ class RowChannel:
         self._reducer.reduce(contributions, operation, piece)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         rows = self._rows(own.dtype)
         rows[rank][: own.size] = own
@@ -110,6 +112,7 @@ class RowChannel:
                 part[...] = rows[other][: part.size]
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         dtype, rank = outgoing[0].dtype, self._rank
         slot = self.bytes_each // dtype.itemsize
         rows = self._rows(dtype)
@@ -122,6 +125,7 @@ class RowChannel:
                 part[...] = rows[other][rank * slot : rank * slot + part.size]
 
     def broadcast(self, array: Array, root: int) -> Steps:
+        """See `MessageChannel`."""
         rows = self._rows(array.dtype)
         if self._rank == root:
             rows[root][: array.size] = array

@@ -22,7 +22,8 @@ from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     IPipelineSchedule,

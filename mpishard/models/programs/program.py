@@ -18,7 +18,8 @@ from mpishard.models.programs.replica import Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Unit
 

@@ -141,18 +141,13 @@ def _computed(node: ComputationNode, values: list[Array]) -> Array:
     if node.op == "constant":
         return np.asarray(node.attributes["value"])
     if node.op == "layer":
-        return _run_layer(values, **node.attributes)
+        x, *arrays = values
+        parameters = nested(dict(zip(node.attributes["parameter_names"], arrays, strict=True)))
+        y, _ = node.attributes["layer"].forward(parameters, x, Context(training=False))
+        return np.asarray(y)
     if node.op not in PRIMITIVES:
         raise ValueError(f"unknown operation {node.op!r}; there are {', '.join(PRIMITIVES)}")
     return PRIMITIVES[node.op].compute(*values, **node.attributes)
-
-
-def _run_layer(values: list[Array], *, layer: Any, parameter_names: tuple[str, ...]) -> Array:
-    """The output of a layer, for its input and its parameters by dotted name inside it."""
-    x, *arrays = values
-    parameters = nested(dict(zip(parameter_names, arrays, strict=True)))
-    y, _ = layer.forward(parameters, x, Context(training=False))
-    return np.asarray(y)
 
 
 _Constants = Mapping[str, ComputationNode]
