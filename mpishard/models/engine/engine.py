@@ -14,6 +14,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
+from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
 from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
@@ -68,6 +69,9 @@ class Engine:
         All ranks.
     step_number, version : int
         Steps made, and changes of the parameters.
+    micro_batches : int
+        Passes in which a step computes its batch, one part after the other. For programs that do
+        not cut it themselves.
     observer : callable, optional
         Context manager around each update, for whoever looks at parameters before and after.
     """
@@ -89,6 +93,7 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        self.micro_batches = 1
         # The gradient that local_gradient returned last, and its weight, until the next step.
         self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
@@ -214,7 +219,13 @@ class Engine:
         if sample_start is None:
             asks = self.program.is_random
             sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
-        return [(x, y, sample_start)]
+        if self.micro_batches == 1:  # a black box may take batches that nobody can cut
+            return [(x, y, sample_start)]
+        parts = ShardLayout(len(x), self.micro_batches)
+        return [
+            (x[rows], None if y is None else y[rows], sample_start + rows.start)
+            for rows in map(parts.slice, range(self.micro_batches))
+        ]
 
     def _step(
         self,
@@ -227,12 +238,14 @@ class Engine:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
         ends = not (round_.accumulates or is_local)
+        loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
-            loss, weight = self._pass(
+            own_loss, own_weight = self._pass(
                 x, y, self.gradients, is_first=not round_.is_open,
                 is_last=ends and number == len(batches), sample_start=sample_start,
             )  # fmt: skip
-            round_.add(loss, weight)
+            round_.add(own_loss, own_weight)
+            loss, weight = loss + own_loss, weight + own_weight
         if is_local:
             return self._local_update(loss, weight, rule)
         step = self.step_number + 1
@@ -379,7 +392,8 @@ class Engine:
     ) -> tuple[float, float]:
         """One forward and backward pass; this rank's loss sum and weight."""
         gradients.begin(
-            is_first=is_first, is_last=is_last, defer=self.round.defers,
+            is_first=is_first, is_last=is_last,
+            defer=self.round.defers or self.micro_batches > 1,
             compresses=gradients is self.gradients and self._config.enable_gradient_compression,
         )  # fmt: skip
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
