@@ -225,6 +225,24 @@ def test_more_threads_than_cores(monkeypatch, answers):
     assert "numpy.speed" not in found
 
 
+def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
+    monkeypatch.setattr(doctor_host, "processor_has_unit", lambda: True)
+    measured = {"library": ["3.2.0", "/l/libdnnl.so.3"], "reason": "", "float32": 98.0}
+    measured["bfloat16"] = 211.0
+    answers(doctor_host, measured, measured | {"library": None, "reason": "no oneDNN: pip .."})
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert "oneDNN 3.2.0 at /l/libdnnl.so.3; 211 GFLOP/s of bfloat16 and 98" in found.text
+    assert found.value["unit"]
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert "computed as float32: no oneDNN" in found.text
+    assert found.value["library"] is None
+    (found,) = doctor_host.look_at_bfloat16(quick=True)
+    assert found.value == {"unit": True, "library": None}
+    answers(doctor_host, Answer(-4, "", "", 30))
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert (found.verdict, found.mend) == (NOTE, "export MPISHARD_ONEDNN=off")
+
+
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
     answers(doctor_host, None)
     assert by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
@@ -379,6 +397,7 @@ def test_the_whole_report():
         "host", "numpy", "mpi", "memory", "job", "gpu", "slurm", "packages",
     }  # fmt: skip
     assert found["numpy.speed"]["value"]["1"]["float32"] > 0.1
+    assert found["numpy.bfloat16"]["value"]["bfloat16"] > 0.1
     # The probes printed their imports into files of their own.
     assert "mpi4py.MPI" not in job.stderr
     if "mpi.launcher" in found and found["mpi.launcher"]["value"]:

@@ -30,7 +30,6 @@ GROUPS = {
 
 @by_path
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_every_way_gives_the_bits_of_the_tree(backend, path, group):
     digests = reduction_digests(backend, GROUPS[group])
@@ -71,14 +70,14 @@ def test_adversarial_values_are_adversarial():
 
 
 def test_two_ranks_that_are_swapped_are_noticed(monkeypatch):
-    combine = TreeReducer._combine
+    combine = TreeReducer.reduce_subtrees
 
     def swapped(self, subtrees, count, operation, out):
         turned = {(slot ^ 3 if slot in (1, 2) else slot, level): array
                   for (slot, level), array in subtrees.items()}  # fmt: skip
         combine(self, turned if count > 3 else subtrees, count, operation, out)
 
-    monkeypatch.setattr(TreeReducer, "_combine", swapped)
+    monkeypatch.setattr(TreeReducer, "reduce_subtrees", swapped)
     with pytest.raises(AssertionError, match=r"SUM of \d+ float32 by all_reduce"):
         run_in_threads(4, reduction_digests, GROUPS["floats"])
 

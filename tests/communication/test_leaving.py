@@ -71,3 +71,13 @@ def test_messages_of_a_rank_that_has_left_are_still_received(backend):
             second = world.receive_async(0, sizes[1], 1, dtype=np.int64)
             assert (second.wait() == np.arange(sizes[1])).all()
             assert (first.wait() == np.arange(sizes[0])).all()
+
+
+@pytest.mark.parametrize("arena", ["auto", "off"])
+def test_collectives_of_all_ranks_that_nobody_waits_for(backend, arena, monkeypatch, capfd):
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    with MPICommunicationBackend(backend._comm) as world:
+        for length in (3, 300_000):
+            world.all_reduce_async(np.ones(length))
+            world.all_gather_async(np.ones(length))
+    assert not capfd.readouterr().err

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpishard.communication import MPICommunicationBackend
-from mpishard.communication.contract.call import DTYPES, Call, Kind
+from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.mpi.headers import (
     INLINE_BYTES,
     ROW_BYTES,
@@ -19,9 +19,6 @@ from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.communication import CommunicationConformance
 
 MOST = 99 if os.environ.get("MPISHARD_TEST_FULL") else 4
-
-
-CALL = Call.describe(1, Kind.BARRIER, None)
 
 
 def exchanges(world):
@@ -48,7 +45,7 @@ class TestExchange:
             posted = []
             for rank in np.random.default_rng(number).permutation(world).tolist():
                 assert not any(each.test() for each in posted)
-                posted.append(boxes[rank].post(row(rank, number), CALL))
+                posted.append(boxes[rank].post(row(rank, number)))
             assert all(each.test() for each in posted)
             for each in posted:
                 assert said(each.rows) == [1000 * rank + number for rank in range(world)]
@@ -56,12 +53,12 @@ class TestExchange:
     def test_a_rank_ahead_waits_for_room_and_overtakes_nothing(self):
         boxes = exchanges(3)
         many = 3 * SLOTS
-        ahead = [boxes[0].post(row(0, number), CALL) for number in range(many)]
-        behind = [boxes[1].post(row(1, number), CALL) for number in range(many)]
+        ahead = [boxes[0].post(row(0, number)) for number in range(many)]
+        behind = [boxes[1].post(row(1, number)) for number in range(many)]
         assert not ahead[0].test()
         last = []
         for number in range(many):
-            last.append(boxes[2].post(row(2, number), CALL))
+            last.append(boxes[2].post(row(2, number)))
             # The newest is asked first, and takes those before it.
             for posted in (ahead, behind, last):
                 posted[-1].test()
@@ -74,11 +71,11 @@ class TestExchange:
     def test_a_rank_that_reads_nothing_holds_the_others_back(self):
         first, second = exchanges(2)
         for _ in range(SLOTS):
-            first.post(row(0, 0), CALL)
-            second.post(row(1, 0), CALL)
+            first.post(row(0, 0))
+            second.post(row(1, 0))
             first.collect()
-        waiting = first.post(row(0, 1), CALL)
-        latest = [second.post(row(1, 1), CALL)]
+        waiting = first.post(row(0, 1))
+        latest = [second.post(row(1, 1))]
         assert not latest[0].done
         assert not waiting.test()
         second.collect()

@@ -20,8 +20,9 @@ from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem,
 from mpishard.cli.machine import available_memory, core_quota, usable_cores
 from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
+from mpishard.onednn import processor_has_unit
 
-__all__ = ["look_at_host", "look_at_numpy", "look_at_packages"]
+__all__ = ["look_at_bfloat16", "look_at_host", "look_at_numpy", "look_at_packages"]
 
 _FEW_FILES = 1024
 _LOW_MEMORY = 2**30
@@ -282,6 +283,44 @@ def _speed(rates: Rates | None) -> Finding:
     text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
     text += "compete for cores. Measure again when it is idle"
     return note(name, text, rates, "export OMP_NUM_THREADS=1")
+
+
+_MEASURE_BFLOAT16 = """
+from mpishard.blas import Processor  # before NumPy, for its kernels
+from mpishard.nn.products import products_per_second
+from mpishard.onednn import library, reason_for_none
+import threadpoolctl
+found = library()
+with threadpoolctl.threadpool_limits(1):
+    rates = {str(d): products_per_second(d) / 1e9 for d in ("float32", "bfloat16")}
+answer({"library": found and [found.version, found.path], "reason": reason_for_none(), **rates})
+"""
+
+
+def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
+    """Yield the unit and library that multiply bfloat16, and unless ``quick`` their speed."""
+    unit = processor_has_unit()
+    value: dict[str, Any] = {"unit": unit, "library": None}
+    name, text = "numpy.bfloat16", "a unit for it" if unit else "no unit for it in this processor"
+    if quick:
+        yield ok(name, text, value)
+        return
+    answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS)
+    found = answer.found
+    if answer.code != 0 or found is None:
+        text += f", and its products fail: {shortened(answer.reason)}"
+        yield note(name, text, value, "export MPISHARD_ONEDNN=off")
+        return
+    value |= {key: found[key] for key in ("library", "float32", "bfloat16")}
+    if found["library"] is None:
+        text += f'; precision="bfloat16" is computed as float32: {found["reason"]}'
+    else:
+        text += ", oneDNN {} at {}".format(*found["library"])
+    text += (
+        f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of float32 "
+        "matrices, on 1 thread"
+    )
+    yield ok(name, text, value)
 
 
 def _measured(variables: Mapping[str, str | None]) -> Rates | None:

@@ -33,13 +33,14 @@ from mpishard.communication.contract.call import (
     piece_sizes,
 )
 from mpishard.communication.contract.matching import check_calls, group_label
+from mpishard.communication.contract.records import MessageWait, RankState
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
     TreeReducer,
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.status import RankState, StatusPage
+from mpishard.communication.contract.status import StatusPage
 from mpishard.communication.contract.work import (
     CollectiveWork,
     Session,
@@ -974,7 +975,8 @@ class CommunicationBackend(ABC):
         self, steps: Steps, peer: int, tag: int, in_flight: MessageInFlight | None, *, is_send: bool
     ) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        transfer = Transfer(self, steps, peer, tag, is_send=is_send, in_flight=in_flight)
+        message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
+        transfer = Transfer(self, steps, in_flight, message)
         with self._session:
             self._transfers.append(transfer)
             transfer.advance()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -21,20 +21,14 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.status import MessageWait
-from mpishard.communication.contract.work import (
-    CollectiveWork,
-    Steps,
-    Transfer,
-    Work,
-    in_call,
-)
+from mpishard.communication.contract.records import MessageWait
+from mpishard.communication.contract.work import Steps, Work, in_call
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.collectives import Collectives
-from mpishard.communication.mpi.gpu import DeviceCollectives
+from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
 from mpishard.communication.mpi.job import IN_INIT, Job, library_files
 from mpishard.communication.mpi.library import (
@@ -112,7 +106,7 @@ class MPICommunicationBackend(CommunicationBackend):
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
-        self._gpu: DeviceCollectives | None = None
+        self._gpu: Staging | None = None
         if on_failure == "shrink" and self._world_size > 1:
             check_survivable(self._mpi.Get_library_version())
             leave_mpi_running()
@@ -342,16 +336,16 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _needs(self, work: Work, rank: int, last: int) -> bool:
         """Whether ``work`` waits in vain for ``rank``, which left after its collective ``last``."""
-        if isinstance(work, CollectiveWork):
-            return last < work.call.sequence
-        assert isinstance(work, Transfer)
+        awaited = work.awaited
+        if isinstance(awaited, Call):
+            return last < awaited.sequence
         # Of a message whose head has come the data are under way, if they are not here.
-        is_coming = not work.is_send and any(
+        is_coming = not awaited.is_send and any(
             isinstance(other.waitable, Message)
             for other in self._transfers
-            if other.peer == rank and not other.is_send
+            if other.awaited.peer == awaited.peer and not other.awaited.is_send
         )
-        return work.peer == rank and not is_coming
+        return awaited.peer == self.world_ranks[rank] and not is_coming
 
     def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
         """The error of a rank that waits for one that left after its collective ``last``."""
@@ -383,39 +377,40 @@ class MPICommunicationBackend(CommunicationBackend):
 
     # -------------------------------------------------------------------------------- collectives
 
-    def _for(self, array: Array | None) -> Collectives | DeviceCollectives:
-        """The collectives for ``array``, which may lie on a GPU."""
-        if array is None or type(array) is np.ndarray or not is_device_array(array):
-            return self._collectives
+    def _run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
+        """Run ``steps``, one of `Collectives`, on an array or several, which may lie on a GPU."""
+        array = given[0] if isinstance(given, list | tuple) else given
+        on_host = array is None or type(array) is np.ndarray or not is_device_array(array)
+        if on_host or not needs_staging(call, array):
+            return steps(call, given, *arguments)
         if self._gpu is None:
-            speaks = self._rank == 0 and self._is_root
-            self._gpu = DeviceCollectives(self._collectives, self._rank, speaks=speaks)
-        return self._gpu
+            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
+        return self._gpu.run(steps, call, given, *arguments)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        return self._for(array).all_reduce(call, array, out)
+        return self._run(self._collectives.all_reduce, call, array, out)
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        return self._for(array).reduce_scatter(call, array, counts, out)
+        return self._run(self._collectives.reduce_scatter, call, array, counts, out)
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        return self._for(array).all_gather(call, array, out)
+        return self._run(self._collectives.all_gather, call, array, out)
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        return self._for(array).broadcast(call, array, root)
+        return self._run(self._collectives.broadcast, call, array, root)
 
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        return self._for(array).scatter(call, array, counts, root)
+        return self._run(self._collectives.scatter, call, array, counts, root)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        return self._for(array).gather(call, array, root)
+        return self._run(self._collectives.gather, call, array, root)
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        return self._for(parts[0]).all_to_all(call, parts)
+        return self._run(self._collectives.all_to_all, call, parts)
 
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
@@ -431,7 +426,7 @@ class MPICommunicationBackend(CommunicationBackend):
         # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
         # rank may be missing that an exception has cut off in its wait for the headers. A rank
         # that has come to the second fence calls it, whatever strikes: others may be in it then.
-        yield Condition(lambda: self._pending[0].call is call)
+        yield Condition(lambda: self._pending[0].awaited is call)
         with job.making_group():
             job.tidy()
         yield group.exchange.fence()

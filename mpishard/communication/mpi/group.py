@@ -17,9 +17,8 @@ from mpishard import settings
 from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.mpi.headers import Exchange, MessageExchange, RingExchange
+from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
-    Channel,
     Message,
     MessageChannel,
     Pending,
@@ -29,7 +28,10 @@ from mpishard.communication.mpi.node_memory import Requests, RowChannel, share_m
 from mpishard.communication.mpi.ulfm import is_loss
 from mpishard.errors import CommunicationError
 
-__all__ = ["CUT_OFF", "Group", "share_group_memory"]
+__all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
+
+Channel = MessageChannel | RowChannel
+"""How the data of collectives travel; `MessageChannel` says what both have."""
 
 _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
@@ -86,7 +88,7 @@ class Group:
         """The channel of data on GPUs, and of all data if the ranks share no memory."""
         self.channel: Channel = self.messages
         """The channel of data."""
-        self.exchange: Exchange
+        self.exchange: MessageExchange | RingExchange
         if memory is None:
             self.exchange = MessageExchange(mpi, comm, data, self.in_flight)
         else:

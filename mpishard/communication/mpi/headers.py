@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import platform
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,9 +30,10 @@ from mpishard.communication.mpi.messages import Pending
 __all__ = [
     "INLINE_BYTES",
     "SLOTS",
-    "Exchange",
     "Headers",
     "MessageExchange",
+    "Posted",
+    "PostedMessage",
     "RingExchange",
     "make_row",
 ]
@@ -175,24 +175,8 @@ class PostedMessage(Pending):
         self.rows = rows
 
 
-class Exchange(ABC):
-    """How the ranks of one group exchange rows, and wait for one another."""
-
-    def __init__(self) -> None:
-        self.unread: dict[Posted | PostedMessage, Call] = {}
-        """Headers that were posted and are not read yet: whoever reads one takes it out."""
-
-    @abstractmethod
-    def post(self, row: bytearray, own: Call) -> Posted | PostedMessage:
-        """Exchange rows of `ROW_BYTES` bytes, in order of issue, for ``own``. Never blocks."""
-
-    @abstractmethod
-    def fence(self) -> Waitable:
-        """Be true when every rank has come to this fence. All ranks count them alike."""
-
-
-class MessageExchange(Exchange):
-    """Rows as messages: a non-blocking all-gather of the library.
+class MessageExchange:
+    """Rows as messages: a non-blocking all-gather of the library. It has `RingExchange`'s methods.
 
     Parameters
     ----------
@@ -205,21 +189,20 @@ class MessageExchange(Exchange):
     """
 
     def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
-        super().__init__()
         self._byte = mpi.BYTE
         self._headers, self._data = headers, data
         self._in_flight = in_flight
 
-    def post(self, row: bytearray, own: Call) -> PostedMessage:
+    def post(self, row: bytearray) -> PostedMessage:
+        """See `RingExchange`."""
         rows = bytearray(self._headers.Get_size() * ROW_BYTES)
         request = self._headers.Iallgather(
             [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
         )
-        posted = PostedMessage(request, self._in_flight, row, rows)
-        self.unread[posted] = own
-        return posted
+        return PostedMessage(request, self._in_flight, row, rows)
 
     def fence(self) -> Waitable:
+        """See `RingExchange`."""
         return Pending(self._data.Ibarrier(), self._in_flight)
 
 
@@ -236,7 +219,7 @@ _STRIDE = -(-(_MARK + 8) // _LINE) * _LINE
 _RING_BYTES = _ROWS + SLOTS * _STRIDE
 
 
-class RingExchange(Exchange):
+class RingExchange:
     """The rings through which the ranks of one group exchange rows.
 
     Parameters
@@ -248,7 +231,6 @@ class RingExchange(Exchange):
     """
 
     def __init__(self, memory: Array, rank: int, ranks: int) -> None:
-        super().__init__()
         self._rank = rank
         self._bytes = memoryview(memory)
         self._numbers = self._bytes.cast("q")
@@ -276,10 +258,10 @@ class RingExchange(Exchange):
         """Bytes for a group of so many ranks."""
         return ranks * _RING_BYTES
 
-    def post(self, row: bytearray, own: Call) -> Posted:
+    def post(self, row: bytearray) -> Posted:
+        """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
         self._last += 1
         posted = Posted(self, self._last, row, bytearray(ROW_BYTES * len(self._rows[0])))
-        self.unread[posted] = own
         self._posted.append(posted)
         self._unsent.append(posted)
         self._send()
@@ -321,4 +303,5 @@ class RingExchange(Exchange):
             self._unsent.popleft()
 
     def fence(self) -> Waitable:
+        """Be true when every rank has come to this fence. All ranks count them alike."""
         return Fence(self._numbers, self._fence, self._peer_fences)

@@ -40,7 +40,7 @@ _log = logging.getLogger("mpishard")
 
 
 class RowChannel:
-    """Data through memory of the node: see `Channel`.
+    """Data through memory of the node, with the methods of `MessageChannel`.
 
     Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
     a rank that writes a row has passed a fence since the others read it. In a round every rank
@@ -87,6 +87,7 @@ class RowChannel:
         return ranks * 2 * cls.ROW_BYTES
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         slot, length = self.bytes_each // own.itemsize, own.size
         rows = self._rows(own.dtype)
@@ -101,6 +102,7 @@ class RowChannel:
         self._reducer.reduce(contributions, operation, piece)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         rows = self._rows(own.dtype)
         rows[rank][: own.size] = own
@@ -110,6 +112,7 @@ class RowChannel:
                 part[...] = rows[other][: part.size]
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         dtype, rank = outgoing[0].dtype, self._rank
         slot = self.bytes_each // dtype.itemsize
         rows = self._rows(dtype)
@@ -122,6 +125,7 @@ class RowChannel:
                 part[...] = rows[other][rank * slot : rank * slot + part.size]
 
     def broadcast(self, array: Array, root: int) -> Steps:
+        """See `MessageChannel`."""
         rows = self._rows(array.dtype)
         if self._rank == root:
             rows[root][: array.size] = array
@@ -177,7 +181,9 @@ def share_memory(
     """
     for source in sources:
         memory, error = yield from _SOURCES[source](comm, first, nbytes)
-        verdict = np.array([_verdict(memory, error)], np.int32)
+        verdict = np.array([_GOOD], np.int32)
+        if memory is None:
+            verdict[0] = _EXHAUSTED if error and error.errno in _USED_UP else _FAILED
         worst = np.empty_like(verdict)
         yield comm.Iallreduce(verdict, worst, op=mpi.MAX)
         if worst[0] == _GOOD:
@@ -207,13 +213,7 @@ def at_once(steps: Requests) -> Any:
 
 
 _GOOD, _FAILED, _EXHAUSTED = 0, 1, 2
-
-
-def _verdict(memory: Array | None, error: OSError | None) -> int:
-    if memory is not None:
-        return _GOOD
-    exhausted = error is not None and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-    return _EXHAUSTED if exhausted else _FAILED
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _from_memfd(comm: Any, first: int, nbytes: int) -> Requests:
