@@ -102,7 +102,8 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
-        self._make_gradients = make_gradients
+        self._make_gradients = self._first_gradients = make_gradients
+        self.is_compressed = False
         self.state_layout = state_layout
         self._stage = stage
         self.replica = program.replica
@@ -136,6 +137,12 @@ class Engine:
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
+
+    def compress(self, make_gradients: Callable[[StoreLayout], GradientStore] | None) -> None:
+        """Let gradients lie in another store, or with None in their first one again. Collective."""
+        self._make_gradients = make_gradients or self._first_gradients
+        self.is_compressed = make_gradients is not None
+        self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array) -> Array:
         """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
