@@ -44,6 +44,7 @@ DEFAULTS = {
     "clip": 1.0,
     "seed": 0,
     "dtype": "float32",
+    "precision": None,
     "validate_every": 150,
     "checkpoint_every": 300,
 }
@@ -104,9 +105,12 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in DEFAULTS.items():
         if name == "dtype":
             kind: dict[str, Any] = {"choices": ["float32", "float64"]}
+        elif name == "precision":
+            kind = {"choices": ["bfloat16"]}
         else:
             kind = {"type": number(name)}
-        parser.add_argument(option(name), **kind, help=f"default {value}")
+        default = "that of --dtype" if value is None else value
+        parser.add_argument(option(name), **kind, help=f"default {default}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
@@ -194,7 +198,7 @@ def interrupted_run(arguments: argparse.Namespace) -> Path | None:
         kept = directory / "settings.json"
         if (directory / LAST_FILE).exists() or not kept.is_file():
             continue
-        if json.loads(kept.read_text())["settings"] == wanted:
+        if DEFAULTS | json.loads(kept.read_text())["settings"] == wanted:
             return directory
     return None
 
@@ -317,6 +321,7 @@ def build(
         clip_global_norm=settings["clip"],
         parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
     )
+    options["precision"] = settings["precision"]
     return (
         ms.as_distributed(model, backend, spread["strategy"], **options),
         ms.as_distributed(optimizer, backend, spread["strategy"], **options),
