@@ -58,6 +58,7 @@ SPREAD = {
     "sequence_parallel": ["tensor", "hybrid"],
     "recompute": ["tensor", "pipeline", "hybrid"],
 }
+CHOICES = {"dtype": ["float32", "float64"], "precision": ["bfloat16"]}
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
 LAST_FILE = "sample.txt"  # its presence marks a finished run
@@ -103,14 +104,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_spread(parser.add_argument_group("parallelism"))
     for name, value in DEFAULTS.items():
-        if name == "dtype":
-            kind: dict[str, Any] = {"choices": ["float32", "float64"]}
-        elif name == "precision":
-            kind = {"choices": ["bfloat16"]}
-        else:
-            kind = {"type": number(name)}
-        default = "that of --dtype" if value is None else value
-        parser.add_argument(option(name), **kind, help=f"default {default}")
+        kind = {"choices": CHOICES[name]} if name in CHOICES else {"type": number(name)}
+        parser.add_argument(option(name), **kind, help=f"default {value or 'that of --dtype'}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
