@@ -105,7 +105,8 @@ def parse_arguments() -> argparse.Namespace:
     add_spread(parser.add_argument_group("parallelism"))
     for name, value in DEFAULTS.items():
         kind = {"choices": CHOICES[name]} if name in CHOICES else {"type": number(name)}
-        parser.add_argument(option(name), **kind, help=f"default {value or 'that of --dtype'}")
+        default = "that of --dtype" if value is None else value
+        parser.add_argument(option(name), **kind, help=f"default {default}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
