@@ -48,6 +48,8 @@ __all__ = [
     "build_engine",
     "give_up_ownership",
     "is_owned_by",
+    "make_gradient_store",
+    "make_parameter_store",
     "program_of",
     "require_free",
     "require_same_on_all_ranks",
@@ -220,16 +222,16 @@ def build_engine(
     offload = Offload.of(config, device)
 
     def make_gradients(layout: StoreLayout) -> GradientStore:
-        make = _gradient_store if config.gradient_leaves is None else _leaf_store
+        make = make_gradient_store if config.gradient_leaves is None else _leaf_store
         if offload.gradients:
             return OffloadedGradients(make(layout.on_host, policy), layout)
         return make(layout, policy)
 
     parameters: ParameterStore
     if offload.parameters:
-        parameters = OffloadedParameters(_parameter_store(layout.on_host, policy), layout)
+        parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)
     else:
-        parameters = _parameter_store(layout, policy)
+        parameters = make_parameter_store(layout, policy)
     state_layout = layout.on_host if offload.optimizer else layout
     stage = UpdateStage(state_layout) if device.is_gpu else None
     return Engine(
@@ -244,7 +246,8 @@ def build_engine(
     )
 
 
-def _parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
+def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
+    """The store that shards parameters as ``policy`` says. Collective."""
     if not policy.shards_state:
         # Every rank updates all of them: each needs its own.
         return ReplicatedParameters(layout)
@@ -256,9 +259,10 @@ def _parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     return ShardedParameters(layout) if policy.shards_parameters else ReplicatedParameters(layout)
 
 
-def _gradient_store(
+def make_gradient_store(
     layout: StoreLayout, policy: Policy, *, in_leaves: bool = False
 ) -> GradientStore:
+    """The store that shards gradients as ``policy`` says. Collective."""
     if policy.shards_gradients:
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
@@ -273,7 +277,7 @@ def _gradient_store(
 
 
 def _leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
-    inner = _gradient_store(layout, policy, in_leaves=True)
+    inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)
     return LeafGradients(inner, gathers=not shows_all)
