@@ -41,7 +41,9 @@ def check_module(module: Any) -> None:
         )
     odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
     if odd:
-        raise ValueError(f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu()")
+        raise ValueError(
+            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu()"
+        )
     trainable = trainable_parameters(module)
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")

@@ -469,5 +469,3 @@ def no_sync(*models: Any) -> Iterator[None]:
     finally:
         for sharded, value in zip(held, before, strict=True):
             sharded.syncs = value
-
-

@@ -179,13 +179,13 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _after_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
+def _after_step(owners: list[ShardedModule], *_: Any) -> None:
     """Hook: let all ranks read what each has updated."""
     for owner in owners:
         owner.publish()
 
 
-def _refuse_others(made: Any, args: Any, kwargs: Any) -> None:
+def _refuse_others(made: Any, *_: Any) -> None:
     """Hook of every optimizer: those that are not ours would update what other ranks read."""
     if hasattr(made, "_mpishard_parts"):
         return

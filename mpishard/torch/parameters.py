@@ -121,7 +121,7 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
 
 
 class GradientPiece(torch.Tensor):  # type: ignore[misc]
-    """This rank's part of a gradient: no norm of it is the gradient's."""
+    """The part of a gradient that this rank owns: no norm of it is the gradient's."""
 
     @classmethod
     def __torch_function__(

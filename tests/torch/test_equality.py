@@ -73,7 +73,7 @@ def perceptron() -> Any:
 def convolutions() -> Any:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2),
+        nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2),
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def squared(model: Any, x: Any, y: Any) -> Any:
 
 
 def of_dict(model: Any, tokens: Any, mask: Any, labels: Any) -> Any:
-    return model(**{"tokens": tokens, "mask": mask, "labels": labels})["loss"]
+    return model(tokens=tokens, mask=mask, labels=labels)["loss"]
 
 
 def next_tokens(model: Any, tokens: Any, targets: Any) -> Any:
@@ -163,9 +163,7 @@ def trained(backend: Any, name: str, rule: str, strategy: str, steps: int = STEP
     mst.init()
     factory, loss_of = MODELS[name]
     kind, options = OPTIMIZERS[rule]
-    model = mst.shard(
-        mst.convert_sync_batchnorm(make(factory)), strategy, minimum_unit_size=1
-    )
+    model = mst.shard(mst.convert_sync_batchnorm(make(factory)), strategy, minimum_unit_size=1)
     optimizer = mst.optimizer(kind, model, **options)
     clip = functools.partial(mst.clip_grad_norm_, max_norm=0.3)
     return train(model, optimizer, loss_of, mine(backend, batch(name)), clip, steps)

@@ -316,4 +316,5 @@ class Arrivals:
 
 
 def entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:
+    """The parameters of a unit."""
     return [e for e in entries if unit.start <= e.start and e.stop <= unit.stop]
